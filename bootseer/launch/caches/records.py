@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from bootseer.base.documents import Count, Form, to_line
+from bootseer.base.documents import Count, Count64, Form, to_line
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.processes import living_processes, note_process
 from bootseer.linux.removal import remove_tree
@@ -48,7 +48,7 @@ class Record(Struct, frozen=True, kw_only=True):
     hits: Count = 0
     """Starts that found it in the store, or in place."""
     misses: Count = 0
-    used_ns: Count = 0
+    used_ns: Count64 = 0
     last: _Text = ""
     """What came of it the last time, for people."""
     new_files: Count = 0

@@ -55,10 +55,10 @@ def restore(settings: Settings, store: Store, cache: Cache) -> Restored:
         return Restored(MISS, "the store has none under its key")
     manifest, target = found
     known = read_record(settings.cache_dir, cache.key) or Record(key=cache.key, name="", folder="")
+    catalogue.note_used(store, manifest)
     if known.index == target.index.digest and any(cache.folder.iterdir()):
         return Restored(IN_PLACE, "this node has the newest", index=known.index)
     moved_bytes, count = bring_in(settings, store, cache.folder, target)
-    catalogue.note_used(store, manifest)
     if not count:
         return Restored(IN_PLACE, "this node has all of it", index=target.index.digest)
     return Restored(

@@ -1,7 +1,11 @@
 """The plan of a collection against an oracle."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.gc.inventory import Inventory, Object
@@ -99,3 +103,47 @@ def test_the_plan_keeps_what_is_needed_and_nothing_else(
     # Records before what they name.
     order = [key.partition("/")[0] for key in plan.deletions]
     assert order == sorted(order, key=["snapshots", "used", "indexes", "blobs"].index)
+
+
+def _cache(letter: str, made_days: float, used_days: float | None) -> tuple[Inventory, str]:
+    made = _synthetic(letter, 1)
+    parts = (Part("cache", "X_CACHE_DIR"), Part("folder", letter))
+    manifest = replace(made, parts=parts, fingerprint=fingerprint(parts))
+    now_ns, index = 1000 * DAY_NS, manifest.targets[0].index.digest
+    key = catalogue.manifest_key(manifest.fingerprint)
+    made_ns = now_ns - int(made_days * DAY_NS)
+    objects = {
+        one: Object(1, made_ns)
+        for one in (key, blob_key(manifest.targets[0].blob.digest), index_key(index))
+    }
+    uses = {}
+    if used_days is not None:
+        uses[use_key(index)] = Use(index, (manifest.targets[0].blob.digest,))
+        objects[use_key(index)] = Object(1, now_ns - int(used_days * DAY_NS))
+    names = ("names", "images", "layers", "chains", "pointers", "similar_images")
+    nothing: dict[str, Any] = {name: {} for name in names}
+    inventory = Inventory(
+        objects=objects, snapshots={key: manifest}, uses=uses, now_ns=now_ns, **nothing
+    )
+    return inventory, key
+
+
+@pytest.mark.parametrize(
+    ("made_days", "used_days", "rules", "is_kept"),
+    [
+        (100, 10, Rules(), True),
+        (10, None, Rules(), True),
+        (100, 40, Rules(), False),
+        (100, None, Rules(), False),
+        (100, 40, Rules(keep_days=60), True),
+        # The newest of many snapshots stays, but of a cache there is one generation only.
+        (100, 40, Rules(keep_last=1), False),
+    ],
+)
+def test_a_cache_that_nobody_used_for_a_month_goes(
+    made_days: float, used_days: float | None, rules: Rules, is_kept: bool
+) -> None:
+    inventory, key = _cache("a", made_days, used_days)
+    plan = make_plan(inventory, rules)
+    assert plan.snapshots[key].is_kept is is_kept
+    assert (set(plan.deletions) == set(inventory.objects)) is not is_kept

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.launch.caches.records import records
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Completed, Node, attribute, node_at
 from tests.support.waiting import wait_for
@@ -71,6 +72,11 @@ def test_a_folder_of_ours_is_named_and_private(node: Node, torch: dict[str, str]
     node.wait_clean()
     # The node itself has it, whatever becomes of the store.
     assert said(node.run(*compile_job(), variables=torch))["hit"] is True
+    node.wait_clean()
+    (record,) = (
+        one for one in records(node.base / "cache") if one.name == "TORCHINDUCTOR_CACHE_DIR"
+    )
+    assert (record.hits, record.misses, record.new_files) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("options", [["--no-keep"], ["--keep", "off"]])

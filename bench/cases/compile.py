@@ -1,0 +1,256 @@
+"""How long does the first step of a compiled model take on a node that has compiled nothing?"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from bench.model import (
+    Bound,
+    Case,
+    Column,
+    Figure,
+    Ratio,
+    Sample,
+    SkippedError,
+    TakeSample,
+    Target,
+    Variant,
+    Workspace,
+)
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = _ROOT / "bench" / "compile" / "program.py"
+_DEADLINE_S = 900.0
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class _Node:
+    """One node: a folder whose path is the same for all, and the way by which it gets its cache."""
+
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        self.name = name
+        self.blocks = 1 if workspace.is_quick else 4
+        self.base = workspace.directory / "compile"
+        self.shared = workspace.directory / f"shared-{name}"
+        self.cache = self.base / "inductor"
+        self.loss = workspace.shared.setdefault("losses", set())
+        shutil.rmtree(self.shared, ignore_errors=True)
+        self.shared.mkdir(parents=True)
+
+    def clear(self) -> None:
+        """It has compiled nothing."""
+        shutil.rmtree(self.base, ignore_errors=True)
+        self.base.mkdir()
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("TORCH", "BOOTSEER_"))}
+        return {**kept, "HOME": str(self.base), "PYTHONPATH": str(_ROOT), **more}
+
+    def step(
+        self,
+        *more: str,
+        before: Callable[[], None] = lambda: None,
+        wrapper: tuple[str, ...] = (),
+        environ: Mapping[str, str],
+    ) -> Sample:
+        """Start the program, after what the way does first."""
+        cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started_s = time.time()
+        before()
+        done = subprocess.run(
+            [*wrapper, sys.executable, str(_PROGRAM), str(self.blocks), *more],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"the program failed: {done.stderr[-2000:]}")
+        told = json.loads(done.stdout)
+        # The same kernels, however they came.
+        self.loss.add(round(told["loss"], 5))
+        if len(self.loss) != 1:
+            raise RuntimeError(f"the ways disagree on the loss: {self.loss}")
+        restore_s = told["began_s"] - started_s
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return Sample(
+            restore_s + told["import_s"] + told["step_s"],
+            cpu_s={"node": sum(after[:2]) - sum(cpu[:2])},
+            moved_bytes=sum(one.stat().st_size for one in self._stored()),
+            figures={
+                "restore_s": restore_s,
+                "import_s": told["import_s"],
+                "step_s": told["step_s"],
+                # Importing torch takes each way as long, and is not what they differ in.
+                "ready_s": restore_s + told["step_s"],
+            },
+        )
+
+    def _stored(self) -> Iterator[Path]:
+        for folder in (self.shared, self.shared / "store/blobs", self.shared / "store/indexes"):
+            for path in folder.iterdir() if folder == self.shared else folder.rglob("*"):
+                if path.is_file():
+                    yield path
+
+
+@contextlib.contextmanager
+def _prepare(workspace: Workspace) -> Iterator[None]:
+    for name in ("torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            raise SkippedError(f"{name} is not installed; pip install torch triton")
+    if shutil.which("g++") is None:
+        raise SkippedError("there is no C++ compiler; apt-get install g++")
+    workspace.shared["notes"] = [
+        "One training step of a transformer that TorchInductor compiles for the CPU, in a new "
+        "process; a new node is one whose caches are empty, at the same paths",
+        "`until stepped` is all but the import of torch: what brings the cache, and the step; "
+        "what is brought lies in a folder of the machine, and its size is what a network would "
+        "carry",
+    ]
+    yield
+
+
+@contextlib.contextmanager
+def _nothing(workspace: Workspace) -> Iterator[TakeSample]:
+    node = _Node(workspace, "nothing")
+
+    def take() -> Sample:
+        node.clear()
+        return node.step(environ=node.environment(**{_CACHE: str(node.cache)}))
+
+    yield take
+
+
+@contextlib.contextmanager
+def _warm(workspace: Workspace) -> Iterator[TakeSample]:
+    """The same node once more. Its folder is another one, since other ways clear theirs."""
+    node = _Node(workspace, "warm")
+    environ = node.environment(**{_CACHE: str(workspace.directory / "warm-inductor")})
+    node.clear()
+    node.step(environ=environ)
+
+    def take() -> Sample:
+        node.clear()
+        return node.step(environ=environ)
+
+    yield take
+
+
+@contextlib.contextmanager
+def _tar(workspace: Workspace) -> Iterator[TakeSample]:
+    """As Megatron-LM#5452: an archive on shared storage, unpacked before the program."""
+    node = _Node(workspace, "tar")
+    environ = node.environment(**{_CACHE: str(node.cache)})
+    archive = node.shared / "cache.tar.gz"
+    node.clear()
+    node.step(environ=environ)
+    subprocess.run(["tar", "-C", node.base, "-czf", archive, "inductor"], check=True)
+
+    def unpack() -> None:
+        subprocess.run(["tar", "-C", node.base, "-xzf", archive], check=True)
+
+    def take() -> Sample:
+        node.clear()
+        return node.step(before=unpack, environ=environ)
+
+    yield take
+
+
+@contextlib.contextmanager
+def _artifacts(workspace: Workspace) -> Iterator[TakeSample]:
+    """torch.compiler.save_cache_artifacts, and load_cache_artifacts in the program."""
+    node = _Node(workspace, "artifacts")
+    environ = node.environment(**{_CACHE: str(node.cache)})
+    file = str(node.shared / "artifacts")
+    node.clear()
+    node.step(file, environ=environ)
+
+    def take() -> Sample:
+        node.clear()
+        return node.step(file, environ=environ)
+
+    yield take
+
+
+@contextlib.contextmanager
+def _bootseer(workspace: Workspace) -> Iterator[TakeSample]:
+    node = _Node(workspace, "bootseer")
+    environ = node.environment(
+        BOOTSEER_STORE=(node.shared / "store").as_uri(),
+        BOOTSEER_CACHE_DIR=str(node.base / "cache"),
+        BOOTSEER_RUN_DIR=str(node.base / "run"),
+        BOOTSEER_TIMELINE_DIR=str(node.base / "timeline"),
+        BOOTSEER_JOB="compile",
+    )
+    wrapper = (sys.executable, "-m", "bootseer", "run", "--")
+
+    def step() -> Sample:
+        node.clear()
+        sample = node.step(wrapper=wrapper, environ=environ)
+        # What is behind the start ends by itself, and must not run into the next one.
+        _wait_for_keeper(node)
+        return sample
+
+    step()
+    yield step
+
+
+def _wait_for_keeper(node: _Node) -> None:
+    """Until the process that publishes has ended: its log then says what it did."""
+    deadline_s = time.monotonic() + 120
+    while True:
+        texts = [path.read_text() for path in (node.base / "run/logs").glob("caches-*.log")]
+        if any(f"{_CACHE}: published" in text or f"{_CACHE}: nothing" in text for text in texts):
+            return
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"nothing was published: {texts}")
+        time.sleep(0.1)
+
+
+def _ratio(top: str, bottom: str, bound: Bound, limit: float) -> Ratio:
+    return Ratio(
+        f"{top} / {bottom}, until stepped",
+        Figure(top, "ready_s"),
+        Figure(bottom, "ready_s"),
+        Target(bound, limit),
+    )
+
+
+CASE = Case(
+    name="compile",
+    description="A new node runs the first training step of a model that is compiled.",
+    prepare=_prepare,
+    variants=(
+        Variant("nothing", "all is compiled", _nothing),
+        Variant("tar", "a tar.gz of the cache on shared storage", _tar),
+        Variant("artifacts", "torch's save_cache_artifacts and load_cache_artifacts", _artifacts),
+        Variant("bootseer", "`bootseer run`, nothing else changed", _bootseer),
+        Variant("warm", "the same node once more", _warm),
+    ),
+    ratios=(
+        _ratio("nothing", "bootseer", Bound.AT_LEAST, 8),
+        _ratio("bootseer", "warm", Bound.AT_MOST, 1.1),
+        _ratio("bootseer", "tar", Bound.AT_MOST, 1.1),
+        _ratio("artifacts", "bootseer", Bound.AT_LEAST, 1),
+    ),
+    columns=(
+        Column("restore s", "restore_s"),
+        Column("step s", "step_s"),
+        Column("until stepped s", "ready_s"),
+        Column("with import s", "wall_s"),
+        Column("MB moved", "moved_bytes", scale=1e-6),
+        Column("CPU s", "node_cpu_s"),
+    ),
+    runs=3,
+    quick_runs=1,
+    warmups=0,
+)

@@ -1,0 +1,1 @@
+"""What the case `compile` starts: one program, whose first step waits for a compiler."""

@@ -1,0 +1,84 @@
+"""A real compiler: what TorchInductor made on one node spares another one its compiler."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.launch.harness import Node, node_at
+
+pytest.importorskip("torch", reason="torch is not installed (extra `formats`)")
+if shutil.which("g++") is None:
+    pytest.skip("there is no C++ compiler", allow_module_level=True)
+
+MODEL = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+loss = torch.compile(model)(torch.ones(2, 8)).square().mean()
+loss.backward()
+print(f"{loss.item():.6f} {model[0].weight.grad.abs().sum().item():.6f}")
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """A compiler that notes what it is called for."""
+    program, log = tmp_path / "bin/g++", tmp_path / "calls"
+    program.parent.mkdir()
+    real = shutil.which("g++")
+    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    return log
+
+
+def compiled(log: Path) -> int:
+    """How often a library was made since the last time."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    log.write_text("")
+    return sum(" -shared " in f" {line} " for line in lines)
+
+
+@pytest.mark.timeout(600)
+def test_another_node_compiles_nothing(node: Node, compiler: Path, tmp_path: Path) -> None:
+    variables = {
+        "CXX": str(tmp_path / "bin/g++"),
+        "BOOTSEER_CACHE_DIR": str(tmp_path / "caches"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "USER": "nobody",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.bootseer.launch.harness.TIMEOUT_S", 240.0)
+        first = node.run("--", sys.executable, "-c", MODEL, variables=variables)
+        assert first.returncode == 0, first.stderr
+        node.wait_clean()
+        assert compiled(compiler) > 0
+        # The same paths, as all nodes of a cluster have; nothing in them.
+        shutil.rmtree(tmp_path / "caches")
+        with node_at(tmp_path / "second", node.store) as second:
+            again = second.run("--", sys.executable, "-c", MODEL, variables=variables)
+            assert again.returncode == 0, again.stderr
+            second.wait_clean()
+        assert "restored the cache TORCHINDUCTOR_CACHE_DIR" in again.stderr
+        assert compiled(compiler) == 0
+        assert again.stdout == first.stdout
+
+
+@pytest.mark.timeout(600)
+def test_another_compiler_has_another_cache(node: Node, compiler: Path, tmp_path: Path) -> None:
+    variables = {"BOOTSEER_CACHE_DIR": str(tmp_path / "caches"), "USER": "nobody"}
+    show = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    folders = set()
+    for version in ("13.2.0", "14.1.0"):
+        program = tmp_path / version / "g++"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\necho g++ {version}\n")
+        program.chmod(0o755)
+        done = node.run(
+            "--", sys.executable, "-c", show, variables={**variables, "CXX": str(program)}
+        )
+        folders.add(done.stdout)
+    assert len(folders) == 2
+    assert os.path.isdir(tmp_path / "caches/kept/folders")
