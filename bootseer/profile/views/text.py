@@ -20,7 +20,8 @@ def explain(analysis: Analysis) -> Iterator[str]:
     yield from _path(analysis)
     yield from _section("Who held the others", _blame(analysis))
     yield from _section("Slower than their peers", _stragglers(analysis))
-    yield from _section("What it would have been", _what_ifs(analysis))
+    since = ", since it was submitted" if analysis.before_s else ""
+    yield from _section(f"What it would have been{since}", _what_ifs(analysis))
     yield from _clocks(analysis)
 
 

@@ -175,6 +175,7 @@ def test_the_report_takes_files_in(tmp_path: Path, a_start: MakeStart) -> None:
     assert "ready after 10.0 s, 70.0 s after it was submitted" in shown.stdout
     assert "50.00 s  queued on n1 (control plane)" in shown.stdout
     assert "NCCL kernels" in shown.stdout
+    assert "What it would have been, since it was submitted" in shown.stdout
     assert "NCCL" in page.read_text()
     assert b"queued" in trace.read_bytes()
     document = json.loads(_report(made, *named, "--json", said=sacct).stdout)
