@@ -5,6 +5,7 @@ nothing outside `bootseer run`. Everything else is the command line (`bootseer -
 packages `bootseer.prefetch`, `bootseer.snapshots` and `bootseer.fuse`.
 """
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "ready", "stage"]
+
+loaded_ns = time.time_ns()
+"""When this process began to load Bootseer: its start begins then. Nanoseconds since 1970."""
 
 
 def stage(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> "Span":

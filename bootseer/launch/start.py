@@ -11,13 +11,13 @@ Main thread only: it forks and handles signals.
 
 import os
 import re
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bootseer import loaded_ns
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
@@ -110,7 +110,6 @@ class _Start:
         self._store_is_silent = False
         self._is_watched = False
         self._caches: KeptCaches | None = None
-        self._began_ns = time.time_ns()
 
     def run(self) -> NoReturn:
         settings = self._settings
@@ -128,7 +127,7 @@ class _Start:
         self._is_watched = settings.trace_python and timeline.is_written
         begin_publisher(settings, timeline)
         try:
-            with timeline.span(START) as start:
+            with timeline.span(START, since_ns=loaded_ns) as start:
                 # Servers started on the way, the set-ups and the command write to it, too.
                 os.environ.update(_environment(settings, timeline, start))
                 self._stages(timeline.below(start))
@@ -209,7 +208,7 @@ class _Start:
             request = _inside(self._container, request)
 
         def note_wait(node: str, created_ns: int) -> Callable[[], object]:
-            if 0 < created_ns < self._began_ns:
+            if 0 < created_ns < loaded_ns:
                 return lambda: None  # another start has made it
             return timeline.span("wait for set-up", {WAITED_FOR: node}).end
 

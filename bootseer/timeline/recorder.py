@@ -48,11 +48,12 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 class Span:
     """One running stage; a context manager. Threads may hold different spans at once."""
 
-    def __init__(self, timeline: "Timeline | None", stage: Stage) -> None:
+    def __init__(self, timeline: "Timeline | None", stage: Stage, earlier_ns: int = 0) -> None:
+        """`earlier_ns`: how long ago it has begun."""
         self._timeline = timeline
         self._stage = stage
         self._attributes: dict[str, Value] = dict(stage.attributes)
-        self._started_ns = time.monotonic_ns()
+        self._started_ns = time.monotonic_ns() - earlier_ns
         self.figures = sample() if timeline is not None else {}
         """What the kernel had counted at the begin, and then at the end."""
         self._ended = False
@@ -135,12 +136,16 @@ class Timeline:
         """Whether all that was appended so far is in the file."""
         return not self._warned
 
-    def span(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
-        """Begin a stage now."""
-        begun = {**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns()}
-        stage = self._stage(name, time.time_ns(), begun)
+    def span(
+        self, name: str, attributes: Mapping[str, Value] | None = None, *, since_ns: int = 0
+    ) -> Span:
+        """Begin a stage now, or have begun it then (since 1970)."""
+        now_ns = time.time_ns()
+        earlier_ns = max(0, now_ns - (since_ns or now_ns))
+        begun = {**(attributes or {}), "bootseer.monotonic_ns": time.monotonic_ns() - earlier_ns}
+        stage = self._stage(name, now_ns - earlier_ns, begun)
         self.append(encode_start(stage))
-        return Span(self, stage)
+        return Span(self, stage, earlier_ns)
 
     def note(
         self,

@@ -1,0 +1,126 @@
+"""Real starts on several nodes: networks and control groups of their own on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.model import SkippedError
+from bench.profile.nodes import Node, Nodes, nodes
+from bootseer.profile.files import Folder, find_start
+from bootseer.profile.model.analysis import Analysis, StartModel
+from bootseer.profile.reading import read_graph
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(400)]
+
+# Nothing of Bootseer in it; it only tells the test when its first step was done.
+_TRAIN = """
+import os, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for batch in torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=8):
+    model(batch).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    path = f"stepped-{os.environ['RANK']}"
+    if not os.path.exists(path):
+        with open(path, "w") as file:
+            file.write(str(time.time()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Nodes]:
+    try:
+        with nodes(2) as site:
+            yield site
+    except SkippedError as reason:
+        pytest.skip(f"no nodes: {reason}")
+
+
+def _start(
+    node: Node, folder: Path, *command: object, **variables: str
+) -> "subprocess.Popen[bytes]":
+    """`bootseer run` on one of the nodes."""
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("BOOTSEER")},
+        "BOOTSEER_TIMELINE_DIR": str(folder / "timelines"),
+        "BOOTSEER_CACHE_DIR": str(folder / node.name / "cache"),
+        "BOOTSEER_RUN_DIR": str(folder / node.name / "run"),
+        "BOOTSEER_PUBLISH_TIMELINES": "off",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    words = [sys.executable, "-m", "bootseer", "--job", "j", "run", "--", *map(str, command)]
+    return node.run(words, environ, folder, folder / f"{node.name}.log")
+
+
+def _end(started: Mapping[str, "subprocess.Popen[bytes]"], folder: Path) -> None:
+    try:
+        for name, process in started.items():
+            assert process.wait(300) == 0, (folder / f"{name}.log").read_text()[-3000:]
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
+def _analysis(folder: Path) -> Analysis:
+    return StartModel(read_graph(find_start(Folder(folder / "timelines"), "j"), 0)).analyse()
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bootseer", "report", "j", "--json"],
+        env={**os.environ, "BOOTSEER_TIMELINE_DIR": str(folder / "timelines")},
+        capture_output=True, check=True, timeout=100,
+    )  # fmt: skip
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_a_torchrun_job_on_two_nodes_is_explained(two_nodes: Nodes, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    (tmp_path / "train.py").write_text(_TRAIN)
+    first = two_nodes.nodes[0]
+    began = time.time()
+    started = {}
+    for node in two_nodes.nodes:
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        group = ["--nnodes", 2, "--nproc-per-node", 4, "--local-addr", node.address]
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "7"]
+        meeting += ["--rdzv-endpoint", f"{first.address}:29400"]
+        meeting += ["--rdzv-conf", f"is_host={node is first}"]
+        started[node.name] = _start(node, tmp_path, *torchrun, *group, *meeting, "train.py")
+    _end(started, tmp_path)
+    stepped = [float((tmp_path / f"stepped-{rank}").read_text()) for rank in range(8)]
+    watch_s = max(stepped) - began
+
+    document = _report(tmp_path)
+    assert (document["node_count"], document["rank_count"]) == (2, 8)
+    names = {row["name"] for row in document["stages"]}
+    assert {"rendezvous", "init_process_group", "first collective", "first batch"} <= names
+    analysis = _analysis(tmp_path)
+    assert analysis.is_ready
+    named_s = sum(one.seconds for one in analysis.path if one.is_wait or one.label.kind == "in")
+    assert analysis.ready_s == pytest.approx(watch_s, rel=0.02)
+    assert named_s >= 0.95 * analysis.ready_s
+    assert abs(analysis.replay_error_s) <= 0.02 * analysis.ready_s
+    assert {one.barrier for one in analysis.blame} == {
+        "rendezvous 7",
+        "init_process_group 1",
+        "first collective of group 0",
+    }
