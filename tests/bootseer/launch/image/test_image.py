@@ -7,11 +7,16 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bootseer.profile.files import list_starts
+from bootseer.profile.stored import Stored
+from bootseer.store import open_store
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import REPOSITORY, Node, attribute, node_at, wait_for
+from tests.support import waiting
 from tests.support.containers.containerd_images import shell_layer
 from tests.support.images.building import Layout, tar_of
 
@@ -62,6 +67,27 @@ def test_recorded_once_and_replayed_on_another_node(
         moved = int(attribute(spans["image served"], "bootseer.bytes"))
         whole = sum(path.stat().st_size for path in (tmp_path / "store/blobs").rglob("*"))
         assert 0 < moved < whole * 2 / 3
+
+
+def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
+    """Said to be ready from inside, while it runs; and what its server notes when it is over."""
+    program = f"{STAGES}\nsys.stdin.read()"
+    bind = f"{REPOSITORY}:/source:ro"
+    job = ("--image", image.source, "--bind", bind, "--", "python3", "-c", program)
+    variables = {"BOOTSEER_PUBLISH_TIMELINES": "on", "SLURM_JOB_ID": "7"}
+
+    def stages() -> set[str]:
+        with open_store(node.store) as store:
+            starts = list_starts(Stored(store), "job")
+        return {stage.name for start in starts for stage in start.stages() if stage.end_ns}
+
+    options: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    with node.start(*job, stdin=subprocess.PIPE, variables=variables, **options) as running:
+        waiting.wait_for(lambda: "ready" in stages(), "the timeline")
+        assert {"start", "image", "load"} <= stages()
+        running.communicate("", timeout=60)
+    node.wait_clean()
+    assert "image served" in stages()
 
 
 def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) -> None:

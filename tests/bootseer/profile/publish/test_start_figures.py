@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -214,3 +216,24 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     for one in panels:
         place = one["gridPos"]
         assert place["x"] + place["w"] <= 24
+
+
+def test_prometheus_own_tool_finds_nothing_to_say(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool (Debian's package prometheus) is not installed")
+    for text in (render_start(_STAGES, "j", 0), render_mount(_LOOK, "hdfs://nn/ckpt", 0)):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    board = json.loads((REPOSITORY / "docker" / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for one in board["panels"] for target in one.get("targets", ())]
+    rules = [
+        {"record": f"query{number}", "expr": query.replace("$job_name", ".*")}
+        for number, query in enumerate(queries)
+    ]
+    path = tmp_path / "rules.yml"
+    # JSON is YAML.
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
