@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 BYTES_MAX = 64 * 1024 * 1024
 """A timeline has a few lines per stage; a larger one is not one of ours."""
+TOGETHER_BYTES_MAX = 8 * 1024**3
+"""Of one start: ten thousand nodes of eight ranks, each with fifty stages, have half of that."""
 _SUFFIX = ".jsonl"
 # A store is waited for, not worked for.
 _READERS = 16
@@ -39,6 +41,11 @@ class TimelineFile(Protocol):
 
     @property
     def modified_ns(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """As it lies there."""
+        ...
 
     @property
     def is_far(self) -> bool:
@@ -72,6 +79,34 @@ class StartFiles(Struct, frozen=True):
     def modified_ns(self) -> int:
         """When the last line was written."""
         return max(file.modified_ns for file in self.files)
+
+    @property
+    def are_here(self) -> bool:
+        """Whether any process can read them: not through a connection that this one has."""
+        return all(isinstance(file, _File) for file in self.files)
+
+    def bounded(self) -> "StartFiles":
+        """The same without what is too large to be read; a warning says how much that is."""
+        by_size = sorted(self.files, key=lambda file: file.size_bytes)
+        sums = itertools.accumulate(file.size_bytes for file in by_size)
+        kept = {
+            id(file)
+            for file, together in zip(by_size, sums, strict=True)
+            if file.size_bytes <= BYTES_MAX and together <= TOGETHER_BYTES_MAX
+        }
+        if len(kept) == len(self.files):
+            return self
+        left_out = sum(file.size_bytes for file in by_size[len(kept) :])
+        _log.warning(
+            "warning: %d of %d timelines are left out, %.1f GB: of a start those of up to %d MiB "
+            "are read, the smaller ones first, and %d GiB together",
+            len(self.files) - len(kept),
+            len(self.files),
+            left_out / 1e9,
+            BYTES_MAX >> 20,
+            TOGETHER_BYTES_MAX >> 30,
+        )
+        return replace(self, files=tuple(file for file in self.files if id(file) in kept))
 
     def parts(self, node_count: int) -> "list[StartFiles]":
         """The same start in parts of so many nodes."""
@@ -127,6 +162,7 @@ class Source(Protocol):
 class _File(Struct, frozen=True):
     path: Path
     modified_ns: int
+    size_bytes: int
 
     @property
     def name(self) -> str:
@@ -138,9 +174,15 @@ class _File(Struct, frozen=True):
 
     def read(self) -> bytes:
         try:
-            return self.path.read_bytes() if self.path.stat().st_size <= BYTES_MAX else b""
+            # Whoever writes to the folder may have put a pipe there since it was listed.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                data = file.read(BYTES_MAX + 1)
+        except FileNotFoundError:
+            return b""
         except OSError as error:
             raise from_oserror(error, f"read the timeline {self.path}") from error
+        return data if len(data) <= BYTES_MAX else b""
 
 
 class Folder(Struct, frozen=True):
@@ -236,11 +278,12 @@ def read_start(
 
 
 def _timelines(folder: Path) -> tuple[TimelineFile, ...]:
-    return tuple(
-        _File(Path(entry), entry.stat().st_mtime_ns)
+    found = [
+        (Path(entry), entry.stat())
         for entry in os.scandir(folder)
         if entry.name.endswith(_SUFFIX) and entry.is_file()
-    )
+    ]
+    return tuple(_File(path, status.st_mtime_ns, status.st_size) for path, status in found)
 
 
 def _contents(files: Sequence[TimelineFile]) -> Iterator[bytes]:

@@ -113,6 +113,10 @@ class _Node(Struct, frozen=True):
         return False  # and pyarrow's file is for one thread
 
     @property
+    def size_bytes(self) -> int:
+        return int(self.file.metadata.row_group(self.number).total_byte_size)
+
+    @property
     def name(self) -> str:
         return f"-{self.number}-{self.number}-0"
 

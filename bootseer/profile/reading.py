@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Iterator
 
 from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.files import StartFiles
@@ -22,6 +23,8 @@ def read_graph(
     know of it. Raises: BootseerError."""
     graph = StartGraph()
     parts = files.parts(_NODES_A_PART)
+    if not files.are_here:
+        process_count = 1
     # Seconds since 1970 as doubles would be off by microseconds.
     first = next((stages for part in parts for stages in part.nodes() if stages), None)
     if first is None:
@@ -41,6 +44,13 @@ def read_graph(
         for track in tracks_of(stages, first[0].start_ns):
             graph.add(track)
     return graph
+
+
+def read_events(files: StartFiles, event: str) -> Iterator[str]:
+    """The bodies of the events of this name. Raises: BootseerError."""
+    parts = files.parts(_NODES_A_PART)
+    for found in in_order(lambda part: part.events(event), parts, None if files.are_here else 1):
+        yield from found
 
 
 def _read_part(origin_ns: int, others: Placement | None, part: StartFiles) -> StartGraph:

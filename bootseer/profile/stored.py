@@ -73,6 +73,7 @@ class _Object(Struct, frozen=True):
     store: Store
     key: str
     modified_ns: int
+    size_bytes: int
 
     @property
     def is_far(self) -> bool:
@@ -118,7 +119,7 @@ class Stored(Struct, frozen=True):
     def _start(self, job: str, name: str) -> StartFiles:
         submission, _, attempt = name.rpartition("-")
         files = [
-            _Object(self.store, info.path, info.modified_ns)
+            _Object(self.store, info.path, info.modified_ns, info.size_bytes)
             for info in self.store.list(f"{FOLDER}{job}/{name}/")
             if info.size_bytes <= OBJECT_BYTES_MAX and _NAME.fullmatch(info.path.split("/", 3)[3])
         ]

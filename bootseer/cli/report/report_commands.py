@@ -28,6 +28,7 @@ from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.adapters.registry import ADAPTERS, NAME_NO_NODE, ask_slurm, read_known
 from bootseer.profile.files import Source, StartFiles, find_start, list_starts
 from bootseer.profile.parquet import ParquetFile, write_parquet
+from bootseer.profile.reading import read_events
 from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.perfetto_trace import to_perfetto
 from bootseer.timeline.otlp import IMPORTS_EVENT
@@ -134,7 +135,7 @@ def report(
     if parquet_file is not None:
         write_parquet(parquet_file, files)
     if page_file is not None:
-        imports = imports_of(files.events(IMPORTS_EVENT))
+        imports = imports_of(read_events(start.files, IMPORTS_EVENT))
         page = to_page(title_of(start), start.model, start.analysis, imports, **compared)
         _write(page_file, page.encode("utf-8"))
     if as_json:

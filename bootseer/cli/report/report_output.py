@@ -60,6 +60,7 @@ class Listed(NamedTuple):
 
 def listed(files: StartFiles) -> Listed | None:
     """The start of these files; None where they hold no stage."""
+    files = files.bounded()
     graph = read_graph(files)
     return Listed(files, StartModel(graph).summary) if graph.heading is not None else None
 
@@ -67,6 +68,7 @@ def listed(files: StartFiles) -> Listed | None:
 def explained(files: StartFiles, others: Placement | None = None) -> Explained | None:
     """The start of these files, with what other programs know of it; None where they hold no
     stage."""
+    files = files.bounded()
     graph = read_graph(files, others=others)
     breakdown = break_down(graph)
     return None if breakdown is None else Explained(files, breakdown, StartModel(graph))
