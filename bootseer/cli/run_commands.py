@@ -78,6 +78,11 @@ from bootseer.cli.snapshot.snapshot_output import mode_option
     is_flag=True,
     help="Do not note imports, first collectives and steps of the job's Python processes.",
 )
+@click.option(
+    "--preload/--no-preload",
+    help="Start the job's Python workers from a process that has imported what their last start "
+    "imported. Off by default.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     image: str,
@@ -93,6 +98,7 @@ def run(
     kept: tuple[str, ...],
     no_keep: bool,
     no_trace_python: bool,
+    preload: bool,
     command: tuple[str, ...],
 ) -> None:
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
@@ -125,6 +131,7 @@ def run(
         entrypoint=entrypoint,
         binds=binds,
         kept=tuple(text for text in kept if text not in ("auto", "off")),
+        preload=preload,
     )
     config = current_config()
     settings = config.settings

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
-from bootseer.errors import InvalidInputError
+from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
@@ -61,6 +61,8 @@ class Job(Struct, frozen=True):
     """`SOURCE:DIRECTORY[:ro]`, as docker has them."""
     kept: tuple[str, ...] = ()
     """Directories that are kept between starts, besides what the settings say."""
+    preload: bool = False
+    """Whether workers start from a process that has imported what the last start imported."""
 
 
 def setup_command(line: str) -> list[str]:
@@ -110,6 +112,7 @@ class _Start:
         self._store_is_silent = False
         self._is_watched = False
         self._caches: KeptCaches | None = None
+        self._program = job.command[0]
 
     def run(self) -> NoReturn:
         settings = self._settings
@@ -166,6 +169,8 @@ class _Start:
             self._container.enter()
         # Behind the environments, which say what versions there are.
         self._restore_caches(timeline)
+        if self._job.preload:
+            self._begin_preloader()
         self._checkpoints.finish()
 
     def _restore_caches(self, timeline: Timeline) -> None:
@@ -192,6 +197,20 @@ class _Start:
         )
         self._caches.abandon()
         os.environ.update(variables)
+
+    def _begin_preloader(self) -> None:
+        """Import beside what is left of the start: the environment and all variables are there."""
+        from bootseer.served.preload.launching import begin_preloader
+
+        try:
+            if self._container is not None or not self._is_watched:
+                raise InvalidInputError("it needs the recording of imports, and no --image")
+            added, program = begin_preloader(self._settings, watched(os.environ), self._job.command)
+        except (BootseerError, OSError) as error:
+            self._say(f"warning: workers start without a preloader: {error}")
+            return
+        os.environ.update(added)
+        self._program = program or self._program
 
     def _set_up(self, command: list[str], span: Span, timeline: Timeline) -> None:
         from bootseer.snapshots.run import run_setup
@@ -252,7 +271,7 @@ class _Start:
         hand_over()
         if self._is_watched:
             os.environ.update(watched(os.environ))
-        execute(command)
+        execute([self._program, *command[1:]])
 
     def _abandon(self) -> None:
         """Take down what was begun: the start has failed."""

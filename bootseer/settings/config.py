@@ -32,8 +32,8 @@ _OTHER_VARIABLES = frozenset(
     _PREFIX + name
     for name in ("CONFIG", "DISABLE", "IMAGE", "LAUNCHED", "PROCESS", "READY_SOCKETS", "TIMELINE")
 )
-# Of the tests; and what Kubernetes gives every pod beside a service called bootseer.
-_NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|(.*_)?(SERVICE|PORT)(_.*)?)")
+# Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
+_NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")
 RESTORE_MODES = ("auto", "mount", "link", "extract", "hardlink")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -34,6 +34,9 @@ _LARGE = frozenset(
         "vllm",
     ]
 )
+# A program that starts torch's workers, as which it is run or imported.
+_LAUNCHERS = frozenset(["torch.distributed.run", "torch.distributed.launch"])
+PRELOAD_VARIABLE = "BOOTSEER_PRELOAD"
 _WORTH_NOTING_NS = 100_000_000
 _MODULE_NS = 5_000_000
 _MODULES_MAX = 3000
@@ -54,6 +57,8 @@ class Collector:
         self._depth = 0
         self._notes: Any = None
         self._is_over = False
+        # What the process was started with; only where its next start wants to know of this one.
+        self._started_with = dict(os.environ) if PRELOAD_VARIABLE in os.environ else {}
         self._original = _frozen_importlib._find_and_load  # type: ignore[attr-defined]
 
     def begin(self) -> None:
@@ -62,6 +67,8 @@ class Collector:
         code = Collector._load.__code__.replace(co_filename="<frozen importlib._bootstrap>")
         Collector._load.__code__ = code
         _frozen_importlib._find_and_load = self._load  # type: ignore[attr-defined]
+        if self._started_with and _LAUNCHERS.intersection(sys.orig_argv[1:3]):
+            self._offer()
 
     def end(self) -> None:
         """Leave the import system as it was."""
@@ -73,6 +80,26 @@ class Collector:
         if self._notes is not None:
             self._notes.finish()
         self.end()
+
+    def record(self) -> None:
+        """Write down what the program's next start may import ahead. Once."""
+        began, self._started_with = self._started_with, {}
+        if began:
+            self._preload("write", began)
+
+    def _offer(self) -> None:
+        """Workers that this process starts may be forked; it is no worker itself."""
+        self._started_with = {}
+        self._preload("offer", os.environ)
+
+    def _preload(self, name: str, environ: Any) -> None:
+        try:
+            with _Sources(self):
+                from bootseer.served.preload import record
+
+                getattr(record, name)(environ)
+        except Exception:
+            return
 
     def notes(self) -> Any:
         """The part that writes; None where it cannot be had."""
@@ -110,33 +137,39 @@ class Collector:
                 notes.note_import(top, begin, took)
         if self._notes is not None:
             self._notes.loaded(name, module)
+            if name in _LAUNCHERS and self._started_with:
+                self._offer()
         return module
 
 
 def _load_notes(collector: Collector) -> Any:
-    """`notes` and what it writes by, so that the program finds none of it loaded."""
-    is_known = "bootseer" in sys.modules
-    finder = _Sources(collector.package)
-    sys.meta_path.insert(0, finder)
-    collector._depth += 1
-    try:
+    """`notes` and what it writes by."""
+    with _Sources(collector):
         from bootseer.profile.collect.notes import Notes
 
         return Notes(collector)
-    finally:
-        collector._depth -= 1
-        sys.meta_path.remove(finder)
-        if not is_known:
-            # Whether a program imports bootseer says whether it tells itself when it is ready.
-            for name in [name for name in sys.modules if name.partition(".")[0] == "bootseer"]:
-                del sys.modules[name]
 
 
 class _Sources:
-    """Finds `bootseer` where this file is, whatever else is on the path."""
+    """Finds `bootseer` where this file is, whatever else is on the path, while it is entered; the
+    program finds none of it loaded."""
 
-    def __init__(self, package: str) -> None:
-        self._package = package
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._is_known = False
+
+    def __enter__(self) -> None:
+        self._is_known = "bootseer" in sys.modules
+        sys.meta_path.insert(0, self)
+        self._collector._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._collector._depth -= 1
+        sys.meta_path.remove(self)
+        if not self._is_known:
+            # Whether a program imports bootseer says whether it tells itself when it is ready.
+            for name in [name for name in sys.modules if name.partition(".")[0] == "bootseer"]:
+                del sys.modules[name]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "bootseer":
@@ -145,8 +178,8 @@ class _Sources:
 
         return spec_from_file_location(
             name,
-            os.path.join(self._package, "__init__.py"),
-            submodule_search_locations=[self._package],
+            os.path.join(self._collector.package, "__init__.py"),
+            submodule_search_locations=[self._collector.package],
         )
 
 

@@ -195,6 +195,7 @@ class Notes:
             return
         self.is_over = True
         self._collector.end()
+        self._collector.record()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         slowest = sorted(self._collector.modules, key=lambda one: -one[3])[:_MODULES_MAX]

@@ -1,11 +1,11 @@
 """Runs in every Python process below `bootseer run`, of any version: nothing of ours may fail."""
 
+import os
 import sys
 
 
 def _chain(here):
     """The sitecustomize that would have been found without ours; what it raises is its own."""
-    import os
     from importlib.machinery import PathFinder
 
     places = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
@@ -26,8 +26,6 @@ def _chain(here):
 
 def _watch(here, began_ns):
     """Note what this process does until it is ready."""
-    import os
-
     if not os.environ.get("BOOTSEER_TIMELINE") or sys.version_info < (3, 11):
         return
     from importlib.util import module_from_spec, spec_from_file_location
@@ -41,15 +39,58 @@ def _watch(here, began_ns):
     module.install(package, began_ns)
 
 
+def _preload(here, consulted):
+    """Be a preloader, and go on as a worker that was forked from it."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    visible = set(sys.modules)
+    package = os.path.dirname(os.path.dirname(os.path.dirname(here)))
+    spec = spec_from_file_location(
+        "bootseer", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+    )
+    sys.modules["bootseer"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["bootseer"])
+    from bootseer.served.preload.server import serve
+
+    serve(visible, consulted)
+
+
+def _consulted():
+    """The variables that are read from now on, and what they have."""
+    found = {}
+    environ = os.environ
+    encode = environ.encodekey
+
+    def note(name):
+        found.setdefault(name, None)
+        return encode(name)
+
+    environ.encodekey = note
+    return found, encode
+
+
 def _begin():
-    import os
     import time
 
     began_ns = time.time_ns() if hasattr(time, "time_ns") else 0
     here = os.path.dirname(os.path.abspath(__file__))
+    is_preloader = "BOOTSEER_PRELOADER" in os.environ
+    if is_preloader:
+        consulted, encode = _consulted()
     try:
         _chain(here)
+    except BaseException:
+        if is_preloader:
+            os._exit(1)
+        raise
     finally:
+        if is_preloader:
+            os.environ.encodekey = encode
+            try:
+                _preload(here, consulted)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
         try:
             _watch(here, began_ns)
         except Exception:

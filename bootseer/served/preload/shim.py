@@ -1,0 +1,287 @@
+"""Stands where a launcher starts a worker: the preloader forks it, and this ends as it ends.
+
+Run by its first line as the job's interpreter with `-ISE`, and loads almost nothing: a worker waits
+for it. What is not served becomes the ordinary interpreter, with one line on standard error.
+`--guard` makes it the parent of the forked worker, which ends with whoever stands for it.
+"""
+
+import marshal
+import posix
+import sys
+from typing import Any, NoReturn
+
+_PYTHON = b"BOOTSEER_PRELOAD_PYTHON"
+_EXECUTABLE = b"PYTHON_EXEC"
+_FOLDER = b"BOOTSEER_PRELOAD"
+_WAIT_S = 30.0
+_SIGTERM, _SIGKILL, _SIGCONT, _SIGSTOP, _SIGCHLD = 15, 9, 18, 19, 17
+# A launcher sends these to the group of a worker's processes.
+_OF_GROUP = (1, 2, 3, _SIGTERM, _SIGCONT)
+_DESCRIPTORS_MAX = 200
+_LOOK_MS = 200
+
+
+def read(path: str) -> bytes:
+    """A file of /proc; empty where there is none."""
+    try:
+        descriptor = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        data = b""
+        while piece := posix.read(descriptor, 1 << 16):
+            data += piece
+        return data
+    finally:
+        posix.close(descriptor)
+
+
+def situation() -> dict[str, Any]:
+    """All that a process inherits, but its descriptors, folder, environment and arguments."""
+    kept = (b"Uid", b"Gid", b"Groups", b"Cap", b"NoNewPrivs", b"Seccomp", b"Mems_allowed_list")
+    lines = read("/proc/self/status").splitlines()
+    status = dict(line.split(b":\t", 1) for line in lines if b":\t" in line)
+    namespaces = {}
+    for name in ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"):
+        try:
+            namespaces[name] = posix.readlink(f"/proc/self/ns/{name}")
+        except OSError:
+            namespaces[name] = ""
+    fixed = {
+        "user or rights": [line for line in lines if line.startswith(kept)],
+        "namespaces": namespaces,
+        "control group": read("/proc/self/cgroup"),
+        "root folder": posix.stat("/").st_ino,
+        "personality": read("/proc/self/personality"),
+        "scheduling": (posix.sched_getscheduler(0), posix.sched_getparam(0)[0]),
+        "memory policy": read("/proc/self/numa_maps").partition(b"\n")[0].split()[1:2],
+    }
+    return {
+        "fixed": fixed,
+        "limits": read("/proc/self/limits"),
+        "nice": posix.getpriority(posix.PRIO_PROCESS, 0),
+        "affinity": sorted(posix.sched_getaffinity(0)),
+        "oom_score_adj": read("/proc/self/oom_score_adj"),
+        "umask": int(status.get(b"Umask", b"22"), 8),
+        "ignored": int(status.get(b"SigIgn", b"0"), 16),
+        "blocked": int(status.get(b"SigBlk", b"0"), 16),
+    }
+
+
+def main() -> NoReturn:
+    """Be the worker that was started, or the guard of one."""
+    if sys.argv[1:2] == ["--guard"]:
+        _guard(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    reason = "it has failed"
+    connection = None
+    try:
+        connection, reason = _ask()
+    except OSError as error:
+        reason = f"the preloader does not answer ({error.strerror or error})"
+    except Exception as error:
+        reason = str(error)
+    if connection is None:
+        _start_ordinarily(reason)
+    _stand_for(connection)
+
+
+def _start_ordinarily(reason: str) -> NoReturn:
+    environment = own_environment()
+    if environment.get(b"LOCAL_RANK", b"0") == b"0":
+        posix.write(2, f"bootseer: started without the preloader: {reason}\n".encode())
+    python = posix.environ.get(_PYTHON) or sys.executable.encode()
+    posix.execve(python, [python, *map(_bytes, sys.argv[1:])], environment)
+
+
+def own_environment() -> dict[bytes, bytes]:
+    """The variables that the worker was to have: ours are for launchers."""
+    ours = (_PYTHON, _EXECUTABLE)
+    return {name: value for name, value in posix.environ.items() if name not in ours}
+
+
+def _bytes(word: str) -> bytes:
+    return word.encode(errors="surrogateescape")
+
+
+def _ask() -> tuple[Any, str]:
+    """A connection to the guard of the worker that was forked, or why none was."""
+    import _socket
+
+    fields = read("/proc/self/stat").rpartition(b")")[2].split()
+    if int(fields[3]) != posix.getpid() or int(fields[4]) != 0:
+        raise ValueError("only the leader of a session without a terminal can be forked")
+    if _bytes(sys.executable) != posix.environ.get(_PYTHON):
+        raise ValueError("it was imported by another interpreter")
+    request = situation()
+    request["words"] = sys.argv[1:]
+    request["environment"] = own_environment()
+    names = [int(name) for name in posix.listdir("/proc/self/fd")]
+    numbers = [number for number in sorted(names) if _is_open(number)]
+    request["descriptors"] = numbers
+    if not {0, 1, 2}.issubset(numbers) or len(numbers) > _DESCRIPTORS_MAX:
+        raise ValueError("its standard input and output, or too many files, are open")
+    folder = posix.open(posix.environ[_FOLDER], posix.O_PATH | posix.O_CLOEXEC)
+    directory = posix.open(".", posix.O_PATH | posix.O_CLOEXEC)
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    connection.settimeout(_WAIT_S)
+    # The path of a socket has 108 bytes.
+    connection.connect(f"/proc/self/fd/{folder}/socket")
+    credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
+    if int.from_bytes(credentials[4:8], sys.byteorder) != posix.geteuid():
+        raise ValueError("another user answers")
+    data = marshal.dumps(request)
+    sent = b"".join(n.to_bytes(4, sys.byteorder) for n in [*numbers, directory])
+    rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, sent)]
+    connection.sendmsg([len(data).to_bytes(8, "big")], rights)
+    connection.sendall(data)
+    answer = connection.recv(4096)
+    if answer[:1] != b"F":
+        reason = answer[1:].decode(errors="replace") or "the preloader has ended"
+        return None, reason
+    posix.close(folder)
+    posix.close(directory)
+    return connection, ""
+
+
+def _is_open(number: int) -> bool:
+    try:
+        posix.fstat(number)
+    except OSError:
+        return False  # the descriptor of the listing itself
+    return True
+
+
+def _stand_for(connection: Any) -> NoReturn:
+    """Pass signals on, and end as the worker ends."""
+    import _signal  # type: ignore[import-not-found]
+    import select
+
+    reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
+    _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in range(1, _signal.NSIG):
+        if number not in (_SIGKILL, _SIGSTOP, _SIGCHLD):
+            try:
+                if _signal.getsignal(number) != _signal.SIG_IGN or number in (13, 25):
+                    _signal.signal(number, lambda *_: None)
+            except (OSError, ValueError):
+                continue
+    connection.sendall(b"G")
+    # The worker alone has its files from now on.
+    null = posix.open("/dev/null", posix.O_RDWR)
+    for name in posix.listdir("/proc/self/fd"):
+        if int(name) not in (null, reader, writer, connection.fileno()):
+            try:
+                posix.dup2(null, int(name)) if int(name) < 3 else posix.close(int(name))
+            except OSError:
+                continue
+    connection.settimeout(None)
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    poll.register(connection.fileno(), select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == reader:
+                for number in posix.read(reader, 512):
+                    _send(connection, bytes((number, number in _OF_GROUP)))
+            else:
+                answer = connection.recv(5)
+                if answer[:1] == b"S":
+                    posix.kill(posix.getpid(), _SIGSTOP)
+                else:
+                    _end_as(answer)
+
+
+def _send(connection: Any, data: bytes) -> None:
+    try:
+        connection.sendall(data)
+    except OSError:
+        return  # its end is told by what is read
+
+
+def _end_as(answer: bytes) -> NoReturn:
+    """End as the worker did; by SIGKILL where its guard was killed, and the worker with it."""
+    import _signal
+
+    status = int.from_bytes(answer[1:5], "big") if answer[:1] == b"E" else _SIGKILL
+    if not posix.WIFSIGNALED(status):
+        posix._exit(posix.WEXITSTATUS(status))
+    number = posix.WTERMSIG(status)
+    # The worker has written its memory, if anybody wanted it.
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if number not in (_SIGKILL, _SIGSTOP):
+        _signal.signal(number, _signal.SIG_DFL)
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [number])
+    posix.kill(posix.getpid(), number)
+    posix._exit(128 + number)
+
+
+# ---- the guard --------------------------------------------------------------------------------
+
+
+def _guard(descriptor: int, worker: int, stand_in: int) -> NoReturn:
+    """The worker's parent: tells its end, passes signals on, and ends it with its stand-in."""
+    import _signal
+    import _socket
+    import select
+
+    connection = _socket.socket(fileno=descriptor)
+    connection.setblocking(False)
+    reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
+    _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _signal.signal(_SIGCHLD, lambda *_: None)
+    for number in (1, 2, 3, _SIGTERM):
+        _signal.signal(number, _signal.SIG_IGN)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.register(reader, select.POLLIN)
+    is_stopped = is_stopped_by_others = False
+    while True:
+        # Before it waits: the worker may have ended before there was a handler.
+        pid, status = posix.waitpid(worker, posix.WNOHANG | posix.WUNTRACED | posix.WCONTINUED)
+        if pid and posix.WIFSTOPPED(status):
+            if not is_stopped:
+                is_stopped_by_others = True
+                _send(connection, b"S\0\0\0\0")
+        elif pid and posix.WIFCONTINUED(status):
+            is_stopped_by_others = False
+            _kill(stand_in, _SIGCONT, of_group=False)
+        elif pid:
+            _send(connection, b"E" + status.to_bytes(4, "big"))
+            posix._exit(0)
+        for ready, _ in poll.poll(_LOOK_MS):
+            if ready == reader:
+                posix.read(reader, 512)
+                continue
+            try:
+                data = connection.recv(512)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                _kill(worker, _SIGKILL, of_group=True)
+                posix.waitpid(worker, 0)
+                posix._exit(0)
+            for place in range(0, len(data) - 1, 2):
+                _kill(worker, data[place], of_group=bool(data[place + 1]))
+        # Nothing tells that another process was stopped.
+        state = read(f"/proc/{stand_in}/stat").rpartition(b")")[2].split()[:1]
+        if state and (state == [b"T"]) != is_stopped and not is_stopped_by_others:
+            is_stopped = not is_stopped
+            _kill(worker, _SIGSTOP if is_stopped else _SIGCONT, of_group=True)
+
+
+def _kill(worker: int, number: int, *, of_group: bool) -> None:
+    try:
+        if of_group and posix.getpgid(worker) == worker:
+            posix.killpg(worker, number)
+        else:
+            posix.kill(worker, number)
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    main()

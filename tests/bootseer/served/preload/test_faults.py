@@ -1,0 +1,190 @@
+"""Whatever is killed, stopped or changed: a worker ends as an ordinary one would, or starts so."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.served.preload.conftest import Node
+from tests.support.waiting import wait_for
+
+# Says its number, and what it is told.
+WAITING = """
+import heavy, os, signal, sys, time
+
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGWINCH", "SIGTSTP")
+
+def told(number, frame):
+    print("told", signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(9)
+
+child = os.fork()
+for name in NAMES:
+    if child:
+        signal.signal(getattr(signal, name), told)
+    elif name != "SIGTERM":
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+if child:
+    print(os.getpid(), child, flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def waiting(node: Node) -> Node:
+    node.write("modules/heavy.py", "")
+    node.write("program.py", WAITING)
+    node.begin("heavy")
+    return node
+
+
+def _numbers(process: "subprocess.Popen[str]") -> tuple[int, int]:
+    """The worker and its child, once it says so."""
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    assert len(words) == 2, process.communicate()
+    return int(words[0]), int(words[1])
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _is_gone(pid: int) -> bool:
+    return _state(pid) in ("", "Z")
+
+
+def _forked(waiting: Node, process: "subprocess.Popen[str]") -> tuple[int, int, int]:
+    """Worker, its child, and the guard; none of them is what was started."""
+    worker, child = _numbers(process)
+    guard = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    assert len({worker, guard, process.pid, waiting.preloader}) == 4
+    return worker, child, guard
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGHUP", "SIGWINCH", "SIGTSTP"])
+def test_signals_reach_the_worker(waiting: Node, name: str) -> None:
+    process = waiting.start()
+    _forked(waiting, process)
+    process.send_signal(getattr(signal, name))
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"told {name}\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() == "told SIGTERM\n"
+    assert process.wait(60) == 9
+
+
+def test_a_signal_for_the_group_reaches_what_the_worker_has_started(waiting: Node) -> None:
+    process = waiting.start()
+    _, child, _ = _forked(waiting, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 9
+    wait_for(lambda: _is_gone(child) or _state(child) == "Z")
+
+
+def test_the_worker_stops_and_goes_on_with_what_stands_for_it(waiting: Node) -> None:
+    process = waiting.start()
+    worker, child, _ = _forked(waiting, process)
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: _state(worker) == _state(child) == "T")
+    process.send_signal(signal.SIGCONT)
+    wait_for(lambda: _state(worker) == _state(child) == "S")
+    os.kill(worker, signal.SIGSTOP)
+    # Its parent hears of it, as a shell would.
+    assert os.waitpid(process.pid, os.WUNTRACED)[0] == process.pid
+    os.kill(worker, signal.SIGCONT)
+    wait_for(lambda: _state(process.pid) == _state(worker) == "S")
+    process.terminate()
+    assert process.wait(60) == 9
+
+
+def test_a_killed_stand_in_takes_the_worker_with_it(waiting: Node) -> None:
+    process = waiting.start()
+    worker, child, guard = _forked(waiting, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: all(_is_gone(pid) for pid in (worker, child, guard)))
+
+
+def test_a_killed_guard_takes_the_worker_with_it(waiting: Node) -> None:
+    process = waiting.start()
+    worker, child, guard = _forked(waiting, process)
+    os.kill(guard, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    wait_for(lambda: _is_gone(worker))
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_killed_worker_is_told_to_whoever_started_it(waiting: Node) -> None:
+    process = waiting.start()
+    worker, child, guard = _forked(waiting, process)
+    os.kill(worker, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    wait_for(lambda: _is_gone(guard))
+    os.kill(child, signal.SIGKILL)
+
+
+def test_workers_outlive_a_killed_preloader_and_later_ones_start_ordinarily(waiting: Node) -> None:
+    process = waiting.start()
+    _forked(waiting, process)
+    waiting.kill_preloader()
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "told SIGUSR1\n"
+    process.terminate()
+    assert process.wait(60) == 9
+    waiting.write("program.py", "print('ran')")
+    later = waiting.run()
+    assert (later.stdout, later.returncode) == ("ran\n", 0)
+    assert later.stderr.startswith("bootseer: started without the preloader: ")
+    assert later.stderr.count("\n") == 1
+
+
+def test_workers_outlive_their_launcher_as_ordinary_ones_do(waiting: Node) -> None:
+    process = waiting.start()
+    _forked(waiting, process)
+    preloader, folder = waiting.preloader, waiting.run_folder
+    waiting.end_launcher()
+    wait_for(lambda: _is_gone(preloader) and not folder.exists())
+    process.terminate()
+    assert process.wait(60) == 9
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05])
+def test_a_preloader_killed_at_any_moment_costs_no_start(waiting: Node, delay_s: float) -> None:
+    """The program runs exactly once: forked, or ordinarily."""
+    waiting.write("program.py", "import heavy; print('ran')")
+    preloader = waiting.preloader
+    process = waiting.start()
+    time.sleep(delay_s)
+    os.kill(preloader, signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert (output, process.returncode) == ("ran\n", 0), errors
+
+
+def test_hundreds_of_forks_leak_nothing(waiting: Node) -> None:
+    waiting.write("program.py", "import heavy")
+    assert waiting.run().returncode == 0
+    preloader = waiting.preloader
+
+    def held() -> tuple[int, int, int]:
+        status = Path(f"/proc/{preloader}/status").read_text()
+        memory = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+        children = Path(f"/proc/{preloader}/task/{preloader}/children").read_text().split()
+        files = len(os.listdir(f"/proc/{preloader}/fd"))
+        return files, sum(not _is_gone(int(pid)) for pid in children), int(memory.split()[1])
+
+    files, children, memory_kib = held()
+    for _ in range(25):
+        processes = [waiting.start(stdout=None, stderr=None) for _ in range(8)]
+        assert [process.wait(60) for process in processes] == [0] * 8
+    wait_for(lambda: held()[:2] == (files, children))
+    assert held()[2] < memory_kib + 1024

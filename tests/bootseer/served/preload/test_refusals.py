@@ -1,0 +1,232 @@
+"""What cannot be preloaded is named in one line, and the program starts ordinarily or imports it
+itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.served.preload.record import digests_of
+from tests.bootseer.served.preload.conftest import Node
+
+OFFENDERS = {
+    "starts a thread": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "opens /dev/zero": "device = open('/dev/zero', 'rb')",
+    "opens socket:": "import socket\nkept = socket.socket()",
+    "reads the number of its process": "import os\npid = os.getpid()",
+    "reads the program's arguments": "import sys\nname = sys.argv[0]",
+    "reads all variables": "import os\nkept = dict(os.environ)",
+    "draws random bytes": "import os\nidentity = os.urandom(4)",
+    "changes how signals": "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+    "the processes below it": "import subprocess\n"
+    "child = subprocess.Popen(['sleep', '9'], stdout=-3, stderr=-3)",
+    "changes the working directory": "import os\nos.chdir('/')",
+    "cannot be imported": "raise RuntimeError('not today')",
+}
+# It goes on without what it cannot import, and says what it has.
+PROGRAM = """
+import sys
+import good
+before = sys.modules.get("bad.inner")
+try:
+    import bad.inner
+except RuntimeError:
+    pass
+print(good.__name__, before, "bad" in sys.modules)
+"""
+
+
+def _program(node: Node, text: str = PROGRAM) -> None:
+    node.write("modules/good.py", "")
+    node.write("modules/bad/__init__.py", "")
+    node.write("program.py", text)
+
+
+@pytest.mark.parametrize("fault", OFFENDERS)
+def test_an_import_that_cannot_be_shared_is_named_and_left_to_the_program(
+    node: Node, fault: str
+) -> None:
+    _program(node)
+    node.write("modules/bad/inner.py", OFFENDERS[fault])
+    node.begin("good", "bad", "bad.inner")
+    done = node.run()
+    assert (done.stdout, done.returncode) == ("good None True\n", 0), done.stderr
+    assert done.stderr == "", "what is left is preloaded"
+    assert node.log().startswith("not preloaded: bad.inner ")
+    assert fault in node.log()
+    # The next preloader of the job knows it from the start.
+    known = json.loads((node.folder / "cache/preload/j.refused.json").read_text())
+    assert fault in known["bad.inner"]
+
+
+def test_whoever_imports_such_a_module_is_not_preloaded_either(node: Node) -> None:
+    _program(node, "import sys, good, user; print(user.inner.pid == __import__('os').getpid())")
+    node.write("modules/bad/inner.py", "import os\npid = os.getpid()")
+    node.write(
+        "modules/user.py", "try:\n    import bad.inner as inner\nexcept Exception:\n    pass"
+    )
+    node.begin("good", "user", "bad", "bad.inner")
+    done = node.run()
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def _one_line(done: "subprocess.CompletedProcess[str]") -> str:
+    """Why the program, which prints "ran", was started without the preloader."""
+    assert (done.stdout, done.returncode) == ("ran\n", 0), done.stderr
+    head, _, reason = done.stderr.partition("started without the preloader: ")
+    assert (head, done.stderr.count("\n")) == ("bootseer: ", 1), done.stderr
+    return reason.rstrip("\n")
+
+
+@pytest.fixture
+def ready(node: Node) -> Node:
+    node.write("modules/good.py", "import os\nVALUE = os.environ.get('LIMIT')")
+    node.write("program.py", "import good; print('ran')")
+    node.begin("good")
+    assert node.run().stderr == ""
+    return node
+
+
+def test_a_variable_that_differs_is_named(ready: Node) -> None:
+    assert "LIMIT differs, which was read by" in _one_line(ready.run(env={"LIMIT": "1"}))
+    assert "OMP_NUM_THREADS differs" in _one_line(ready.run(env={"OMP_NUM_THREADS": "2"}))
+    assert "OTHER differs" in _one_line(ready.run(env={"OTHER": "1"}))
+    assert ready.run(env={"RANK": "3", "TORCHELASTIC_RUN_ID": "x"}).stderr == ""
+
+
+def test_a_changed_module_is_not_served_stale(ready: Node) -> None:
+    path = ready.write("modules/good.py", "print('new')\nVALUE = 2")
+    done = ready.run()
+    assert done.stdout == "new\nran\n"
+    assert f"{path} was changed since" in done.stderr
+
+
+def test_another_program_or_interpreter_option_starts_ordinarily(ready: Node) -> None:
+    ready.write("other.py", "print('ran')")
+    assert "another program" in _one_line(ready.run("-u", "other.py"))
+    for words in (["-X", "dev"], ["-W", "error"], ["-O"]):
+        assert "another program" in _one_line(ready.run(*words, "-u", "program.py"))
+
+
+def test_a_terminal_or_the_session_of_others_starts_ordinarily(ready: Node) -> None:
+    assert "leader of a session" in _one_line(ready.run(start_new_session=False))
+
+
+def test_closed_files_start_ordinarily(ready: Node) -> None:
+    command = f"exec {ready.run_folder}/python -u program.py <&-"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env={**ready.environ, "BOOTSEER_PRELOAD_PYTHON": sys.executable},
+        cwd=ready.folder,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert "standard input" in _one_line(done)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user_cannot_reach_it(ready: Node) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import os; os.setuid(65534); os.listdir({str(ready.run_folder)!r})",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "PermissionError" in done.stderr
+    assert ready.run_folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_other_rights_start_ordinarily(ready: Node) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root gives up groups")
+    assert "rights differs" in _one_line(ready.run(extra_groups=[1]))
+
+
+def test_a_variable_that_the_program_sets_itself_is_respected(node: Node) -> None:
+    """An import that has read it would not see what the program has set."""
+    node.write("modules/good.py", "import os\nVALUE = os.environ.get('HF_HOME')")
+    node.write(
+        "program.py", "import os; os.environ['HF_HOME'] = 'mine'; import good; print(good.VALUE)"
+    )
+    node.begin("good")
+    done = node.run()
+    assert done.stdout == "mine\n"
+    assert (
+        done.stderr == "bootseer: started again without the preloader: the program sets HF_HOME\n"
+    )
+    # The next preloader knows, also if the record says it.
+    node.end()
+    node.begin("good")
+    assert node.run().stdout == "mine\n"
+    assert "good reads HF_HOME, which the program sets itself" in node.log()
+    (node.folder / "cache/preload/j.refused.json").unlink()
+    node.end()
+    node.begin("good", changed=digests_of({"HF_HOME": "mine"}, "salt"))
+    done = node.run()
+    assert (done.stdout, done.stderr) == ("mine\n", "")
+
+
+def test_what_the_imports_set_is_no_variable_of_the_program(node: Node) -> None:
+    node.write("modules/good.py", "import os\nos.environ.setdefault('CACHE', 'theirs')")
+    node.write("program.py", "import os, sys, good; print(os.environ['CACHE'], good)")
+    node.begin("good", changed=digests_of({"CACHE": "theirs"}, "salt"))
+    assert node.run().stderr == ""
+    assert node.log() == ""
+
+
+def test_a_module_of_the_programs_own_is_taken(node: Node) -> None:
+    node.write("modules/good.py", "VALUE = 'installed'")
+    node.write(
+        "program.py", "import sys; sys.path.insert(0, 'own'); import good; print(good.VALUE)"
+    )
+    node.write("own/good.py", "VALUE = 'own'")
+    node.begin("good")
+    done = node.run()
+    assert done.stdout == "own\n"
+    assert "the program has a good of its own" in done.stderr
+
+
+def test_memory_has_a_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write("modules/good.py", "kept = b'x' * (300 << 20)")
+    node.write("program.py", "print('ran')")
+    node.begin("good", launcher={"BOOTSEER_TEST_PRELOAD_BYTES": str(200 << 20)})
+    assert "more than 200 MiB" in _one_line(node.run())
+
+
+def test_a_start_in_an_image_says_that_it_has_no_preloader(tmp_path: Path) -> None:
+    """And so does one that records no imports."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bootseer",
+            "run",
+            "--preload",
+            "--no-trace-python",
+            "--",
+            "echo",
+            "ran",
+        ],
+        env={
+            **os.environ,
+            "BOOTSEER_RUN_DIR": str(tmp_path),
+            "BOOTSEER_CACHE_DIR": str(tmp_path),
+            "BOOTSEER_TIMELINE_DIR": str(tmp_path),
+            "BOOTSEER_STORE": str(tmp_path / "s"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "ran\n"
+    assert "workers start without a preloader: it needs" in done.stderr
