@@ -22,10 +22,18 @@ def entry(number: int) -> str:
 class Node:
     """One node, with a folder of its own at the path that all have."""
 
-    def __init__(self, base: Path, name: str, *, torch: str = "2.6.0", limit: str = "1MB") -> None:
+    def __init__(
+        self,
+        base: Path,
+        name: str,
+        *,
+        torch: str = "2.6.0",
+        limit: str = "1MB",
+        store: str = "",
+    ) -> None:
         self.settings: Settings = load_settings(
             {
-                "store_url": (base / "store").as_uri(),
+                "store_url": store or (base / "store").as_uri(),
                 "cache_dir": str(base / name / "cache"),
                 "run_dir": str(base / name / "run"),
                 "node": name,

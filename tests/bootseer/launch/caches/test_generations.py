@@ -1,12 +1,13 @@
 """Generations of a cache: restored, merged, published by one node of many, bounded, never mixed."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -170,15 +171,48 @@ def test_in_a_folder_of_the_user_older_files_are_not_taken(tmp_path: Path) -> No
     assert set(one.files()) == {entry(0), entry(1), entry(2)}
 
 
-def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
-    one.write(FIRST)
+LARGE = {entry(number): os.urandom(400_000).hex() for number in range(5)}
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """What the folder is on has less room than the cache needs."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True, timeout=30).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=30)
+
+
+def test_a_full_disk_restores_nothing(tmp_path: Path) -> None:
+    one, two = Node(tmp_path, "one", limit="10MB"), Node(tmp_path, "two")
+    one.write(LARGE)
     one.publish()
-    full = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(NoSpaceError, match="no room"):
+    with full_disk(two.folder):
+        with pytest.raises(NoSpaceError, match="no room"):
+            two.restore()
+        assert two.files() == {}
+
+
+@pytest.mark.parametrize("where", ["two/cache", "store"])
+def test_a_full_disk_publishes_nothing(tmp_path: Path, where: str) -> None:
+    """The node's, on which a generation is packed, and the store's."""
+    one, two = Node(tmp_path, "one"), Node(tmp_path, "two", limit="10MB")
+    one.write(FIRST)
+    with full_disk(tmp_path / where):
+        one.publish()
         two.restore()
-    assert two.files() == {}
+        two.write(LARGE)
+        with pytest.raises(NoSpaceError):
+            two.publish()
+        three = Node(tmp_path, "three")
+        three.restore()
+        assert three.files() == FIRST
 
 
 def test_what_a_killed_restore_left_is_removed(tmp_path: Path) -> None:
@@ -240,3 +274,15 @@ def test_a_generation_is_a_snapshot_that_says_of_which_cache(tmp_path: Path) -> 
     assert manifest is not None
     assert manifest.cache == "X_CACHE"
     assert [target.path for target in manifest.targets] == [b"/x"]
+
+
+@pytest.mark.hdfs
+def test_generations_in_hdfs(tmp_path: Path, hdfs_url: str) -> None:
+    nodes = [Node(tmp_path, f"node-{number}", store=hdfs_url) for number in range(3)]
+    nodes[0].write(FIRST)
+    assert nodes[0].publish().how == PUBLISHED
+    assert nodes[1].restore().how == RESTORED
+    nodes[1].write({entry(2): "kernel 2"})
+    assert nodes[1].publish().how == PUBLISHED
+    nodes[2].restore()
+    assert nodes[2].files() == {**FIRST, entry(2): "kernel 2"}

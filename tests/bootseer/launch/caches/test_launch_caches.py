@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from bootseer.launch.caches.records import records
-from tests.bootseer.launch.conftest import Image
+from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Completed, Node, attribute, node_at
+from tests.bootseer.launch.test_rootless import unprivileged
+from tests.support.others import folder_of_others
 from tests.support.waiting import wait_for
 
 COMPILES = """
@@ -117,6 +120,26 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     node.wait_clean()
 
 
+def test_a_damaged_generation_is_one_warning_and_is_replaced(
+    node: Node, tmp_path: Path, torch: dict[str, str]
+) -> None:
+    variables = {**torch, "BOOTSEER_CACHE_DIR": str(tmp_path / "cache")}
+    assert said(node.run(*compile_job(), variables=variables))["hit"] is False
+    node.wait_clean()
+    (blob,) = (path for path in (tmp_path / "store/blobs").rglob("*") if path.is_file())
+    blob.chmod(0o600)
+    blob.write_bytes(bytes(255 - byte for byte in blob.read_bytes()))
+    hits = []
+    for number in (2, 3):
+        shutil.rmtree(tmp_path / "cache")
+        with node_at(tmp_path / f"node-{number}", node.store) as one:
+            done = one.run(*compile_job(), variables=variables)
+            hits.append(said(done)["hit"])
+            assert done.stderr.count("warning:") == (number == 2), done.stderr
+            one.wait_clean()
+    assert hits == [False, True]
+
+
 def test_a_killed_job_leaves_no_process_and_no_half_generation(
     node: Node, tmp_path: Path, torch: dict[str, str]
 ) -> None:
@@ -212,3 +235,41 @@ def test_in_an_image_the_user_of_the_image_writes(
         done = second.run(*job, *command)
         assert said(done)["hit"] is True, done.stderr
         second.wait_clean()
+
+
+@pytest.mark.fuse
+@pytest.mark.root
+def test_in_an_image_with_torch_the_path_is_the_same_everywhere(
+    node: Node, image_root: Path, tmp_path: Path
+) -> None:
+    """Nothing is named, and the image's user is another one than ours."""
+    shutil.copytree(image_root, tmp_path / "root", symlinks=True)
+    (library,) = (tmp_path / "root").rglob("lib/python3.*/os.py")
+    (library.parent / "site-packages/torch-9.9.9.dist-info").mkdir(parents=True)
+    image = Image(tmp_path / "img", tmp_path / "root")
+    image.build(User="worker", WorkingDir="/job", Env=[f"PATH={IMAGE_PATH}"])
+    show = f"{COMPILES}\nprint(os.environ['TORCHINDUCTOR_CACHE_DIR'], os.getuid())"
+    job = ("--image", image.source, "--", "python3", "-c", show)
+    hits = []
+    for number in (1, 2):
+        with node_at(tmp_path / f"node-{number}", node.store) as one:
+            done = one.run(*job)
+            assert done.returncode == 0, done.stderr
+            told, place = done.stdout.splitlines()
+            assert place == "/run/bootseer/caches/torchinductor-cache-dir 1000"
+            hits.append(json.loads(told)["hit"])
+            one.wait_clean()
+    assert hits == [False, True]
+
+
+@pytest.mark.fuse
+def test_in_an_image_without_root(image_root: Path) -> None:
+    with folder_of_others() as base, node_at(base / "node", (base / "store").as_uri()) as node:
+        prefix = unprivileged(node)
+        script = COMPILES.replace("TORCHINDUCTOR_CACHE_DIR", "X_CACHE_DIR")
+        job = ("--image", image_root, "--keep", "/x", "--", "python3", "-c", script, "/x")
+        hits = []
+        for _ in range(2):
+            hits.append(said(node.run(*job, prefix=prefix))["hit"])
+            node.wait_clean()
+        assert hits == [False, True]
