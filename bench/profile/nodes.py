@@ -60,12 +60,7 @@ class Node:
                 if not folder.exists():
                     break
                 time.sleep(0.1)
-        port = f"port{self.address.rpartition('.')[2]}"
-        for command in (
-            ["-n", self._site.switch, "link", "del", port],
-            ["netns", "del", self._netns],
-        ):
-            subprocess.run(["ip", *command], capture_output=True, timeout=20, check=False)
+        subprocess.run(["ip", "netns", "del", self._netns], capture_output=True, check=False)
 
     def limit_processor(self, share: float) -> None:
         """How much of one processor it has."""
@@ -82,18 +77,9 @@ class Node:
 
     def limit_line(self, mbit_per_s: float) -> None:
         """How fast its network brings something to it."""
-        port = f"port{self.address.rpartition('.')[2]}"
-        bucket = [
-            "tbf",
-            "rate",
-            f"{int(mbit_per_s * 1000)}kbit",
-            "burst",
-            _BURST,
-            "latency",
-            _QUEUE,
-        ]
-        qdisc = ["tc", "-n", self._site.switch, "qdisc", "replace", "dev", port, "root"]
-        configure([*qdisc, *bucket])
+        qdisc = ["tc", "-n", self._site.switch, "qdisc", "replace", "dev", self._port, "root"]
+        rate = f"{int(mbit_per_s * 1000)}kbit"
+        configure([*qdisc, "tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE])
 
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], folder: Path, output: Path

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.model import SkippedError
+from bench.profile.experiment import FAULTS, Experiment, Scale
 from bench.profile.nodes import Node, Nodes, nodes
 from bootseer.profile.files import Folder, find_start
 from bootseer.profile.model.analysis import Analysis, StartModel
@@ -124,3 +125,24 @@ def test_a_torchrun_job_on_two_nodes_is_explained(two_nodes: Nodes, tmp_path: Pa
         "init_process_group 1",
         "first collective of group 0",
     }
+
+
+def test_three_slow_nodes_are_blamed_for_what_was_slow(tmp_path: Path) -> None:
+    scale = Scale(
+        read_bytes=8_000_000,
+        download_bytes=17_000_000,
+        slow_disk_bytes_per_s=1_500_000,
+        line_mbit_per_s=96.0,
+        slow_line_mbit_per_s=24.0,
+        late_s=6.0,
+    )
+    try:
+        with nodes(5) as site, Experiment(site, tmp_path, scale) as experiment:
+            analysis = experiment.start(FAULTS).analyse()
+    except SkippedError as reason:
+        pytest.skip(f"no nodes: {reason}")
+    found = {one.node: one.cause.name for one in analysis.stragglers}
+    assert found == dict(FAULTS.values())
+    blamed = [(one.barrier, one.node) for one in analysis.blame]
+    assert blamed == [("begin", "node-1"), ("data", "node-2"), ("model", "node-3")]
+    assert abs(analysis.replay_error_s) <= 0.02 * analysis.ready_s
