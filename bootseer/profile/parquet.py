@@ -1,7 +1,7 @@
 """A start as one Parquet file: a row for each stage, a row group for each node.
 
-For whoever asks with DuckDB, pandas or Spark, and to keep a start in one piece: `report` reads it
-as it reads timelines. docs/timelines.md has the columns. Needs pyarrow.
+For DuckDB, pandas or Spark, and to keep a start in one piece: `report` reads it as it reads
+timelines. docs/timelines.md has the columns. Needs pyarrow.
 """
 
 from collections.abc import Iterator
@@ -154,7 +154,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 class ParquetFile(Struct, frozen=True):
-    """The one start in a file that `write_parquet` has written, whatever job is asked for."""
+    """The one start in a file that `write_parquet` has written, for any name of a job."""
 
     path: Path
 

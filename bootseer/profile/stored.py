@@ -1,7 +1,7 @@
 """Timelines in the store: one object per node and start.
 
-Alone owns `starts/JOB/SUBMISSION-ATTEMPT/NAME.jsonl.zst` (docs/format/timeline.md). Whoever may
-write to the store writes these: what is read is bounded, and names that are none are passed over.
+Alone owns `starts/JOB/SUBMISSION-ATTEMPT/NAME.jsonl.zst` (docs/format/timeline.md). Anybody
+who may write to the store writes these: what is read is bounded, and other names are passed over.
 Functions and frozen objects only; any thread.
 """
 

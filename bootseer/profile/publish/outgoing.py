@@ -1,7 +1,7 @@
 """A node's timelines as they may leave it: whole lines of JSON, without secrets.
 
-Jobs write their timelines themselves, with whatever is in their errors and names: each text in a
-line is redacted, and what is no line of JSON is left out. Functions only.
+Jobs write their timelines themselves, with secrets in their errors and names: each text in a line
+is redacted, and what is no line of JSON is left out. Functions only.
 """
 
 import os
@@ -44,7 +44,7 @@ def outgoing(paths: Iterable[Path]) -> Iterator[Line]:
 
 
 def _opener(path: str, flags: int) -> int:
-    # Whatever a job has put in its place.
+    # A job may have put something else in its place.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

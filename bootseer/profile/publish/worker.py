@@ -1,13 +1,14 @@
 """The process that publishes the timeline of a start on a node: `python -m ... FOLDER`.
 
 It waits until the start is ready or over, holding little memory. Each time that it publishes, a
-copy of it does so and is killed when it takes too long: whatever hangs in a store or a collector
-costs nobody else anything. It ends by itself. `begin` says what it is handed.
+copy of it does so and is killed when it takes too long: a store or a collector that hangs costs
+nobody else anything. It ends by itself. `begin` says what it is handed.
 """
 
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ _NICENESS = 15
 _QUIET_S, _QUIET_S_MAX = 1.0, 10.0
 """Servers note what they did when the job is gone."""
 _ROUND_S = 120.0
+_KEPT_S = 2 * 86400.0
 _RESULT_BYTES_MAX = 1 << 16
 _NOTE_BYTES_MAX = 1 << 20
 
@@ -69,13 +71,12 @@ class _Follower:
         if note.settings.rank in known:
             # A task that was started again: it is another start, or takes the other's place.
             self._publish()
-            is_other = not note.settings.submission
-            self._notes = [
-                one
-                for one in self._notes
-                if not is_other and one.settings.rank != note.settings.rank
-            ]
-        self._notes.append(note)
+            # The object keeps the name of the first rank.
+            rank, is_same_start = note.settings.rank, bool(note.settings.submission)
+            others = self._notes if is_same_start else []
+            self._notes = [note if one.settings.rank == rank else one for one in others] or [note]
+        else:
+            self._notes.append(note)
         if self._figures is None and note.settings.metrics_dir is not None:
             # Here, since the slot is to be held for as long as this process lives.
             self._figures = FiguresFile(note.settings.metrics_dir)
@@ -125,7 +126,7 @@ class _Follower:
         return sizes
 
     def _publish(self) -> None:
-        """Whatever there is to publish, if there is something new."""
+        """Publish what there is, if there is something new."""
         sizes = self._now()
         if sizes == self._sizes:
             return
@@ -197,7 +198,24 @@ def main(arguments: Sequence[str]) -> int:
             # A launcher came this moment, and may have found the lock taken.
             if any(folder.glob(f"*{NOTE_SUFFIX}")):
                 continue
+        _sweep(folder.parent)
         return 0
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left, and logs that nobody has read. Never raises."""
+    before_s = time.time() - _KEPT_S
+    with contextlib.suppress(OSError):
+        for old in (*folder.iterdir(), *(folder.parent / "logs").glob("timeline-*.log")):
+            with contextlib.suppress(OSError):
+                status = old.stat(follow_symlinks=False)
+                if old.suffix == ".log":
+                    if status.st_mtime < before_s or not status.st_size:
+                        old.unlink()
+                elif status.st_mtime < before_s:
+                    # The process that serves it holds the lock, for a day at most.
+                    os.close(lock_file(old / LOCK, 0))
+                    shutil.rmtree(old)
 
 
 if __name__ == "__main__":

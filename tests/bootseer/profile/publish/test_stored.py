@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,53 @@ def test_a_start_is_in_the_store_while_its_job_runs(tmp_path: Path) -> None:
         node.wait_clean()
         # The folder in which launchers leave notes goes with the last.
         assert not any((node.base / "run" / "timelines").iterdir())
+
+
+def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: Path) -> None:
+    code = "import bootseer, os; bootseer.stage(os.environ['STAGE']).end(); input()"
+    with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
+        timelines = node.base / "timeline"
+
+        def has(name: str) -> Callable[[Path], bool]:
+            return lambda path: f'"{name}"' in path.read_text()
+
+        def begin(rank: str, name: str) -> "subprocess.Popen[str]":
+            variables = {**_ON, "RANK": rank, "STAGE": name}
+            pipes = {**_SILENT, "stdin": subprocess.PIPE}
+            job = node.start("--", sys.executable, "-c", code, variables=variables, **pipes)
+            wait_for(lambda: any(map(has(name), timelines.rglob("*.jsonl"))), f"the stage {name}")
+            return job
+
+        first, other = begin("0", "first"), begin("1", "other")
+        first.communicate("\n", timeout=60)
+        time.sleep(1.1)  # timelines are named by the second
+        again = begin("0", "again")
+        other.communicate("\n", timeout=60)
+        again.communicate("\n", timeout=60)
+        node.wait_clean()
+        with open_store(node.store) as store:
+            names = {stage.name for stage in read_start(Stored(store), "job")}
+    assert {"again", "other"} <= names
+    assert "first" not in names
+
+
+def test_what_killed_publishers_left_goes(tmp_path: Path) -> None:
+    with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
+        left = node.base / "run" / "timelines" / "0123456789abcdef"
+        left.mkdir(parents=True, mode=0o700)
+        (node.base / "run").chmod(0o700)
+        (left / "lock").touch()
+        logs = node.base / "run" / "logs"
+        logs.mkdir(mode=0o700)
+        (logs / "timeline-1.log").write_text("old")
+        (logs / "timeline-2.log").write_text("young")
+        for path in (left, logs / "timeline-1.log"):
+            os.utime(path, (0, 0))
+        assert node.run("--", "true", variables=_ON).returncode == 0
+        node.wait_clean()
+        assert not any(left.parent.iterdir())
+        assert not (logs / "timeline-1.log").exists()
+        assert (logs / "timeline-2.log").exists()
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "dead"])
