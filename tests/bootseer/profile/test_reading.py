@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,25 @@ def test_results_come_in_order_and_no_process_is_left(what: str, said: str) -> N
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert said in done.stdout
     assert "no children" in done.stdout
+
+
+_KILLED = """
+import os, time
+from bootseer.profile.parallel import in_order
+found = in_order(lambda number: (os.getpid(), bytes(10**7)), range(1000), 2)
+print(next(found)[0], next(found)[0], flush=True)
+time.sleep(60)
+"""
+
+
+def test_of_a_killed_report_no_process_is_left() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = process.stdout.readline().split()
+    assert len(set(pids)) == 2
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
