@@ -141,12 +141,6 @@ class _Start:
 
     def _stages(self, timeline: Timeline) -> None:
         self._checkpoints.start(timeline)
-        if self._settings.keep_caches or self._job.kept:
-            from bootseer.launch.caches.finding import Wish
-            from bootseer.launch.caches.run import KeptCaches
-
-            wish = Wish(self._job.kept, self._settings.keep_caches)
-            self._caches = KeptCaches(self._settings, wish, self._say)
         if self._job.image:
             from bootseer.launch.image import open_image
 
@@ -156,9 +150,9 @@ class _Start:
             # Once it is entered, no mount of the host comes in any more.
             for source, target in self._checkpoints.finish():
                 self._container.bind(source, target)
-            if self._caches is not None:
+            if (caches := self._kept_caches()) is not None:
                 # In the host's namespace: a container's lives as long as any process of it.
-                self._caches.begin()
+                caches.begin()
         for number, command in enumerate(self._setups):
             # A set-up may take long, and be for nothing.
             self._checkpoints.check()
@@ -173,8 +167,24 @@ class _Start:
             self._begin_preloader()
         self._checkpoints.finish()
 
+    def _kept_caches(self) -> "KeptCaches | None":
+        """None where none is wanted, or none can be."""
+        if self._caches is None and (self._job.kept or self._settings.keep_caches):
+            if not self._job.kept and self._container is None:
+                from bootseer.launch.caches.packages import may_have_caches
+
+                if not may_have_caches(self._job.command, os.environ):
+                    return None
+            from bootseer.launch.caches.finding import Wish
+            from bootseer.launch.caches.run import KeptCaches
+
+            wish = Wish(self._job.kept, self._settings.keep_caches)
+            self._caches = KeptCaches(self._settings, wish, self._say)
+        return self._caches
+
     def _restore_caches(self, timeline: Timeline) -> None:
-        if self._caches is None:
+        caches = self._kept_caches()
+        if caches is None:
             return
         from bootseer.launch.caches.finding import Job as CacheJob
 
@@ -192,10 +202,8 @@ class _Start:
                 runner=container.run,
                 binds=tuple((bind.target, bind.source) for bind in container.binds),
             )
-        variables = self._caches.restore(
-            timeline, job, self._container, is_silent=self._store_is_silent
-        )
-        self._caches.abandon()
+        variables = caches.restore(timeline, job, self._container, is_silent=self._store_is_silent)
+        caches.abandon()
         os.environ.update(variables)
 
     def _begin_preloader(self) -> None:

@@ -1,17 +1,21 @@
 """The submission of a start that no scheduler names: the first node chooses, the others ask.
 
-The nodes meet where their timelines do: in the store, or in the folder of timelines. What they find
-there is a lease that nobody gives up; its token is the submission. A node whose own timeline has
-that submission already begins another one. Main thread: it forks before anything else has begun.
+The nodes meet where their timelines do. In the store they find a lease that nobody gives up, whose
+token is the submission; in the folder of timelines a file, which each reads and writes locked. A
+node whose own timeline has that submission already begins another one. Main thread: it forks before
+anything else has begun.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 
+from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import wait_readable
 from bootseer.profile.publish.begin import is_stored
@@ -25,6 +29,7 @@ _TOGETHER_S = 600.0
 # Beyond that a start goes without.
 _DEADLINE_S = 3.0
 _NAME_LENGTH = 16
+_NAME = re.compile(r"[0-9a-f]{16}")
 # What all nodes of one job say alike, and those of another job beside it hardly.
 _SAME_OPTION = re.compile(r"--(?:rdzv[-_]id|master[-_]port)")
 _SAME_VARIABLES = ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")
@@ -33,16 +38,49 @@ _SAME_VARIABLES = ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")
 def choose_submission(settings: Settings, command: Sequence[str]) -> str:
     """The submission of this start, shared with the other nodes; empty where it cannot be had.
 
-    Never raises, and takes some seconds at most: a store may be slow, or not answer. So a process
-    of its own asks, whose threads and connections go with it.
+    Never raises, and takes some seconds at most.
     """
+    key = f"{settings.attempt}/{_alike(command, os.environ)}"
+    is_default = settings.store_url == default_settings(os.environ)["store_url"]
+    try:
+        if is_default or not is_stored(settings):
+            return _by_folder(settings, key)
+        return _by_store(settings, key)
+    except Exception as error:
+        _log.info("no node says which submission this start is of: %s", error)
+        return ""
+
+
+def _by_folder(settings: Settings, key: str) -> str:
+    """Of the nodes that share the folder of timelines. Not by a lease of the store's: a start may
+    need nothing else of a store, whose code takes longer to load than all this.
+
+    Raises: BootseerError, OSError.
+    """
+    os.close(open_private_directory(settings.timeline_dir, [settings.job]))
+    file = lock_file(settings.timeline_dir / settings.job / ".submissions" / key, _DEADLINE_S)
+    try:
+        found = os.pread(file, _NAME_LENGTH, 0).decode("ascii", "replace")
+        # Written once: whoever only asks leaves the time as it is.
+        age_s = time.time() - os.fstat(file).st_mtime
+        if not _NAME.fullmatch(found) or age_s > _TOGETHER_S or _is_over(settings, found):
+            found = os.urandom(_NAME_LENGTH // 2).hex()
+            os.pwrite(file, found.encode(), 0)
+        return found
+    finally:
+        os.close(file)
+
+
+def _by_store(settings: Settings, key: str) -> str:
+    """Of the nodes that share the store. It may be slow, or not answer: a process of its own asks,
+    whose threads and connections go with it."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         try:
-            os.write(writing, _chosen(settings, command).encode())
+            os.write(writing, _ask_store(settings, key).encode())
         except Exception as error:
-            _log.info("nobody says which submission this start is of: %s", error)
+            _log.info("the store does not say which submission this start is of: %s", error)
         finally:
             os._exit(0)
     try:
@@ -55,32 +93,25 @@ def choose_submission(settings: Settings, command: Sequence[str]) -> str:
     return found.decode()
 
 
-def _chosen(settings: Settings, command: Sequence[str]) -> str:
+def _ask_store(settings: Settings, key: str) -> str:
     """Raises: BootseerError, OSError."""
     # Here: the process that becomes the job needs none of it yet.
     from bootseer.store import open_backend
     from bootseer.store.objects.lease import agree
 
-    folder = settings.timeline_dir / settings.job
-    os.close(open_private_directory(settings.timeline_dir, [settings.job]))
-    own = folder / str(settings.attempt)
-
     def is_over(token: str) -> bool:
-        files = f"{token[:_NAME_LENGTH]}/*-{settings.node}-{settings.rank}.jsonl"
-        return any(own.glob(files))
+        return _is_over(settings, token[:_NAME_LENGTH])
 
-    key = f"starts/{settings.job}/{settings.attempt}/{_alike(command, os.environ)}"
-    is_default = settings.store_url == default_settings(os.environ)["store_url"]
-    in_store = is_stored(settings) and not is_default
-    url = settings.store_url if in_store else f"{folder}/.submissions"
-    backend = open_backend(url, deadline_s=_DEADLINE_S)
-    try:
-        token = agree(
-            backend, f"leases/{key}", ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over
-        )
-    finally:
-        backend.close()
+    lease = f"leases/starts/{settings.job}/{key}"
+    with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as backend:
+        token = agree(backend, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over)
     return token[:_NAME_LENGTH]
+
+
+def _is_over(settings: Settings, submission: str) -> bool:
+    """Whether this process had the submission before, and begins another."""
+    own = settings.timeline_dir / settings.job / str(settings.attempt)
+    return any(own.glob(f"{submission}/*-{settings.node}-{settings.rank}.jsonl"))
 
 
 def _alike(command: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -27,7 +27,7 @@ _COMPILER_S = 5.0
 _OUTPUT_BYTES_MAX = 1 << 16
 # Flags that stand for instructions; others tell of the kernel's and the microcode's mitigations,
 # which differ between nodes that run the same code.
-_INSTRUCTIONS = re.compile(
+_INSTRUCTIONS = (
     r"(ssse|sse|avx|amx|fma|bmi|f16c|v?aes|sha|v?pclmul|gfni|popcnt|abm|movbe|adx|rdrand|rdseed"
     r"|cmpxchg|cx16|lahf|xsave|movdir|serialize|sve|sme|asimd|neon|crc32|atomics|fp|i8mm|bf16)\w*"
 )
@@ -43,7 +43,7 @@ def cpu_parts(proc: Path = Path("/proc")) -> list[Part]:
             flags = next(found, "").partition(":")[2]
     except OSError as error:
         _log.debug("the processor's instructions are not known: %s", error)
-    known = sorted({word for word in flags.split() if _INSTRUCTIONS.fullmatch(word)})
+    known = sorted({word for word in flags.split() if re.fullmatch(_INSTRUCTIONS, word)})
     return [
         Part("machine", os.uname().machine),
         Part("cpu instructions", " ".join(known) or NONE),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.errors import BootseerError
+from bootseer.launch.caches.known import ALL_PACKAGES, data_cache_path
 from bootseer.linux.root_paths import find_program, resolve_in_root
 from bootseer.snapshots.catalogue.packages import package_of
 from bootseer.snapshots.setup.place import Place
@@ -20,6 +22,8 @@ _PYTHON = re.compile(r"python(\d+(\.\d+t?)?)?")
 _FOLDERS = ("lib*/python3*/site-packages", "lib/python3*/dist-packages")
 _CONFIG_BYTES_MAX = 1 << 16
 _SCRIPT_BYTES_MAX = 256
+# Where the drivers of NVIDIA and AMD show that they have a GPU.
+_GPUS = ("/proc/driver/nvidia", "/sys/class/kfd")
 
 
 class Python(Struct, frozen=True):
@@ -60,6 +64,20 @@ def python_of(place: Place, command: Sequence[str], environ: Mapping[str, str]) 
     for text in filter(None, environ.get("PYTHONPATH", "").split(":")):
         folders.append(place.host(text))
     return Python(path, _version(real, folders), tuple(dict.fromkeys(folders)))
+
+
+def may_have_caches(command: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether a command of this host can have a cache that is kept by itself. Light: of what has
+    none, every start asks. Never raises."""
+    try:
+        python = python_of(Place(Path("/"), os.getcwd()), command, environ)
+    except (BootseerError, OSError):
+        return False  # the folder that the start is in has gone, for example
+    return (
+        bool(python and python.versions(ALL_PACKAGES))
+        or any(map(os.path.exists, _GPUS))
+        or bool(data_cache_path(tuple(command)))
+    )
 
 
 def _python_in(place: Place, word: str, search_path: str) -> str | None:
