@@ -1,11 +1,13 @@
 """How starts are shown by `bootseer report` and `bootseer watch`: tables and JSON."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import click
 from msgspec import Struct, to_builtins
 
+from bootseer.base.redact import public_url
 from bootseer.cli.output import current_settings, emit_json, emit_table, human_bytes, printable
 from bootseer.errors import NotFoundError
 from bootseer.profile.adapters.placing import Placement
@@ -18,6 +20,7 @@ from bootseer.profile.reading import read_graph
 from bootseer.profile.stored import Stored
 from bootseer.profile.views.document import analysis_document
 from bootseer.profile.views.text import explain, headline
+from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
 
 _COLUMNS = (
@@ -30,12 +33,32 @@ _DEADLINE_S = 15.0
 """For a store that does not answer: the folder may have what is asked for."""
 
 
+class _ConfiguredStore(Struct, frozen=True, dict=True):
+    """The store of the settings. It is opened when it is asked, since the folder may have what is
+    asked for where it cannot be."""
+
+    settings: Settings
+
+    @property
+    def where(self) -> str:
+        return public_url(self.settings.store_url)
+
+    @cached_property
+    def _stored(self) -> Stored:
+        deadline_s = min(self.settings.deadline_s, _DEADLINE_S)
+        return Stored(open_own_store(self.settings, deadline_s=deadline_s))
+
+    def starts(self, job: str) -> Iterable[StartFiles]:
+        return self._stored.starts(job)
+
+
 def current_timelines() -> Source:
     """Where the command that is running finds timelines."""
     settings = current_settings()
-    deadline_s = min(settings.deadline_s, _DEADLINE_S)
-    store = open_own_store(settings, deadline_s=deadline_s)
-    return Merged(Folder(settings.timeline_dir), Stored(store))
+    folder = Folder(settings.timeline_dir)
+    # Beside an image in a registry there are none.
+    is_registry = settings.store_url.startswith("oci:")
+    return folder if is_registry else Merged(folder, _ConfiguredStore(settings))
 
 
 class Explained(Struct, dict=True):

@@ -201,6 +201,9 @@ def test_a_store_that_fails_leaves_what_the_folder_has(tmp_path: Path) -> None:
     Timeline.start(tmp_path, job="j", submission="s", attempt=0, node="n", rank=0).span(
         "image"
     ).end()
+    for unusable in ("nosuch://store/x", "oci://127.0.0.1:1/store:v1"):
+        shown = _run("--store", unusable, "--timeline-dir", str(tmp_path), "report", "j")
+        assert "submission s" in shown
     url = ("--store", "hdfs://127.0.0.1:1/store")
     shown = _run(*url, "--timeline-dir", str(tmp_path), "report", "j")
     assert "submission s" in shown
