@@ -37,7 +37,7 @@ class _Node:
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.name = name
-        self.blocks = 1 if workspace.is_quick else 4
+        self.blocks = 2 if workspace.is_quick else 8
         self.base = workspace.directory / "compile"
         self.shared = workspace.directory / f"shared-{name}"
         self.cache = self.base / "inductor"
@@ -90,7 +90,7 @@ class _Node:
                 "restore_s": restore_s,
                 "import_s": told["import_s"],
                 "step_s": told["step_s"],
-                # Importing torch takes each way as long, and is not what they differ in.
+                # Imports take each way as long, and is not what they differ in.
                 "ready_s": restore_s + told["step_s"],
             },
         )
@@ -112,9 +112,9 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     workspace.shared["notes"] = [
         "One training step of a transformer that TorchInductor compiles for the CPU, in a new "
         "process; a new node is one whose caches are empty, at the same paths",
-        "`until stepped` is all but the import of torch: what brings the cache, and the step; "
-        "what is brought lies in a folder of the machine, and its size is what a network would "
-        "carry",
+        "`until stepped` is all but the imports (torch, TorchInductor): what brings the cache, and "
+        "the step; what is brought lies in a folder of the machine, and its size is what a "
+        "network would carry",
     ]
     yield
 

@@ -13,6 +13,10 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+
+# Two seconds, with or without a cache: not what the first step is measured for.
+import torch._inductor.compile_fx  # noqa: E402
 from torch import nn  # noqa: E402
 
 _WIDTH = 128

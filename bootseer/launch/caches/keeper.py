@@ -22,6 +22,7 @@ from bootseer.launch.caches.records import Record, forget_unused, note, read_rec
 from bootseer.launch.caches.run import Kept, Plan
 from bootseer.linux.processes import wait_readable
 from bootseer.served.background import Report
+from bootseer.served.ending import sweep
 from bootseer.served.life import run_server
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import open_own_store
@@ -63,6 +64,8 @@ def keep(line: bytes, report: Report) -> None:
     _end_after(_END_S)
     keeper.look()
     forget_unused(plan.settings.cache_dir)
+    # Logs of earlier starts, too.
+    sweep(plan.settings.run_dir)
 
 
 def _waited(job: int, ready: ReadySocket, timeout_s: float | None) -> bool:
