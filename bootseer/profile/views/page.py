@@ -72,36 +72,52 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
         for outlier in one.outliers
     }
     worst = {
-        one.node: {NO_RANK, *(outlier.rank for outlier in one.outliers[:2])}
-        for one in analysis.stragglers[:_GANTT_PROCESSES_MAX]
+        one.node: (number, {NO_RANK, *(outlier.rank for outlier in one.outliers[:2])})
+        for number, one in enumerate(analysis.stragglers[:_GANTT_PROCESSES_MAX])
     }
     causes = {one.node: one.cause.name for one in analysis.stragglers}
     named = worst.keys() | {node for node, _, _ in on_path}
     typical = next((node for node in model.graph.nodes if node not in named), "")
+    first = min(
+        (
+            rank
+            for group in model.graph.groups
+            for node, rank in zip(group.nodes, group.ranks, strict=True)
+            if node == typical and rank != NO_RANK
+        ),
+        default=NO_RANK,
+    )
     rows = []
     for group in model.graph.groups:
         # It would be a line of hours for a start of minutes: the critical path has it.
         if group.role in BEFORE_LAUNCHER:
             continue
         for row, (node, rank) in enumerate(zip(group.nodes, group.ranks, strict=True)):
-            is_on_path = (node, rank, group.role) in on_path
-            if is_on_path or rank in worst.get(node, ()) or node == typical:
-                rows.append((not is_on_path, node == typical, group.times[0][row], group, row))
-    rows.sort(key=lambda one: one[:3])
+            number, ranks = worst.get(node, (0, set()))
+            if (node, rank, group.role) in on_path:
+                order = -2
+            elif node == typical and rank in (NO_RANK, first):
+                order = -1
+            elif rank in ranks:
+                order = number
+            else:
+                continue
+            rows.append((order, group.times[0][row], group, row))
+    rows.sort(key=lambda one: one[:2])
     shown = rows[:_GANTT_PROCESSES_MAX]
     begins: dict[str, float] = {}
-    for _, _, begin, group, row in shown:
+    for _, begin, group, row in shown:
         begins[group.nodes[row]] = min(begin, begins.get(group.nodes[row], begin))
-    shown.sort(key=lambda one: (begins[one[3].nodes[one[4]]], one[3].nodes[one[4]], one[2]))
+    shown.sort(key=lambda one: (begins[one[2].nodes[one[3]]], one[2].nodes[one[3]], one[1]))
     return [
         {
             "name": f"{group.nodes[row]}{f'/{group.ranks[row]}' if group.ranks[row] >= 0 else ''}",
             "role": group.role,
             "cause": causes.get(group.nodes[row], ""),
-            "on_path": not is_off_path,
+            "on_path": order == -2,
             "spans": _spans(group, row, model.before_s, slow),
         }
-        for is_off_path, _, _, group, row in shown
+        for order, _, group, row in shown
     ]
 
 

@@ -1,5 +1,6 @@
 """The page of a start, in a real browser."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -113,6 +114,25 @@ def test_a_start_of_nothing_is_drawn(tmp_path: Path) -> None:
     shown = _shown(_page(StartModel(StartGraph([])), imports="[[1]]"), tmp_path)
     assert 'data-drawn="1"' in shown
     assert 'id="flame"' not in shown
+
+
+def test_of_many_slow_nodes_the_worst_are_drawn_beside_a_typical_one() -> None:
+    model = StartModel(
+        StartGraph(tracks(Recipe(300, 4, tuple(some_faults(60, 300, severity=3.0)))))
+    )
+    found = re.search(r"const data = (\{.*\}), a = ", _page(model))
+    assert found is not None
+    rows = json.loads(found[1])["gantt"]
+    assert len(rows) == 40
+    assert any(row["on_path"] for row in rows)
+    typical = [row for row in rows if not row["cause"] and not row["on_path"]]
+    assert [row["role"] for row in typical] == ["launcher", "train.py"]
+    assert not any(span[4] == 2 for row in typical for span in row["spans"])
+    worst = [row["name"] for row in rows if any(span[4] == 2 for span in row["spans"])]
+    excess = [one.node for one in model.summary.stragglers[:10]]
+    assert {name.partition("/")[0] for name in worst} >= set(excess) - {
+        one.node for one in model.summary.stragglers if one.cause.name == "late scheduling"
+    }
 
 
 def test_ten_thousand_nodes_fit_in_ten_megabytes() -> None:
