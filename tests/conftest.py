@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from bootseer.demo import limited
+from bootseer.settings.config import variable_of
 from bootseer.store import TEST_NETWORK
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.running import running
@@ -26,6 +27,8 @@ settings.load_profile("bootseer")
 
 
 os.environ[TEST_NETWORK] = limited.__name__
+# Else each start is followed by a process that puts its timeline into the store.
+os.environ[variable_of("publish_timelines")] = "off"
 
 
 def pytest_configure() -> None:
