@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.launch.caches.units import File
+from bootseer.launch.caches.units import File, unit_of
 from bootseer.snapshots.targets.scan import Entry, Scan, open_below, scan
 
 _log = logging.getLogger(__name__)
@@ -23,9 +23,10 @@ _log = logging.getLogger(__name__)
 _PASSING = re.compile(
     rb"(.*\.(lock|tmp|temp|part|partial|pid|swp|incomplete|sock)|lock|\.nfs.*|tmp\..*|.*~)", re.I
 )
-_PASSING_FOLDERS = frozenset((b"locks", b"tmp", b".locks", b"__pycache__.lock"))
+_PASSING_FOLDERS = frozenset((b"locks", b"tmp", b".locks"))
 _SECRET = re.compile(
-    rb"(\.?(netrc|env|git-credentials|pypirc|pgpass)|stored_tokens|(.*[._-])?tokens?(\.\w+)?"
+    rb"(\.?(netrc|env|git-credentials|pypirc|pgpass)|stored_tokens"
+    rb"|((hf|auth|access|api|refresh|id|bearer|git(hub|lab)|gh)[._-]?)?token(\.\w+)?"
     rb"|(.*[._-])?credentials?(\.\w+)?|(.*[._-])?secrets?(\.\w+)?|(.*[._-])?passw(or)?d(\.\w+)?"
     rb"|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|p12|pfx|jks|keytab|kdbx|key)|known_hosts"
     rb"|kubeconfig|service[_-]account.*\.json)",
@@ -56,16 +57,25 @@ def look(folder: Path, *, read_ns: tuple[int, int] = (0, 0)) -> Contents:
     found = scan(folder)
     if not found:
         return Contents({}, {})
-    names = {path for path, entry in found.items() if path and _may_be_kept(path, entry)}
+    names = {path for path, entry in found.items() if path and not _is_passing(path, entry)}
+    refused = {path for path in names if _is_secret(path)}
     files: dict[bytes, File] = {}
     top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for path in sorted(names):
-            if (file := _look_at(top, path, found[path], read_ns)) is not None:
+        for path in sorted(names - refused):
+            file = _look_at(top, path, found[path], read_ns)
+            if file is None:
+                refused.add(path)
+            else:
                 files[path] = file
     finally:
         os.close(top)
-    return _with_folders(found, files)
+    # What misses one of its files may mean something else to the program.
+    without = {unit_of(path) for path in refused}
+    whole = {path: file for path, file in files.items() if unit_of(path) not in without}
+    for path in sorted(refused):
+        _log.info("left out, with what belongs to it: %s", os.fsdecode(path))
+    return _with_folders(found, whole)
 
 
 def only(contents: Contents, paths: set[bytes]) -> Contents:
@@ -82,16 +92,19 @@ def _with_folders(scanned: Scan, files: dict[bytes, File]) -> Contents:
     return Contents({path: scanned[path] for path in sorted(names)}, files)
 
 
-def _may_be_kept(path: bytes, entry: Entry) -> bool:
+def _is_passing(path: bytes, entry: Entry) -> bool:
+    """Whether it is no file, or a lock or temporary file, which nobody misses."""
     if not (stat.S_ISREG(entry.mode) or stat.S_ISLNK(entry.mode)):
-        return False
+        return True
     *folders, name = path.split(b"/")
-    if _PASSING.fullmatch(name) or not _PASSING_FOLDERS.isdisjoint(folders):
-        return False
-    if _SECRET.fullmatch(name) or not _SECRET_FOLDERS.isdisjoint(folders):
-        _log.info("left out, since its name is that of a secret: %s", os.fsdecode(path))
-        return False
-    return True
+    return bool(_PASSING.fullmatch(name)) or any(
+        folder in _PASSING_FOLDERS or _PASSING.fullmatch(folder) for folder in folders
+    )
+
+
+def _is_secret(path: bytes) -> bool:
+    *folders, name = path.split(b"/")
+    return bool(_SECRET.fullmatch(name)) or not _SECRET_FOLDERS.isdisjoint(folders)
 
 
 def _look_at(top: int, path: bytes, entry: Entry, read_ns: tuple[int, int]) -> File | None:
@@ -112,7 +125,6 @@ def _look_at(top: int, path: bytes, entry: Entry, read_ns: tuple[int, int]) -> F
         fd = os.open(name, _OPEN, dir_fd=parent)
         try:
             if _LIBRARY.fullmatch(name) and not is_whole(fd):
-                _log.info("left out, since it is not whole: %s", os.fsdecode(path))
                 return None
             if is_being_written(fd):
                 return None

@@ -36,9 +36,11 @@ def test_no_folder_and_an_empty_one_hold_nothing(tmp_path: Path) -> None:
         "3b/a.lock",
         "lock",
         "3b/.41.140.tmp",
+        "tmp.pid_41_9/kernel.cubin",
         "a.part",
         *("token", "hf_token", ".netrc", "id_rsa", "my.pem", "credentials.json", ".aws/config"),
         *("secrets.yaml", "service-account.json", ".env", "kubeconfig", "stored_tokens"),
+        *("access-token.txt", "db_password"),
     ],
 )
 def test_locks_and_secrets_are_left_out(folder: Path, name: str) -> None:
@@ -56,9 +58,19 @@ def test_words_that_only_contain_such_names_are_kept(folder: Path, name: str) ->
 def test_no_pipe_no_socket_and_no_link_outside(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "inside").symlink_to("3b/kernel.py")
-    (folder / "outside").symlink_to("/etc/passwd")
-    (folder / "3b/above").symlink_to("../../other")
+    for name, target in (("4c", "/etc/passwd"), ("5d", "../../other")):
+        (folder / name).mkdir()
+        (folder / name / "link").symlink_to(target)
     assert kept(folder) == {"3b/kernel.py", "inside"}
+
+
+def test_what_misses_a_file_is_not_kept(folder: Path) -> None:
+    """A model's folder without one of its files would be another model."""
+    for name in ("config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.json"):
+        (folder / "3b" / name).write_text("x")
+    assert len(kept(folder)) == 5
+    (folder / "3b/hf_token").write_text("secret")
+    assert kept(folder) == set()
 
 
 def test_the_half_of_a_library_is_left_out(folder: Path) -> None:
