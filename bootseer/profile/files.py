@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, NotFoundError, from_oserror
 from bootseer.profile.decoding import decode, decode_events
+from bootseer.settings.config import is_name
 from bootseer.timeline.otlp import Stage
 
 _log = logging.getLogger(__name__)
@@ -245,6 +246,8 @@ class Merged:
 
 def list_starts(source: Source, job: str) -> list[StartFiles]:
     """The starts of a job, the newest first. Raises: BootseerError."""
+    if not is_name(job):
+        return []  # a path, for example: no job is called so
     return sorted(source.starts(job), key=_newest, reverse=True)
 
 

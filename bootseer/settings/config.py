@@ -151,9 +151,14 @@ def parse_max_age(text: str) -> float:
     return seconds
 
 
+def is_name(text: str) -> bool:
+    """Whether `text` can be part of a file name or key."""
+    return bool(_NAME.fullmatch(text))
+
+
 def parse_name(text: str) -> str:
-    """`text`, when it can be part of a file name or key. Raises: InvalidInputError."""
-    if not _NAME.fullmatch(text):
+    """`text`, when it is such a name. Raises: InvalidInputError."""
+    if not is_name(text):
         raise InvalidInputError(
             f"{text!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
         )
