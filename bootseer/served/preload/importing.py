@@ -53,6 +53,7 @@ class Preloaded:
         self.files: dict[str, tuple[int, int, int]] = {}
         self.folders: dict[str, int] = {}
         self._places: dict[str, int] = {}
+        self._visible: set[str] = set()
         self._given = 0
         self._began: dict[bytes, bytes] = {}
         self._finders: list[Any] = []
@@ -83,17 +84,22 @@ class Preloaded:
                 return path
         return ""
 
-    # -- in a worker
-
-    def install(self, visible: Iterable[str], conflict: Callable[[str, str], None]) -> None:
-        """Hide the modules but for those that an interpreter has from its start; `conflict` is
-        called, with a name and the reason, where one can no longer be given as it is."""
-        keep = set(visible)
+    def hide(self, visible: Iterable[str]) -> None:
+        """Hide all modules but those that an interpreter has from its start."""
+        keep = self._visible = set(visible)
         for name in list(sys.modules):
             if name not in keep:
                 del sys.modules[name]
         self.modules = [(name, module) for name, module in self.modules if name not in keep]
         self._places = {name: place for place, (name, _) in enumerate(self.modules)}
+
+    # -- in a worker
+
+    def install(self, conflict: Callable[[str, str], None]) -> None:
+        """Give the modules when they are imported; `conflict` is called, with a name and the
+        reason, where one can no longer be given as it is."""
+        for name in set(sys.modules) - self._visible:
+            del sys.modules[name]  # what answering has imported
         self._conflict = conflict
         self._began = dict(_variables())
         self._finders = list(sys.meta_path)

@@ -22,7 +22,7 @@ from bootseer.served.preload.checks import Refusal
 from bootseer.served.preload.importing import NATIVE, Offence, Preloaded, preload
 from bootseer.served.preload.record import replace_document
 from bootseer.served.preload.shim import situation
-from bootseer.served.preload.worker import draw_anew, fork_worker, peer_of, show_as
+from bootseer.served.preload.worker import draw_anew, drawn_by, fork_worker, peer_of, show_as
 
 _NAME = b"bootseer-preload"
 _REQUEST_BYTES_MAX = 1 << 24
@@ -70,6 +70,7 @@ class _Server:
         self._directory = os.getcwd()
         self._handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
         self._preloaded: Preloaded | None = None
+        self._drawn: dict[str, Any] = {}
         self._name = Path("/proc/self/comm").read_bytes().rstrip(b"\n")
 
     def run(self) -> None:
@@ -79,6 +80,9 @@ class _Server:
             self._check_start()
             self._preloaded = self._import()
             self._consulted.update(self._preloaded.checks.consulted)
+            self._drawn = drawn_by(self._preloaded.modules)
+            # Before a fork: to touch them costs each worker a page of its own.
+            self._preloaded.hide(self._visible)
         except Refusal as refusal:
             self._refusal = str(refusal)
         except Offence as offence:
@@ -207,8 +211,6 @@ class _Server:
         words = self._plan["program"]["words"]
         if request["words"][: len(words)] != words:
             return "another program was started last"
-        if stale := self._preloaded.stale() if self._preloaded is not None else "":
-            return f"{stale} was changed since it was imported"
         return self._variables_differ(request["environment"])
 
     def _variables_differ(self, environment: Mapping[bytes, bytes]) -> str:
@@ -228,12 +230,19 @@ class _Server:
     ) -> bool:
         shim = os.path.join(self._folder, "python")
         guard = [sys.executable, "-ISE", shim]
-        if not fork_worker(connection, request, descriptors, self._own, self._name, guard):
-            return False
-        self._listener.detach()
         preloaded = self._preloaded
         assert preloaded is not None
-        draw_anew(preloaded)
+
+        def check() -> None:
+            """In the worker: others begin meanwhile."""
+            if stale := preloaded.stale():
+                raise Refusal(f"{stale} was changed since it was imported")
+
+        own = (self._own, self._name)
+        if not fork_worker(connection, request, descriptors, own, check, guard):
+            return False
+        self._listener.detach()
+        draw_anew(self._drawn, preloaded.checks.generators)
         environment = dict(os.environb)
 
         def begin_again(name: str, why: str) -> NoReturn:
@@ -243,7 +252,7 @@ class _Server:
             os.write(2, f"bootseer: started again without the preloader: {why}\n".encode())
             os.execve(sys.executable, list(sys.orig_argv), environment)
 
-        preloaded.install(self._visible, begin_again)
+        preloaded.install(begin_again)
         return True
 
 

@@ -6,6 +6,7 @@ Alone owns what such a process takes over, and what it draws anew. Standard libr
 
 import contextlib
 import ctypes
+import fcntl
 import io
 import os
 import random
@@ -16,12 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer.served.preload.checks import Refusal
-from bootseer.served.preload.importing import Preloaded
 
 _HANDSHAKE_S = 10.0
 _PREPARED = b"k"
@@ -51,15 +51,16 @@ def fork_worker(
     connection: socket.socket,
     request: Mapping[str, Any],
     descriptors: Sequence[int],
-    own: Mapping[str, Any],
-    name: bytes,
+    own: tuple[Mapping[str, Any], bytes],
+    check: Callable[[], None],
     guard: Sequence[str],
 ) -> bool:
     """Fork the guard, and from it the worker. True in the worker, once the other side wants it;
     False in the preloader. Raises: OSError, in the preloader alone.
 
-    `own`: the situation of this process. `name`: what the kernel calls an ordinary interpreter.
-    `guard`: the command that the worker's parent becomes.
+    `own`: the situation of this process, and what the kernel calls an ordinary interpreter.
+    `check` is called in the worker, and raises what speaks against it. `guard`: the command that
+    the worker's parent becomes.
     """
     if os.fork():
         return False
@@ -84,7 +85,7 @@ def fork_worker(
     pipes = [tell, wait]
     try:
         connection.close()
-        _become(request, descriptors, own, name, guardian, pipes)
+        _become(request, descriptors, own, guardian, pipes, check)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.write(pipes[0], str(error).encode()[:4000])
@@ -130,10 +131,10 @@ def peer_of(connection: socket.socket) -> tuple[int, int, int]:
 def _become(
     request: Mapping[str, Any],
     descriptors: Sequence[int],
-    own: Mapping[str, Any],
-    name: bytes,
+    own: tuple[Mapping[str, Any], bytes],
     guardian: int,
     pipes: list[int],
+    check: Callable[[], None],
 ) -> None:
     """Take over all that an ordinary worker would inherit, tell so, and wait until it is wanted."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -143,9 +144,10 @@ def _become(
     os.setsid()
     os.fchdir(descriptors[-1])
     _take_descriptors(request["descriptors"], descriptors[:-1], pipes)
-    _take_situation(request, own)
-    _take_words(request, name)
+    _take_situation(request, own[0])
+    _take_words(request, own[1])
     _renew_streams()
+    check()
     os.write(pipes[0], _PREPARED)
     os.close(pipes[0])
     if os.read(pipes[1], 1) != b"G":
@@ -155,8 +157,6 @@ def _become(
 
 def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], pipes: list[int]) -> None:
     """Give the files the numbers that they had, and close all others but the pipes, which move."""
-    import fcntl
-
     above = max(numbers) + 1
     moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, above) for one in (*descriptors, *pipes)]
     pipes[:] = moved[-len(pipes) :]
@@ -246,22 +246,25 @@ def _renew_streams() -> None:
         )
 
 
-def draw_anew(preloaded: Preloaded) -> None:
+def drawn_by(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Those of the modules that have drawn something for their process, or noted its beginning."""
+    names = ("numpy.random.mtrand", "multiprocessing.process", "transformers.utils.hub", "logging")
+    return {name: module for name, module in modules if name in names}
+
+
+def draw_anew(drawn: Mapping[str, Any], generators: Iterable[random.Random]) -> None:
     """Random numbers and names, and clocks, as a process of its own has them."""
-    for generator in preloaded.checks.generators:
-        generator.seed()
-    known: Any = dict(preloaded.modules)
-    if "numpy.random.mtrand" in known:
-        known["numpy.random.mtrand"].seed()
-    if "multiprocessing.process" in known:
-        current = known["multiprocessing.process"].current_process()
-        current.authkey = os.urandom(32)
-    if "transformers.utils.hub" in known:
-        known["transformers.utils.hub"].SESSION_ID = os.urandom(16).hex()
-    if "logging" in known and hasattr(known["logging"], "_startTime"):
-        now = time.time_ns if sys.version_info >= (3, 13) else time.time
-        known["logging"]._startTime = now()
-    set_native_id = getattr(threading.main_thread(), "_set_native_id", None)
-    if set_native_id is not None:
-        set_native_id()
     random.seed()
+    for generator in generators:
+        generator.seed()
+    for name, module in drawn.items():
+        if name == "numpy.random.mtrand":
+            module.seed()
+        elif name == "multiprocessing.process":
+            module.current_process().authkey = os.urandom(32)
+        elif name == "transformers.utils.hub":
+            module.SESSION_ID = os.urandom(16).hex()
+        elif hasattr(module, "_startTime"):
+            module._startTime = (time.time_ns if sys.version_info >= (3, 13) else time.time)()
+    if (set_native_id := getattr(threading.main_thread(), "_set_native_id", None)) is not None:
+        set_native_id()
