@@ -137,6 +137,8 @@ class Collector:
                 notes.note_import(top, begin, took)
         if self._notes is not None:
             self._notes.loaded(name, module)
+            if self._depth == 0:
+                self._notes.look()
             if name in _LAUNCHERS and self._started_with:
                 self._offer()
         return module

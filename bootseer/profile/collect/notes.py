@@ -130,7 +130,14 @@ class Notes:
         None where this call is no meeting of its own.
         """
         original = getattr(owner, attribute)
-        setattr(owner, attribute, self.noting(original, name, barrier, first_only=first_only))
+        wrapper = self.noting(original, name, barrier, first_only=first_only)
+        setattr(owner, attribute, wrapper)
+        # Where it was loaded ahead, its packages have taken the original over already.
+        package = owner.__name__
+        while package := package.rpartition(".")[0]:
+            outer = sys.modules.get(package)
+            if getattr(outer, attribute, None) is original:
+                setattr(outer, attribute, wrapper)
 
     def noting(
         self,
@@ -182,6 +189,12 @@ class Notes:
             hook(self, module)
         except Exception:
             return
+
+    def look(self) -> None:
+        """Modules may have been loaded unseen: in a fork of a preloader many are at once."""
+        for name in HOOKS:
+            if name in sys.modules:
+                self.loaded(name, sys.modules[name])
 
     # -- the end
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from bootseer.profile.decoding import decode
+from bootseer.timeline.otlp import READY, ROLE
+
 pytest.importorskip("torch", reason="torch is not installed")
 
 WORKER_COUNT = 4
@@ -50,7 +53,8 @@ for batch in torch.utils.data.DataLoader(tokens, batch_size=2, num_workers=1):
 product = (torch.ones(300, 300) @ torch.ones(300, 300)).sum().item()
 with open(f"{os.environ['RESULTS']}/{rank}.json", "w") as file:
     json.dump({"first_s": first_s, "import_s": import_s, "threads": threads, "drawn": drawn,
-               "had_torch": had_torch, "restarts": restarts, "memory_kib": int(memory),
+               "had_torch": had_torch, "restarts": restarts,
+               "start": os.environ["BOOTSEER_TIMELINE"], "memory_kib": int(memory),
                "losses": losses, "product": product, "argv": sys.argv,
                "omp": [os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()]}, file)
 dist.barrier()
@@ -62,6 +66,12 @@ class _Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "train.py").write_text(TRAIN, encoding="utf-8")
+
+    def stage_names(self, start: str) -> set[str]:
+        """What the workers of a start have noted of themselves."""
+        stages = decode(Path(start).read_bytes())
+        names = {stage.name for stage in stages if stage.resource.get(ROLE) in ("train.py", None)}
+        return {name for name in names if not name.startswith("import ")}
 
     def run(self, name: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
         """One start; what each rank has found, and what stands on standard error."""
@@ -108,6 +118,9 @@ def test_workers_of_torchrun_are_forked_also_when_it_restarts_them(
         assert {key: mine[key] for key in same} == {key: its[key] for key in same}
         assert mine["argv"] == ["train.py", "--fails"]
         assert (mine["had_torch"], mine["threads"]) == (False, 1)
+    kinds = [job.stage_names(one["start"]) for one in (ordinary[0], forked[0])]
+    assert kinds[0] == kinds[1]
+    assert {"init_process_group", "first batch", READY} <= kinds[1]
     drawn = [value for one in (*forked, *ordinary) for value in one["drawn"]]
     assert len(set(drawn)) == len(drawn)
     # For people: a test asserts nothing of time and memory.
