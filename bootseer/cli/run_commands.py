@@ -1,5 +1,7 @@
 """`bootseer run`: the entrypoint wrapper."""
 
+import os
+
 import click
 from msgspec.structs import replace
 
@@ -109,6 +111,7 @@ def run(
     """
     from bootseer.launch.checkpoints import parse_checkpoint
     from bootseer.launch.start import Job, launch
+    from bootseer.snapshots.targets.paths import target_path
 
     if binds and not image:
         raise click.UsageError("--bind needs --image")
@@ -120,6 +123,9 @@ def run(
         raise click.UsageError(
             "--target, --input, --env and --mode are about a set-up: add --setup"
         )
+    directories = tuple(text for text in kept if text not in ("auto", "off"))
+    for text in directories:
+        target_path(text, os.getcwd())
     job = Job(
         command=command,
         image=image,
@@ -130,7 +136,7 @@ def run(
         checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
         entrypoint=entrypoint,
         binds=binds,
-        kept=tuple(text for text in kept if text not in ("auto", "off")),
+        kept=directories,
         preload=preload,
     )
     config = current_config()

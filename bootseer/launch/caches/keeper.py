@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 STAGE = "keep caches"
 
 _NICENESS = 15
+_SETTLED_S = 5.0
+"""After `ready`: other ranks are some steps behind, and their compilers still write."""
 _AGAIN_S = 600.0
 """Evaluation, checkpoints and longer sequences are compiled later than the first step."""
 _END_S = 300.0
@@ -56,7 +58,7 @@ def keep(line: bytes, report: Report) -> None:
     while not (ended := _waited(job, ready, None)) and not ready.take():
         pass
     ready.close()
-    if not ended and not wait_readable([job], plan.settled_s):
+    if not ended and not wait_readable([job], _SETTLED_S):
         keeper.look()
         if not wait_readable([job], _AGAIN_S):
             keeper.look()

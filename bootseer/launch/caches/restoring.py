@@ -12,6 +12,9 @@ import shutil
 import stat
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, NoSpaceError, from_oserror
 from bootseer.launch.caches.finding import Cache
@@ -87,24 +90,23 @@ def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> 
     with locked(settings.run_dir, [folder], deadline_s=min(_LOCK_S, settings.deadline_s)):
         here = by_unit(path for path, entry in scan(folder).items() if not stat.S_ISDIR(entry.mode))
         paths = tree_files(tree)
-        present = {path for unit, ps in by_unit(paths).items() if unit in here for path in ps}
-        if len(present) == len(paths):
+        missing = {path for unit, ps in by_unit(paths).items() if unit not in here for path in ps}
+        if not missing:
             return 0, 0
         staging = folder / _STAGING
         try:
             # What a killed process left: nobody else is at it, since we hold the lock.
             remove_tree(staging)
-            _check_room(folder, target.content_bytes)
-            fetched = fetch_tree(store, target, tree, staging, settings.deadline_s)
-            for path in present:
-                os.unlink(os.path.join(os.fsencode(staging), path))
+            _check_room(folder, sum(paths[path] for path in missing))
+            part = tree if len(missing) == len(paths) else part_of(tree, missing)
+            fetched = fetch_tree(store, target, part, staging, settings.deadline_s)
             _move(staging, folder)
         except OSError as error:
             raise from_oserror(error, f"restore the cache in {folder}") from error
         finally:
             with contextlib.suppress(OSError):
                 remove_tree(staging)
-    return fetched.moved_bytes, len(paths) - len(present)
+    return fetched.moved_bytes, len(missing)
 
 
 def tree_files(tree: Tree) -> dict[bytes, int]:
@@ -114,6 +116,32 @@ def tree_files(tree: Tree) -> dict[bytes, int]:
         for path, number in tree.walk()
         if not stat.S_ISDIR(tree.mode(number))
     }
+
+
+def part_of(tree: Tree, paths: set[bytes]) -> Tree:
+    """The tree with no other names than these and the directories above them, and without the
+    blobs that then hold nothing of it. Pure."""
+    names = set(paths)
+    for path in paths:
+        while path := path.rpartition(b"/")[0]:
+            names.add(path)
+    found = [(path, number) for path, number in tree.walk() if path in names]
+    numbers = {0: 0}
+    for _, number in found:
+        numbers.setdefault(number, len(numbers))
+    inodes = [tree.inode(number) for number in numbers]
+    # One at least, of which nothing is wanted, where all files are empty.
+    used = sorted({extent.blob for inode in inodes for extent in inode.extents} or {0})
+    blobs = {blob: position for position, blob in enumerate(used)}
+    inodes = [
+        replace(
+            inode,
+            extents=tuple(replace(one, blob=blobs[one.blob]) for one in inode.extents),
+        )
+        for inode in inodes
+    ]
+    pairs = [(path, numbers[number]) for path, number in found]
+    return build_tree(pairs, inodes, [tree.blobs[blob] for blob in used])
 
 
 def _check_room(folder: Path, content_bytes: int) -> None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
-from bootseer.errors import BootseerError, CorruptError, InvalidInputError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
 from bootseer.launch.caches.records import (
     IN_PLACE,
@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 STAGE = "caches"
 _KEEPER = "bootseer.launch.caches.keeper"
-SETTLED_S = 5.0
-"""After `ready`: other ranks are some steps behind, and their compilers still write."""
 _FIRST_ANSWER_S = 5.0
 """A start that nobody asked to keep anything waits no longer for a store that is silent."""
 
@@ -53,7 +51,6 @@ class Kept(Struct, frozen=True):
 
     cache: Cache
     is_damaged: bool = False
-    restored_files: int = 0
 
 
 class Plan(Struct, frozen=True):
@@ -65,7 +62,6 @@ class Plan(Struct, frozen=True):
     """The job."""
     ready_name: str
     begun_ns: int
-    settled_s: float = SETTLED_S
 
 
 class KeptCaches:
@@ -77,11 +73,6 @@ class KeptCaches:
         self._say = say
         self._keeper: ServerProcess | None = None
         self._begun_ns = time.time_ns()
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether anything may be kept at all."""
-        return self._wish.automatic or bool(self._wish.directories)
 
     def begin(self) -> None:
         """Begin the process that publishes later, which loads its code meanwhile. Before this
@@ -125,8 +116,6 @@ class KeptCaches:
                 _show(container, [one.cache for one in kept])
             self._hand_over(kept)
             return {one.cache.name: one.cache.path for one in kept if one.cache.sets}
-        except InvalidInputError as error:
-            reason = str(error)
         except (BootseerError, OSError) as error:
             reason = str(error)
         except Exception as error:
@@ -161,7 +150,7 @@ class KeptCaches:
                         _make_folder(cache)
                     else:
                         result = restore(settings, store, cache)
-                except CorruptError as error:
+                except (CorruptError, NotFoundError) as error:
                     is_damaged = True
                     self._say(f"warning: the kept cache {cache.name} is not used: {error}")
                 except (BootseerError, OSError) as error:
@@ -170,7 +159,7 @@ class KeptCaches:
                     self._say(f"warning: the kept cache {cache.name} is not used: {error}")
                 if cache.is_ours and not cache.folder.is_dir():
                     continue
-                kept.append(Kept(cache, is_damaged, result.file_count))
+                kept.append(Kept(cache, is_damaged))
                 results.append(result)
                 self._note(cache, result)
         return kept, results

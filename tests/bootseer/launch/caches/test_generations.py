@@ -62,6 +62,11 @@ def test_a_later_generation_has_both_and_stores_what_is_new(tmp_path: Path) -> N
     assert second.stored_bytes < first.stored_bytes / 10
     three.restore()
     assert three.files() == {**large, entry(2): "kernel 2"}
+    # A node that has the first generation fetches what it lacks.
+    one.begun_ns = time.time_ns()
+    later = one.restore()
+    assert (later.file_count, one.files()) == (1, three.files())
+    assert later.moved_bytes < first.stored_bytes / 100
 
 
 def test_two_nodes_that_know_nothing_of_each_other_are_merged(tmp_path: Path) -> None:

@@ -120,15 +120,26 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     node.wait_clean()
 
 
+@pytest.mark.parametrize("folder", ["/", ""])
+def test_a_folder_that_cannot_be_kept_is_a_usage_error(node: Node, folder: str) -> None:
+    done = node.run("--keep", folder, "--", "true")
+    assert done.returncode == 2
+    assert "target" in done.stderr
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
 def test_a_damaged_generation_is_one_warning_and_is_replaced(
-    node: Node, tmp_path: Path, torch: dict[str, str]
+    node: Node, tmp_path: Path, torch: dict[str, str], is_gone: bool
 ) -> None:
     variables = {**torch, "BOOTSEER_CACHE_DIR": str(tmp_path / "cache")}
     assert said(node.run(*compile_job(), variables=variables))["hit"] is False
     node.wait_clean()
     (blob,) = (path for path in (tmp_path / "store/blobs").rglob("*") if path.is_file())
     blob.chmod(0o600)
-    blob.write_bytes(bytes(255 - byte for byte in blob.read_bytes()))
+    if is_gone:
+        blob.unlink()
+    else:
+        blob.write_bytes(bytes(255 - byte for byte in blob.read_bytes()))
     hits = []
     for number in (2, 3):
         shutil.rmtree(tmp_path / "cache")
