@@ -23,6 +23,7 @@ from bootseer.timeline.figures import difference, sample
 from bootseer.timeline.otlp import (
     PROCESS,
     READY,
+    ROLE,
     Stage,
     Value,
     encode_end,
@@ -233,6 +234,20 @@ def _resource(job: str, submission: str, attempt: int, node: str, rank: int) -> 
     return resource
 
 
+def program_name() -> str:
+    """What this process runs, as its users know it."""
+    words = sys.orig_argv[1:]
+    for place, word in enumerate(words):
+        if word == "-m" and place + 1 < len(words):
+            return words[place + 1].rpartition(".")[2]
+        if word == "-c":
+            code = words[place + 1] if place + 1 < len(words) else ""
+            return "multiprocessing" if "multiprocessing" in code else "python -c"
+        if not word.startswith("-"):
+            return os.path.basename(word)
+    return "python"
+
+
 _inherited: tuple[tuple[str, str], Timeline] | None = None
 
 
@@ -250,6 +265,9 @@ def current() -> Timeline | None:
         attempt = _number("BOOTSEER_ATTEMPT")
         node = os.environ.get("BOOTSEER_NODE") or os.uname().nodename
         resource = _resource(job, submission, attempt, node, _number("RANK", "BOOTSEER_RANK"))
+        if os.environ.get(LAUNCHED_VARIABLE):
+            # The job itself, and no server of ours: whether it is watched or too quick for that.
+            resource[ROLE] = program_name()
         trace_id, parent_id = parse_traceparent(os.environ.get("TRACEPARENT", "")) or (
             trace_id_of(job, attempt, submission),
             "",

@@ -25,6 +25,7 @@ from bootseer.timeline.recorder import (
     Span,
     Timeline,
     current,
+    program_name,
     ready,
 )
 
@@ -227,21 +228,7 @@ def _join() -> Timeline:
     timeline = current()
     if timeline is None:
         raise LookupError("there is no timeline")
-    return timeline.with_resource({PARENT: parent, ROLE: _role()})
-
-
-def _role() -> str:
-    """The name of the program, as its users know it."""
-    words = sys.orig_argv[1:]
-    for place, word in enumerate(words):
-        if word == "-m" and place + 1 < len(words):
-            return words[place + 1].rpartition(".")[2]
-        if word == "-c":
-            code = words[place + 1] if place + 1 < len(words) else ""
-            return "multiprocessing" if "multiprocessing" in code else "python -c"
-        if not word.startswith("-"):
-            return os.path.basename(word)
-    return "python"
+    return timeline.with_resource({PARENT: parent, ROLE: program_name()})
 
 
 def _began_ns() -> int | None:

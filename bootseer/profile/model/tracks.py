@@ -90,8 +90,9 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
     by_process: dict[tuple[str, str], list[Stage]] = {}
     for same in by_writer.values():
         node, rank = node_of(same[0]), rank_of(same[0])
-        other = "" if launchers.get(node, rank) == rank else f"rank {rank}"
-        process = str(same[0].resource.get(PROCESS, other))
+        resource = same[0].resource
+        is_launcher = ROLE not in resource and launchers.get(node, rank) == rank
+        process = str(resource.get(PROCESS, "" if is_launcher else f"rank {rank}"))
         by_process.setdefault((node, process), []).extend(same)
     return [
         _track(node, process, found, origin_ns) for (node, process), found in by_process.items()

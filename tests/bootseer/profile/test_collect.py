@@ -1,69 +1,14 @@
 """What Python processes below `bootseer run` note, in programs that know nothing of it."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from bootseer.profile.decoding import decode
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
-from bootseer.profile.model.tracks import LAUNCHER, Track, tracks_of
-from bootseer.timeline.otlp import READY, Stage
-
-
-class _Job:
-    """A folder with programs, and starts of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    def run(
-        self, *command: str, options: tuple[str, ...] = (), **variables: str
-    ) -> "subprocess.CompletedProcess[str]":
-        environ = {
-            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
-            "BOOTSEER_STORE": str(self.folder / "store"),
-            **variables,
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "bootseer", "--job", "j", "run", *options, "--", *command],
-            env=environ,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-        return done
-
-    def stages(self) -> list[Stage]:
-        files = (self.folder / "timeline").rglob("*.jsonl")
-        return [stage for file in files for stage in decode(file.read_bytes())]
-
-    def tracks(self) -> dict[str, Track]:
-        return {track.role: track for track in tracks_of(self.stages(), 0)}
-
-    def names(self, role: str) -> list[str]:
-        return [span.name for span in self.tracks()[role].spans]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> _Job:
-    found = _Job(tmp_path)
-    found.write("large/__init__.py", "import time; time.sleep(0.15); from . import part")
-    found.write("large/part.py", "import time; time.sleep(0.05)")
-    return found
-
+from bootseer.profile.model.tracks import LAUNCHER, tracks_of
+from bootseer.timeline.otlp import READY
+from tests.bootseer.profile.conftest import ProgramFolder
 
 TRAIN = """
 import os
@@ -82,10 +27,12 @@ for batch in DataLoader(torch.randn(16, 8), batch_size=8):
     optimizer.step()
     dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
+# Threads of torch may abort the interpreter at its end, whoever started it.
+os._exit(0)
 """
 
 
-def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: _Job) -> None:
+def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: ProgramFolder) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     program = job.write("train.py", TRAIN)
     job.run(
@@ -125,7 +72,7 @@ def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: _Job) ->
     assert roles_on_path == [LAUNCHER, "run", "train.py"]
 
 
-def test_slow_imports_are_noted_and_quick_processes_are_not(job: _Job) -> None:
+def test_slow_imports_are_noted_and_quick_processes_are_not(job: ProgramFolder) -> None:
     slow = job.write("slow.py", "import large")
     quick = job.write("quick.py", "import json")
     job.run("sh", "-c", f"{sys.executable} {quick}; {sys.executable} {slow}")
@@ -140,13 +87,13 @@ def test_slow_imports_are_noted_and_quick_processes_are_not(job: _Job) -> None:
     assert "large.part" in text
 
 
-def test_nothing_is_noted_where_it_is_not_wanted(job: _Job) -> None:
+def test_nothing_is_noted_where_it_is_not_wanted(job: ProgramFolder) -> None:
     slow = job.write("slow.py", "import large, os; assert 'BOOTSEER_LAUNCHED' not in os.environ")
     job.run(sys.executable, str(slow), options=("--no-trace-python",))
     assert set(job.tracks()) == {LAUNCHER}
 
 
-def test_the_environments_own_sitecustomize_runs_first(job: _Job) -> None:
+def test_the_environments_own_sitecustomize_runs_first(job: ProgramFolder) -> None:
     job.write("site/sitecustomize.py", "import builtins; builtins.chained = True")
     slow = job.write(
         "slow.py", "import large, sitecustomize; print(chained, sitecustomize.__file__)"
@@ -156,7 +103,7 @@ def test_the_environments_own_sitecustomize_runs_first(job: _Job) -> None:
     assert "import large" in job.names("slow.py")
 
 
-def test_a_sitecustomize_that_fails_says_so_as_without_ours(job: _Job) -> None:
+def test_a_sitecustomize_that_fails_says_so_as_without_ours(job: ProgramFolder) -> None:
     job.write("site/sitecustomize.py", "1 / 0")
     slow = job.write("slow.py", "import large; print(1)")
     done = job.run(sys.executable, str(slow), PYTHONPATH=str(job.folder / "site"))
@@ -164,7 +111,7 @@ def test_a_sitecustomize_that_fails_says_so_as_without_ours(job: _Job) -> None:
     assert "import large" in job.names("slow.py")
 
 
-def test_a_program_that_says_itself_when_it_is_ready(job: _Job) -> None:
+def test_a_program_that_says_itself_when_it_is_ready(job: ProgramFolder) -> None:
     program = job.write(
         "own.py",
         "import large, bootseer\n"
@@ -176,7 +123,15 @@ def test_a_program_that_says_itself_when_it_is_ready(job: _Job) -> None:
     assert job.names("own.py") == ["python start", "import large", "own", READY]
 
 
-def test_children_are_processes_of_their_own(job: _Job) -> None:
+def test_a_program_too_quick_to_be_watched_is_compared_with_those_that_are(
+    job: ProgramFolder,
+) -> None:
+    program = job.write("own.py", "import bootseer\nwith bootseer.stage('own'): pass\n")
+    job.run(sys.executable, str(program))
+    assert job.names("own.py") == ["own"]
+
+
+def test_children_are_processes_of_their_own(job: ProgramFolder) -> None:
     program = job.write(
         "parent.py",
         "import large, os, subprocess, sys\n"
@@ -192,7 +147,7 @@ def test_children_are_processes_of_their_own(job: _Job) -> None:
     assert {track.parent for track in tracks if track is not first} == {first.process}
 
 
-def test_failed_imports_look_as_without_it(job: _Job) -> None:
+def test_failed_imports_look_as_without_it(job: ProgramFolder) -> None:
     job.write("broken.py", "import large, nowhere")
     program = job.write(
         "program.py",
@@ -210,7 +165,7 @@ def test_failed_imports_look_as_without_it(job: _Job) -> None:
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-S"], ["-E"], ["-X", "importtime"], ["-W", "error"]])
-def test_flags_of_the_interpreter_are_respected(job: _Job, flags: list[str]) -> None:
+def test_flags_of_the_interpreter_are_respected(job: ProgramFolder, flags: list[str]) -> None:
     program = job.write(
         "program.py", "import sys; sys.path[:0] = [sys.argv[1]]; import large; print(1)"
     )
@@ -218,7 +173,7 @@ def test_flags_of_the_interpreter_are_respected(job: _Job, flags: list[str]) -> 
     assert done.stdout == "1\n"
 
 
-def test_a_timeline_that_cannot_be_written_costs_nothing(job: _Job) -> None:
+def test_a_timeline_that_cannot_be_written_costs_nothing(job: ProgramFolder) -> None:
     program = job.write(
         "program.py",
         "import os; os.environ['BOOTSEER_TIMELINE'] = '/proc/none/x'; import large; print(1)",

@@ -1,0 +1,63 @@
+"""Programs that are started below `bootseer run`, and what they note."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.profile.decoding import decode
+from bootseer.profile.model.tracks import Track, tracks_of
+from bootseer.timeline.otlp import Stage
+
+
+class ProgramFolder:
+    """A folder with programs, and starts of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def run(
+        self, *command: str, options: tuple[str, ...] = (), **variables: str
+    ) -> "subprocess.CompletedProcess[str]":
+        environ = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
+            "BOOTSEER_STORE": str(self.folder / "store"),
+            **variables,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "bootseer", "--job", "j", "run", *options, "--", *command],
+            env=environ,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    def stages(self) -> list[Stage]:
+        files = (self.folder / "timeline").rglob("*.jsonl")
+        return [stage for file in files for stage in decode(file.read_bytes())]
+
+    def tracks(self) -> dict[str, Track]:
+        return {track.role: track for track in tracks_of(self.stages(), 0)}
+
+    def names(self, role: str) -> list[str]:
+        return [span.name for span in self.tracks()[role].spans]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> ProgramFolder:
+    found = ProgramFolder(tmp_path)
+    found.write("large/__init__.py", "import time; time.sleep(0.15); from . import part")
+    found.write("large/part.py", "import time; time.sleep(0.05)")
+    return found
