@@ -21,7 +21,8 @@ from bootseer.errors import (
 )
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.served.cover_users import sweep_covers
-from bootseer.settings.config import AUTOMATIC_AGE_S, Settings
+from bootseer.settings.config import Settings
+from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots.attempt import Attempt, NoteWait, SetupResult, no_wait
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age

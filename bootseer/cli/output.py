@@ -19,15 +19,8 @@ from msgspec import Struct
 
 from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.settings.config import (
-    Config,
-    Settings,
-    load_config,
-    parse_age,
-    parse_duration,
-    parse_max_age,
-    parse_size,
-)
+from bootseer.settings.config import Config, Settings, load_config
+from bootseer.settings.values import parse_age, parse_duration, parse_max_age, parse_size
 
 if TYPE_CHECKING:
     from bootseer.store import Store

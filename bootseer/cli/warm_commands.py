@@ -20,7 +20,7 @@ from bootseer.cli.output import (
     say,
 )
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.settings.config import parse_name, parse_size
+from bootseer.settings.values import parse_name, parse_size
 
 if TYPE_CHECKING:
     from bootseer.prefetch.warm.record import WarmRecord

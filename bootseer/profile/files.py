@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, NotFoundError, from_oserror
 from bootseer.profile.decoding import decode, decode_events
-from bootseer.settings.config import is_name
+from bootseer.settings.values import is_name
 from bootseer.timeline.otlp import Stage
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ Pure but for the clock.
 import time
 
 from bootseer.base.shown import shown_age
-from bootseer.settings.config import AUTOMATIC_AGE_S
+from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots.catalogue.manifest import Manifest
 
 OPEN_AGE_S = 7 * 86_400.0

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from bootseer.cli.output import one_line
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.settings.config import load_config, parse_size
+from bootseer.settings.config import load_config
+from bootseer.settings.values import parse_size
 
 _USAGE, _FAILED = 1, 32
 

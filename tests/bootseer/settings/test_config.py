@@ -6,15 +6,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.settings.config import (
-    AUTOMATIC_AGE_S,
-    load_config,
-    parse_max_age,
-    parse_size,
-    resolve,
-    variable_of,
-)
+from bootseer.settings.config import load_config, resolve, variable_of
 from bootseer.settings.default_settings import default_settings
+from bootseer.settings.values import AUTOMATIC_AGE_S, parse_max_age, parse_size
 
 
 def test_flags_beat_variables_beat_file_beat_defaults(tmp_path: Path) -> None:
