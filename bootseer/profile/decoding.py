@@ -150,11 +150,15 @@ def decode_events(data: bytes, event: str) -> list[str]:
     """The bodies of the events of this name in a timeline file."""
     marker = msgspec.json.encode(event)
     found = []
-    for line in _lines(data):
-        if marker not in line:
+    end, place = 0, data.find(marker)
+    while place >= 0:
+        begin, end = data.rfind(b"\n", end, place) + 1, data.find(b"\n", place)
+        end = end if end >= 0 else len(data)
+        place = data.find(marker, end)
+        if end - begin > _LINE_BYTES_MAX:
             continue
         try:
-            request = _requests.decode(line)
+            request = _requests.decode(data[begin:end])
         except (ValueError, RecursionError):
             continue
         records = (record for group in request.resource_logs for record in _records(group))

@@ -46,7 +46,8 @@ def shown(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-FOLDERS = folders(*PRODUCT, "tests", "bench")
+# Of the results of benchmarks there is a file for each case.
+FOLDERS = [one for one in folders(*PRODUCT, "tests", "bench") if one.name != "results"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=shown)
