@@ -65,7 +65,7 @@ def begin_preloader(
         _spawn(record, variables, log, listener.fileno())
     words = list(command)
     is_program = words[0] == record["executable"] and program_words(words) == record["words"]
-    if not is_program:
+    if not is_program or not os.access(folder / "python", os.X_OK):
         return added, ""
     return {**added, PYTHON_VARIABLE: record["executable"]}, str(folder / "python")
 

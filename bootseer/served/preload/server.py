@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 from bootseer.served.preload import SERVER_VARIABLE, is_of_process
 from bootseer.served.preload.checks import Refusal
-from bootseer.served.preload.importing import NATIVE, Offence, Preloaded, preload
+from bootseer.served.preload.importing import Offence, preload
+from bootseer.served.preload.preloaded import NATIVE, Preloaded
 from bootseer.served.preload.record import replace_document
 from bootseer.served.preload.shim import situation
 from bootseer.served.preload.worker import draw_anew, drawn_by, fork_worker, peer_of, show_as

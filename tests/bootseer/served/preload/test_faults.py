@@ -170,6 +170,25 @@ def test_a_preloader_killed_at_any_moment_costs_no_start(waiting: Node, delay_s:
     assert (output, process.returncode) == ("ran\n", 0), errors
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.09])
+def test_a_stand_in_killed_at_any_moment_leaves_no_worker(waiting: Node, delay_s: float) -> None:
+    waiting.write(
+        "program.py",
+        "import os, time; open('ran', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)",
+    )
+    preloader = waiting.preloader
+    process = waiting.start()
+    time.sleep(delay_s)
+    process.kill()
+    process.wait(60)
+    children = Path(f"/proc/{preloader}/task/{preloader}/children")
+    wait_for(lambda: all(_is_gone(int(pid)) for pid in children.read_text().split()))
+    ran = waiting.folder / "ran"
+    pids = ran.read_text().split() if ran.exists() else []
+    assert len(pids) <= 1
+    wait_for(lambda: all(_is_gone(int(pid)) for pid in pids))
+
+
 def test_hundreds_of_forks_leak_nothing(waiting: Node) -> None:
     waiting.write("program.py", "import heavy")
     assert waiting.run().returncode == 0

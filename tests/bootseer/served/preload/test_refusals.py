@@ -116,6 +116,57 @@ def test_a_terminal_or_the_session_of_others_starts_ordinarily(ready: Node) -> N
     assert "leader of a session" in _one_line(ready.run(start_new_session=False))
 
 
+@pytest.mark.parametrize(
+    ("sitecustomize", "reason"),
+    [
+        ("import sys; sys.settrace(lambda *_: None)", "a debugger or a profiler"),
+        ("import coverage_of_ours", "the interpreter itself loads coverage_of_ours"),
+        ("import os; os.environ.get('RANK')", "the variable RANK differs, which was read"),
+    ],
+)
+def test_what_the_interpreter_itself_loads_is_respected(
+    node: Node, sitecustomize: str, reason: str
+) -> None:
+    node.write("modules/sitecustomize.py", sitecustomize)
+    node.write("modules/coverage_of_ours.py", "")
+    node.write("modules/good.py", "")
+    node.write("program.py", "import good; print('ran')")
+    node.begin("good")
+    assert reason in _one_line(node.run(env={"RANK": "1"}))
+
+
+def test_a_module_that_the_program_has_put_there_is_taken(node: Node) -> None:
+    node.write("modules/good/__init__.py", "VALUE = 1")
+    node.write("modules/good/part.py", "")
+    node.write(
+        "program.py",
+        "import sys, types; fake = types.ModuleType('good'); fake.__path__ = ['modules/good']\n"
+        "sys.modules['good'] = fake; import good.part\n"
+        "print(good is fake, sys.modules['good'] is fake)",
+    )
+    node.begin("good.part")
+    done = node.run()
+    assert done.stdout == "True True\n"
+
+
+def test_threads_that_import_at_once_find_whole_modules(node: Node) -> None:
+    names = [f"good{number}" for number in range(40)]
+    for name in names:
+        node.write(f"modules/{name}.py", "VALUE = 1")
+    node.write(
+        "program.py",
+        "import importlib, threading\nfound = []\n"
+        f"def work():\n    for name in {names}[::-1]:\n"
+        "        found.append(importlib.import_module(name).VALUE)\n"
+        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+        "[one.start() for one in threads]; [one.join() for one in threads]\n"
+        "print(sum(found))",
+    )
+    node.begin("threading", *names)
+    done = node.run()
+    assert (done.stdout, done.stderr) == ("320\n", "")
+
+
 def test_closed_files_start_ordinarily(ready: Node) -> None:
     command = f"exec {ready.run_folder}/python -u program.py <&-"
     done = subprocess.run(
