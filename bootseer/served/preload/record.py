@@ -59,14 +59,14 @@ def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, 
         return None
     known = plan["variables"]
     digests = digests_of(began, plan["salt"])
-    extra = {
+    others = {
         name: value
         for name, value in began.items()
-        if known.get(name) != digests[name]
-        and not is_of_process(name)
-        and not _SECRET.search(name)
-        and name != "PYTHON_EXEC"
+        if known.get(name) != digests[name] and not is_of_process(name)
     }
+    extra = {name: value for name, value in others.items() if not _SECRET.search(name)}
+    last = plan.get("program") or {"extra": {}, "varying": []}
+    varying = {name for name in extra if last["extra"].get(name, extra[name]) != extra[name]}
     now = digests_of(os.environ, plan["salt"])
     changed = {
         name: now.get(name, "")
@@ -79,6 +79,8 @@ def document_of(began: Mapping[str, str], plan: Mapping[str, Any]) -> dict[str, 
         "words": words,
         "arguments": sys.orig_argv[len(words) + 1 :],
         "extra": extra,
+        # A run's number, or a secret: other ones than the last time are no reason to step aside.
+        "varying": sorted({*varying, *last["varying"], *(others.keys() - extra.keys())}),
         "missing": sorted(name for name in known if name not in began),
         "salt": plan["salt"],
         "changed": changed,

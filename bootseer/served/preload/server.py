@@ -222,7 +222,8 @@ class _Server:
             name = os.fsdecode(raw)
             if name in self._consulted:
                 return f"the variable {name} differs, which was read by an import"
-            if name.startswith(NATIVE) or not is_of_process(name):
+            varies = is_of_process(name) or name in self._plan["program"]["varying"]
+            if name.startswith(NATIVE) or not varies:
                 return f"the variable {name} differs"
         return ""
 

@@ -49,6 +49,7 @@ class Node:
         *modules: str,
         words: tuple[str, ...] = ("-u", "program.py"),
         extra: Mapping[str, str] | None = None,
+        varying: tuple[str, ...] = (),
         changed: Mapping[str, str] | None = None,
         launcher: Mapping[str, str] | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class Node:
             "words": words,
             "arguments": ["as long as what is started now"],
             "extra": extra or {},
+            "varying": varying,
             "missing": [],
             "salt": "salt",
             "changed": changed or {},

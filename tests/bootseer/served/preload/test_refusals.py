@@ -98,6 +98,18 @@ def test_a_variable_that_differs_is_named(ready: Node) -> None:
     assert ready.run(env={"RANK": "3", "TORCHELASTIC_RUN_ID": "x"}).stderr == ""
 
 
+def test_a_variable_that_varies_between_starts_may_differ_where_no_import_reads_it(
+    node: Node,
+) -> None:
+    node.write("modules/good.py", "import os\nVALUE = os.environ.get('LIMIT')")
+    node.write("program.py", "import os, good; print(os.environ['RUN_ID'])")
+    node.begin("good", varying=("RUN_ID", "LIMIT", "OMP_PLACES"), extra={"RUN_ID": "1"})
+    done = node.run(env={"RUN_ID": "2"})
+    assert (done.stdout, done.stderr) == ("2\n", "")
+    for name in ("LIMIT", "OMP_PLACES"):
+        assert f"{name} differs" in node.run(env={"RUN_ID": "2", name: "1"}).stderr
+
+
 def test_a_changed_module_is_not_served_stale(ready: Node) -> None:
     path = ready.write("modules/good.py", "print('new')\nVALUE = 2")
     done = ready.run()
