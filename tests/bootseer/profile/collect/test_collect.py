@@ -8,7 +8,7 @@ from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import LAUNCHER, tracks_of
 from bootseer.timeline.otlp import READY
-from tests.bootseer.profile.conftest import ProgramFolder
+from tests.bootseer.profile.collect.conftest import ProgramFolder
 
 TRAIN = """
 import os

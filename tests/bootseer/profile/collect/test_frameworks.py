@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bootseer.profile.model.tracks import Span, tracks_of
-from tests.bootseer.profile.conftest import ProgramFolder
+from tests.bootseer.profile.collect.conftest import ProgramFolder
 
 LOADS = """
 import torch, torch.distributed.checkpoint as dcp
