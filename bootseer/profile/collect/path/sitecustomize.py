@@ -41,9 +41,9 @@ def _watch(here, began_ns):
 
 def _preload(here, consulted):
     """Be a preloader, and go on as a worker that was forked from it."""
+    visible = set(sys.modules)
     from importlib.util import module_from_spec, spec_from_file_location
 
-    visible = set(sys.modules)
     package = os.path.dirname(os.path.dirname(os.path.dirname(here)))
     spec = spec_from_file_location(
         "bootseer", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
