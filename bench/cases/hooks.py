@@ -1,0 +1,86 @@
+"""What does watching the Python processes of a start cost it?"""
+
+import contextlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+from bench.machine.processes import python_command
+from bench.model import (
+    Bound,
+    Case,
+    Column,
+    Sample,
+    SkippedError,
+    TakeSample,
+    Target,
+    Variant,
+    Workspace,
+    ratio,
+)
+
+_PACKAGES = ("torch", "transformers")
+# As training code has it: imports, a loader, and the first step, which is `ready`.
+_PROGRAM = """
+import torch, transformers
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(torch.randn(64, 64), batch_size=16):
+    model(batch).square().mean().backward()
+    optimizer.step()
+"""
+_PLAIN, _WATCHED = "not watched", "watched"
+
+
+@contextlib.contextmanager
+def _prepare(workspace: Workspace) -> Iterator[None]:
+    if missing := [one for one in _PACKAGES if importlib.util.find_spec(one) is None]:
+        raise SkippedError(f"pip install {' '.join(missing)}")
+    workspace.shared["notes"] = [
+        "`bootseer run -- python`: imports of torch and transformers, a loader, four steps of a "
+        "small model on one thread; no store is named, nothing is kept; CPU is that of the whole "
+        "process, the launcher's included",
+    ]
+    yield
+
+
+def _start(*options: str) -> Callable[[Workspace], AbstractContextManager[TakeSample]]:
+    @contextlib.contextmanager
+    def session(workspace: Workspace) -> Iterator[TakeSample]:
+        environ = {**os.environ, "HOME": str(workspace.directory), "OMP_NUM_THREADS": "1"}
+        command = python_command("-m", "bootseer", "run", "--no-keep", *options, "--")
+        command += python_command("-c", _PROGRAM)
+
+        def take() -> Sample:
+            began = time.monotonic()
+            pid = os.posix_spawn(command[0], command, environ)
+            _, status, used = os.wait4(pid, 0)
+            if status:
+                raise RuntimeError(f"the start ended with {os.waitstatus_to_exitcode(status)}")
+            cpu_s = used.ru_utime + used.ru_stime
+            return Sample(time.monotonic() - began, cpu_s={"start": cpu_s})
+
+        yield take
+
+    return session
+
+
+CASE = Case(
+    name="hooks",
+    description="A start of torch and transformers whose Python processes are watched, or not.",
+    prepare=_prepare,
+    variants=(
+        Variant(_PLAIN, "`--no-trace-python`", _start("--no-trace-python")),
+        Variant(_WATCHED, "as it is by default", _start()),
+    ),
+    ratios=(
+        ratio(_WATCHED, _PLAIN, "cpu_s", "CPU", Target(Bound.AT_MOST, 1.01)),
+        ratio(_WATCHED, _PLAIN, "wall_s", "time"),
+    ),
+    columns=(Column("s", "wall_s"), Column("CPU s", "cpu_s")),
+    runs=15,
+    quick_runs=5,
+)
