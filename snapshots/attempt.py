@@ -41,6 +41,8 @@ class SetupResult(Struct, frozen=True):
     changed_outside: tuple[str, ...] = ()
     """What changed outside the targets while a set-up that was "captured" ran, as far as a short
     look told; of "restored": the first of that, as the snapshot has it."""
+    is_changed: bool = False
+    """Whether something else had lingered on the targets since the last start."""
 
     @property
     def hit(self) -> bool:
@@ -82,6 +84,8 @@ class Attempt(Struct):
     max_age_s: float = 0.0
     """How old a stored snapshot may be; 0: any age."""
     note_wait: NoteWait = no_wait
+    is_changed: bool = False
+    """Whether what had lingered on the targets was another one."""
     waited_s: float = 0.0
     """Seconds of waiting for another process or node that ran the same set-up."""
 
@@ -111,4 +115,5 @@ class Attempt(Struct):
             seconds=time.monotonic() - self.started,
             setup_seconds=setup_s,
             changed_outside=changed_outside,
+            is_changed=self.is_changed,
         )

@@ -228,6 +228,7 @@ class _Run:
         kept = keep_mount(attempt, store, resolved)
         if kept is not None:
             return kept
+        attempt.is_changed = mounted.take_off_lingering(self.settings, attempt.paths.values())
         before = attempt.scan()
         bases = {target: base_digest(before[target]) for target in attempt.targets}
         kept = keep_in_place(attempt, store, resolved, before)

@@ -85,6 +85,11 @@ from bootseer.cli.snapshot.snapshot_output import mode_option
     help="Start the job's Python workers from a process that has imported what their last start "
     "imported. Off by default.",
 )
+@click.option(
+    "--linger",
+    metavar="DURATION",
+    help="Keep what was mounted for so long after the job, for its next start on this node.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     image: str,
@@ -101,6 +106,7 @@ def run(
     no_keep: bool,
     no_trace_python: bool,
     preload: bool,
+    linger: str | None,
     command: tuple[str, ...],
 ) -> None:
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
@@ -111,6 +117,7 @@ def run(
     """
     from bootseer.launch.checkpoints import parse_checkpoint
     from bootseer.launch.start import Job, launch
+    from bootseer.settings.config import parse_linger
     from bootseer.snapshots.targets.paths import target_path
 
     if binds and not image:
@@ -152,4 +159,6 @@ def run(
         settings = replace(settings, keep_caches="auto" in kept and not no_keep)
     if no_trace_python:
         settings = replace(settings, trace_python=False)
+    if linger is not None:
+        settings = replace(settings, linger_s=parse_linger(linger))
     launch(settings, job, say)

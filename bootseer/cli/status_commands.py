@@ -67,12 +67,18 @@ def _cells(one: "Entry") -> tuple[str, ...]:
     server = " ".join(str(pid) for pid in (one.pid, one.worker_pid) if pid)
     users = " ".join(map(str, one.users))
     where = ", ".join(one.where)
-    return (one.kind, one.what, where, _ago(one.since_s), server, users, one.health)
+    what = one.what
+    if one.until_s is not None:
+        what += f" (for another {_span(one.until_s - time.time())})"
+    return (one.kind, what, where, _ago(one.since_s), server, users, one.health)
 
 
 def _ago(since_s: float | None) -> str:
     if since_s is None:
         return ""
-    passed_s = max(time.time() - since_s, 0)
-    size, unit = next((one for one in _UNITS if passed_s >= one[0]), _UNITS[-1])
-    return f"{passed_s / size:.0f} {unit}"
+    return _span(time.time() - since_s)
+
+
+def _span(seconds: float) -> str:
+    size, unit = next((one for one in _UNITS if seconds >= one[0]), _UNITS[-1])
+    return f"{max(seconds, 0) / size:.0f} {unit}"

@@ -43,6 +43,8 @@ _POLL_S = 0.1
 _END_S = 5.0
 _ABANDONED_S = 3600.0
 _REPORT_BYTES_MAX = 1 << 16
+LIVE = "live"
+"""How a stage is done of which all is there since the last start."""
 
 
 class CheckpointPath(Struct, frozen=True):
@@ -73,6 +75,9 @@ class _Report(Struct, frozen=True):
 
     mounted: int | None = None
     made: bool = False
+    """Whether the remote folder was missing, and was made."""
+    how: str = ""
+    """LIVE: as it has lingered since the last start; "changed": instead of that; "mounted"."""
     failure: Failure | None = None
 
 
@@ -151,9 +156,10 @@ class CheckpointMounts:
         try:
             self._sweep()
             for number, path in enumerate(self._paths):
-                with timeline.span("checkpoint"):
-                    made = self._mount(number, path)
-                _send(report, _Report(number, made))
+                with timeline.span("checkpoint") as span:
+                    done = self._mount(number, path)
+                    span.set("bootseer.how", done.how)
+                _send(report, done)
         except BaseException as error:
             if not isinstance(error, BootseerError | SystemExit):
                 _log.debug("cannot mount a checkpoint folder", exc_info=True)
@@ -170,34 +176,40 @@ class CheckpointMounts:
                 if not os.path.ismount(old) and time.time() - old.stat().st_mtime > _ABANDONED_S:
                     old.rmdir()
 
-    def _mount(self, number: int, path: CheckpointPath) -> bool:
-        """Whether the remote folder was missing, and was made."""
-        from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+    def _mount(self, number: int, path: CheckpointPath) -> _Report:
+        from bootseer.fuse.striped.mounted.life.mount import (
+            mount_checkpoints,
+            mount_spec,
+            take_over,
+            unchecked_spec,
+        )
         from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 
         directory = self._directory(number)
+        is_shared = self._aside is not None and os.geteuid() == 0
+        choices = {
+            # The command in a container may be of another user than this process. Nobody else gets
+            # into the folder that these mounts are in.
+            "allow_other": is_shared,
+            "everyone_writes": is_shared,
+            "lifetime_pid": self._owner,
+            "warm": True,
+        }
         # Before the folder is made: a dead mount answers nobody, mkdir included.
+        found = take_over(unchecked_spec(self._settings, path.url, directory, **choices))
+        if found == LIVE:
+            return _Report(number, how=found)
         take_off_dead_mounts(self._settings.run_dir, directory)
         try:
             make_directory(directory)
         except OSError as error:
             raise from_oserror(error, f"make the mount point {directory}") from error
-        is_shared = self._aside is not None and os.geteuid() == 0
         deadline_s = time.monotonic() + _BUSY_S
         while True:
             try:
-                spec = mount_spec(
-                    self._settings,
-                    path.url,
-                    directory,
-                    # The command in a container may be of another user than this process. Nobody
-                    # else gets into the folder that these mounts are in.
-                    allow_other=is_shared,
-                    everyone_writes=is_shared,
-                    lifetime_pid=self._owner,
-                    warm=True,
-                )
-                return mount_checkpoints(spec).root_was_made
+                spec = mount_spec(self._settings, path.url, directory, **choices)
+                made = mount_checkpoints(spec).root_was_made
+                return _Report(number, made, how=found or "mounted")
             except BusyError as error:
                 if time.monotonic() >= deadline_s:
                     raise BusyError(
@@ -251,7 +263,8 @@ class CheckpointMounts:
         return [_read(line) for line in self._received.split(b"\n")[:-1]]
 
     def _mounted(self) -> list[int]:
-        return [one.mounted for one in self._received_reports() if one.mounted is not None]
+        reports = self._received_reports()
+        return [one.mounted for one in reports if one.mounted is not None]
 
     def _raise_child_error(self) -> None:
         for one in self._received_reports():
@@ -268,8 +281,10 @@ class CheckpointMounts:
                 with contextlib.suppress(OSError):
                     os.kill(self._pid, ending)
                 self._drain(_END_S)
-        for mounted in self._mounted():
-            directory = self._directory(mounted)
+        for one in self._received_reports():
+            if one.mounted is None or one.how == LIVE:
+                continue  # what lingers is there for the next start
+            directory = self._directory(one.mounted)
             try:
                 self._unmount(directory)
             except (BootseerError, OSError) as error:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from bootseer import loaded_ns
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
+from bootseer.launch.checkpoints import LIVE, CheckpointMounts, CheckpointPath
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
@@ -166,6 +166,7 @@ class _Start:
         if self._job.preload:
             self._begin_preloader()
         self._checkpoints.finish()
+        self._linger()
 
     def _kept_caches(self) -> "KeptCaches | None":
         """None where none is wanted, or none can be."""
@@ -205,6 +206,17 @@ class _Start:
         variables = caches.restore(timeline, job, self._container, is_silent=self._store_is_silent)
         caches.abandon()
         os.environ.update(variables)
+
+    def _linger(self) -> None:
+        """Have what was mounted stay after the job, and let go of what the last one has left."""
+        if not (self._settings.linger_s or self._setups or self._job.checkpoints):
+            return
+        if self._container is None:
+            from bootseer.launch.linger import linger
+
+            linger(self._settings, self._say)
+        elif self._settings.linger_s:
+            self._say("warning: nothing lingers after a job that runs in an image")
 
     def _begin_preloader(self) -> None:
         """Import beside what is left of the start: the environment and all variables are there."""
@@ -261,7 +273,9 @@ class _Start:
             span.set("bootseer.mode", result.mode)
         span.set("bootseer.hit", result.hit)
         span.set("bootseer.bytes", result.moved_bytes)
-        span.set("bootseer.how", result.how)
+        is_live = result.how == "in place" and result.mode
+        changed = "changed: " if result.is_changed else ""
+        span.set("bootseer.how", LIVE if is_live else changed + result.how)
 
     def _finish_checkpoints(self) -> None:
         self._checkpoints.finish()

@@ -88,7 +88,10 @@ class ControlServer:
         self._thread.start()
 
     def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
-        """Call `on_exit` when process `pid` ends; before `start`. Raises: OSError."""
+        """Call `on_exit` when process `pid` ends; before `start`, or in a callback.
+
+        Raises: OSError.
+        """
         self.watch_descriptor(os.pidfd_open(pid), on_exit)
 
     def watch_descriptor(self, fd: int, on_readable: Callable[[], None]) -> None:

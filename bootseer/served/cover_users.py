@@ -14,8 +14,17 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
+from bootseer.linux.removal import remove_tree
 from bootseer.served.covers import Cover, cover_at, covers, uncover
-from bootseer.served.folders import LINK, is_alive, mounts_dir, read_state, take_lock
+from bootseer.served.folders import (
+    LINGER,
+    LINK,
+    is_alive,
+    live_mounts,
+    mounts_dir,
+    read_state,
+    take_lock,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +86,14 @@ def add_user(state_dir: Path, pid: int | None) -> None:
         raise from_oserror(error, f"note who uses the mount {state_dir.name}") from error
 
 
-def join(state_dir: Path, cover: Cover, pid: int | None) -> bool:
-    """`add_user` of a finished cover. False where it is not finished, or has been taken off."""
+def join(state_dir: Path, cover: Cover | None, pid: int | None) -> bool:
+    """`add_user` of a finished cover, or of a checkpoint folder (None) that lingers. False where it
+    is not finished, or has been taken off."""
     try:
         with _alone(state_dir):
-            if not has_users(state_dir) or cover not in covers() or not is_alive(state_dir):
+            if not has_users(state_dir) or not is_alive(state_dir):
+                return False
+            if cover is not None and cover not in covers():
                 return False
             _write_user(state_dir, pid)
     except (OSError, BootseerError):
@@ -120,6 +132,41 @@ def is_others_only(state_dir: Path) -> bool:
 def next_user(state_dir: Path) -> int | None:
     """A process that uses the cover and lives."""
     return next(living_processes(state_dir / _USERS), None)
+
+
+# ---- what lingers -----------------------------------------------------------------------------
+
+
+def linger(run_dir: Path, pid: int) -> None:
+    """Keep what this process uses as long as process `pid` lives, too. Raises: BootseerError."""
+    ours = os.getpid()
+    for state_dir, state in live_mounts(run_dir):
+        is_ours = state.user_pid == ours and state.purpose != LINGER
+        if is_ours or ours in living_processes(state_dir / _USERS):
+            add_user(state_dir, ours)
+            add_user(state_dir, pid)
+
+
+def only_lingers(state_dir: Path) -> bool:
+    """Whether no job uses what is served, but only processes for which it lingers."""
+    users = set(living_processes(state_dir / _USERS))
+    run_dir = state_dir.parent.parent
+    return bool(users) and users <= {
+        state.pid for _, state in live_mounts(run_dir) if state.purpose == LINGER
+    }
+
+
+def last_user(state_dir: Path) -> int | None:
+    """A process that a checkpoint folder is still served for; None: it has none, and gets none."""
+    with contextlib.suppress(OSError, BootseerError), _alone(state_dir):
+        user = next_user(state_dir)
+        if user is None and has_users(state_dir):
+            remove_tree(state_dir / _USERS)
+        return user
+    return None
+
+
+# ---- the end ----------------------------------------------------------------------------------
 
 
 def leave(state_dir: Path) -> int | None:

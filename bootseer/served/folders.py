@@ -27,6 +27,8 @@ CHECKPOINT = "checkpoint"
 """The purpose of a mounted checkpoint folder."""
 PUBLISH = "publish"
 """The purpose of a process that publishes what a start leaves behind."""
+LINGER = "linger"
+"""The purpose of a process for which what a job has used stays after it."""
 LINK = "link"
 """The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
 
@@ -64,6 +66,10 @@ class MountState(Struct, frozen=True):
     """The process that it is served for, and goes with."""
     root_was_made: bool = False
     """The checkpoint folder was not there: a misspelt URL gives an empty mount."""
+    fingerprint: str = ""
+    """Of all that decides how a checkpoint folder is mounted."""
+    until_ns: int = 0
+    """When what lingers goes; 0: its job still runs."""
     unwritten: tuple[str, ...] = ()
     """Files that were being written when the mount ended; nothing of them is kept."""
 

@@ -22,6 +22,7 @@ from bootseer.served.cover_users import serves_itself
 from bootseer.served.covers import Cover, covers
 from bootseer.served.folders import (
     CHECKPOINT,
+    LINGER,
     PUBLISH,
     MountState,
     is_alive,
@@ -37,6 +38,7 @@ _KINDS = {
     "link": "linked tree",
     CHECKPOINT: "checkpoints",
     PUBLISH: "publisher",
+    LINGER: "lingering",
 }
 IMAGES = frozenset(("image", "container", "environment", "containerd image"))
 """Kinds whose trees are served as images are."""
@@ -89,6 +91,8 @@ class Entry(Struct, frozen=True):
     remedy: str = ""
     """What to do."""
     log: str | None = None
+    until_s: float | None = None
+    """Since 1970: when it goes by itself, where that is known."""
 
 
 def known_servers(run_dir: Path) -> list[Known]:
@@ -137,6 +141,7 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
         problem=problem,
         remedy=remedy,
         log=str(log) if log.exists() else None,
+        until_s=state.until_ns / 1e9 if state.until_ns else None,
     )
 
 

@@ -85,6 +85,8 @@ class Settings(Struct, frozen=True):
     """Whether the caches that frameworks name by variables are kept between starts."""
     keep_limit_bytes: int
     """What one kept cache may hold; what was not used for longest goes first."""
+    linger_s: float
+    """How long what a start has mounted stays after its job, for the next start; 0: not at all."""
     registry_hosts_dir: Path
     """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
     snapshot_max_age_s: float
@@ -126,6 +128,11 @@ def _seconds(text: str) -> float:
     if not 0 < value < 86_400:
         raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
     return value
+
+
+def parse_linger(text: str) -> float:
+    """Seconds from "10m", less than a day; 0 from "off". Raises: InvalidInputError."""
+    return 0.0 if text in ("off", "0") else _seconds(text)
 
 
 def _path(text: str) -> Path:
@@ -174,6 +181,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "trace_python": _switch,
     "keep_caches": functools.partial(_switch, on="auto"),
     "keep_limit_bytes": parse_size,
+    "linger_s": parse_linger,
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_max_age,
     "restore_mode": _restore_mode,

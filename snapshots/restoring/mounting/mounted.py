@@ -33,6 +33,7 @@ from bootseer.prefetch.cache.damage import is_damage_known
 from bootseer.served.cover_users import (
     add_user,
     join,
+    only_lingers,
     other_users,
     sweep_covers,
     take_off_all_unused,
@@ -191,6 +192,17 @@ def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool
     going just now."""
     user = os.getpid() if until_exit else None
     return all(join(mounts_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found)
+
+
+def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
+    """Take off what lingers on `hosts` since jobs that have ended; whether anything did. Raises:
+    BootseerError."""
+    found = False
+    for path in hosts:
+        while (cover := cover_at(path)) and only_lingers(mounts_dir(settings.run_dir) / cover.id):
+            uncover(cover)
+            found = True
+    return found
 
 
 def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:

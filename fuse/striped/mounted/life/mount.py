@@ -5,6 +5,7 @@ Owns the start of the server process and its end. Functions may be called from a
 
 import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +30,10 @@ from bootseer.fuse.striped.mounted.life.spec import (
     CheckpointPlan,
     MountSpec,
 )
+from bootseer.linux.processes import start_time
 from bootseer.served.background import begin_server
+from bootseer.served.control import ask
+from bootseer.served.cover_users import join, only_lingers
 from bootseer.served.ending import end_process, give_up
 from bootseer.served.folders import (
     log_path,
@@ -37,6 +41,7 @@ from bootseer.served.folders import (
     read_state,
     remove_mount_dir,
     take_lock,
+    wait_released,
 )
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
@@ -91,11 +96,22 @@ class MountedCheckpoints(Struct, frozen=True):
 
 
 def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
-    """The description of a mount of the tree at `url` on `directory`, checked. `choices`: further
-    fields of `MountSpec`; None stands for the default, or what the settings say.
+    """`unchecked_spec`, of a directory on which nothing is mounted.
 
     Where a server of ours was killed, the mount that it left on `directory` is taken off.
     Raises: InvalidInputError, NotFoundError, BusyError.
+    """
+    spec = unchecked_spec(settings, url, directory, **choices)
+    path = Path(spec.directory)
+    take_off_dead_mounts(settings.run_dir, path)
+    if find_mount(path) is not None:
+        raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
+    return spec
+
+
+def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
+    """The description of a mount of the tree at `url` on `directory`. `choices`: further fields of
+    `MountSpec`; None stands for the default, or what the settings say. Raises: InvalidInputError.
     """
     path = absolute(directory)
     chosen = {name: value for name, value in choices.items() if value is not None}
@@ -109,10 +125,33 @@ def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) ->
         **chosen,
     )
     spec.stripe_settings  # noqa: B018  (checks the numbers)
-    take_off_dead_mounts(settings.run_dir, path)
-    if find_mount(path) is not None:
-        raise BusyError(f"{path} is a mounted FUSE file system already; unmount it first")
     return spec
+
+
+def take_over(spec: MountSpec) -> str:
+    """Let the job of `spec` have what lingers on its directory since the last start: "live". What
+    was mounted otherwise, or does not answer, is taken off: "changed". "": nothing lingers there.
+
+    Raises: BootseerError.
+    """
+    known = find_known(Path(spec.run_dir), Path(spec.directory))
+    if known is None or not known.is_running or not only_lingers(known.folder):
+        return ""
+    if known.state.fingerprint == spec.fingerprint:
+        try:
+            # There may be a newer checkpoint than the one that was read ahead.
+            ask(known.folder, "warm" if spec.warm else "status")
+            if join(known.folder, None, spec.lifetime_pid):
+                return "live"
+        except (UnavailableError, DeadlineError):
+            # To be asked to end it would have to run. What it leaves, the next mount takes off.
+            for pid, started in known.state.processes:
+                if started and start_time(pid) == started:
+                    os.kill(pid, signal.SIGKILL)
+            wait_released(known.folder, _RESTART_S)
+            return "changed"
+    unmount_checkpoints(Path(spec.run_dir), Path(spec.directory))
+    return "changed"
 
 
 def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:

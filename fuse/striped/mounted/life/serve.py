@@ -122,6 +122,7 @@ def _state_of(plan: CheckpointPlan) -> MountState:
         started_ns=time.time_ns(),
         purpose=CHECKPOINT,
         user_pid=plan.spec.lifetime_pid or 0,
+        fingerprint=plan.spec.fingerprint,
     )
 
 

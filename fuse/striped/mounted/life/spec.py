@@ -6,7 +6,9 @@ Immutable values.
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from bootseer.base.documents import to_line
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 
@@ -48,6 +50,13 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """The folder of figures for Prometheus; None: they are not written."""
     shutdown_s: float = SHUTDOWN_S
     """How long open files may stay open when the server is told to end; then they are cut off."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for mounts that the next job can use as its own."""
+        import hashlib
+
+        return hashlib.sha256(to_line(replace(self, lifetime_pid=None)).encode()).hexdigest()
 
     @property
     def stripe_settings(self) -> StripeSettings:

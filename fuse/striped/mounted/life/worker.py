@@ -36,6 +36,7 @@ from bootseer.fuse.striped.mounted.operations.presentation import Ownership
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ControlServer
+from bootseer.served.cover_users import last_user
 from bootseer.served.folders import read_state, write_state
 from bootseer.served.supervision.supervisor import HANDED_OVER
 from bootseer.store import open_backend
@@ -136,18 +137,16 @@ class MountedFileSystem(StripedFileSystem):
                 "status": self._tell_status,
                 "restart": self._restart,
                 "restart-now": lambda: self._restart(now=True),
+                "warm": self._begin_warming,
             },
         )
         if self._owner_fd is not None:
-            # Handled as when somebody sends it: unmount, and end.
-            self._control.watch_descriptor(
-                self._owner_fd, lambda: os.kill(os.getpid(), signal.SIGTERM)
-            )
+            self._control.watch_descriptor(self._owner_fd, self._lose_user)
         self._control.start()
         if self._spec.metrics_dir is not None:
             self._figures_writer = FiguresWriter(self._spec.metrics_dir, self._spec.url, self._look)
         if self._spec.warm and not self._is_successor:
-            threading.Thread(target=self._warm, name="stripe-warm", daemon=True).start()
+            self._begin_warming()
 
     def destroyed(self) -> None:
         """Ends the worker: no request comes any more, and no successor takes over."""
@@ -160,6 +159,19 @@ class MountedFileSystem(StripedFileSystem):
             with contextlib.suppress(BootseerError):
                 write_state(self._folder, replace(self._state, unwritten=tuple(self.unwritten)))
         self._storage.close()
+
+    def _lose_user(self) -> None:
+        """A process that the mount is for has ended: wait for another's end, or unmount."""
+        while (user := last_user(self._folder)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._control.watch(user, self._lose_user)
+                return
+        # Handled as when somebody sends it.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _begin_warming(self) -> Mapping[str, Any]:
+        threading.Thread(target=self._warm, name="stripe-warm", daemon=True).start()
+        return {}
 
     def _warm(self) -> None:
         budget_bytes = int(self._storage.budget.limit_bytes * _WARM_SHARE)

@@ -1,0 +1,109 @@
+"""What a job has used stays for a while after it, so that its next start finds it live.
+
+A process of its own is noted as a user of all that this start has mounted (`cover_users`), and ends
+some time after the job. Nothing depends on it: where it is killed, what is served goes with the
+job. The next start ends it, once it uses itself what it needs of that. Alone owns that process.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.base.documents import from_line, to_line
+from bootseer.errors import BootseerError, UnavailableError
+from bootseer.linux.processes import start_time, wait_readable
+from bootseer.served import cover_users
+from bootseer.served.background import Report, begin_server
+from bootseer.served.folders import (
+    LINGER,
+    MountState,
+    live_mounts,
+    new_mount_dir,
+    read_state,
+    write_state,
+)
+from bootseer.served.life import living, run_server
+from bootseer.settings.config import Settings
+
+_MODULE = "bootseer.launch.linger"
+_WHAT = "the process for which mounts linger"
+
+
+class _Plan(Struct, frozen=True):
+    folder: Path
+    job: str
+    pid: int
+    """The process that is going to be the job."""
+    linger_s: float
+
+
+def linger(settings: Settings, say: Callable[[str], None]) -> None:
+    """Keep what this process uses for a while after its end, if the settings say so; what lingers
+    since earlier starts of the job goes, but for what this one uses."""
+    try:
+        ours = _begin(settings) if settings.linger_s else 0
+        for _, state in live_mounts(settings.run_dir):
+            is_left = state.purpose == LINGER and state.reference == settings.job
+            # One whose job lives goes some time after that.
+            if is_left and state.pid != ours and not start_time(state.user_pid):
+                os.kill(state.pid, signal.SIGTERM)
+    except (BootseerError, OSError) as error:
+        say(f"warning: nothing lingers after this job: {error}")
+
+
+def _begin(settings: Settings) -> int:
+    folder = new_mount_dir(settings.run_dir)
+    begun = begin_server(settings.run_dir, _MODULE, _WHAT, identity=folder.name, forks=True)
+    with begun as process:
+        process.serve(to_line(_Plan(folder, settings.job, os.getpid(), settings.linger_s)))
+    state = read_state(folder)
+    if state is None:
+        raise UnavailableError(f"{_WHAT} has ended")
+    cover_users.linger(settings.run_dir, state.pid)
+    return state.pid
+
+
+# ---- that process -----------------------------------------------------------------------------
+
+
+def _serve(line: bytes, report: Report) -> None:
+    plan = from_line(line, _Plan)
+    job = os.pidfd_open(plan.pid)
+    state = MountState(
+        id=plan.folder.name,
+        reference=plan.job,
+        index_digest="",
+        workload="",
+        directory="",
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=LINGER,
+        user_pid=plan.pid,
+    )
+    signal.signal(signal.SIGTERM, _end)
+    with living(plan.folder, state) as life:
+        report.send_ready()
+        wait_readable([job], None)
+        until_ns = time.time_ns() + int(plan.linger_s * 1e9)
+        write_state(plan.folder, replace(life.state, until_ns=until_ns))
+        time.sleep(plan.linger_s)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def main() -> int:
+    """The exit code: 0 at its end."""
+    return run_server(_WHAT, _serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""`bootseer run --linger`: what a job had is live for its next start on the node, and only then."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bootseer.launch.harness import Node, attribute, wait_for
+from tests.support.mounts.fuse_mount import require_fuse, require_root
+from tests.support.waiting import wait_for as wait_until
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+SETUP = "echo ran >> ../count; mkdir -p env; echo {} > env/x"
+SHOW = "cat env/x; ls mnt"
+
+
+@pytest.fixture
+def one(node: Node) -> Node:
+    """A node for which the store has the environments "a" and "b", at a place where nothing is."""
+    require_root()
+    require_fuse()
+    for text in ("a", "b"):
+        assert node.run(*_setup(text), "--", "true").returncode == 0
+        (node.base / "env/x").unlink()
+        (node.base / "env").rmdir()
+    return node
+
+
+def _setup(text: str) -> tuple[str, ...]:
+    return ("--setup", SETUP.format(text), "--target", "env", "--mode", "mount")
+
+
+def _checkpoint(node: Node, name: str = "ckpt") -> tuple[str, ...]:
+    return ("--checkpoint", f"{(node.base.parent / name).as_uri()}:{node.base}/mnt")
+
+
+def _start(node: Node, line: str, text: str = "a", name: str = "ckpt", linger: str = "10m") -> str:
+    done = node.run(
+        *(*_setup(text), *_checkpoint(node, name), "--linger", linger, "--", "sh", "-c", line)
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _how(node: Node) -> tuple[Any, Any]:
+    spans = node.spans()
+    names = ("environment", "checkpoint")
+    environment, checkpoint = (attribute(spans[name], "bootseer.how") for name in names)
+    return environment, checkpoint
+
+
+def _bootseer(node: Node, *words: object) -> str:
+    command = [sys.executable, "-m", "bootseer", *map(str, words)]
+    return subprocess.run(
+        command, env=node.environment, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def _served(node: Node) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in json.loads(_bootseer(node, "status", "--json"))["served"]:
+        if entry["pid"]:  # else it is of another test
+            found.setdefault(entry["kind"], []).append(entry)
+    return found
+
+
+def _servers(node: Node) -> list[int]:
+    return sorted(
+        entry["pid"]
+        for kind, entries in _served(node).items()
+        if kind in ("environment", "checkpoints")
+        for entry in entries
+    )
+
+
+def _end(node: Node) -> None:
+    for entry in _served(node)["lingering"]:
+        os.kill(entry["pid"], signal.SIGTERM)
+    node.wait_clean()
+    assert list((node.base / "env").iterdir()) == []
+
+
+def test_the_next_start_finds_all_live(one: Node) -> None:
+    assert _start(one, f"touch mnt/step-1; {SHOW}") == "a\nstep-1\n"
+    servers = _servers(one)
+    assert _how(one) == ("restored", "mounted")
+    # The code is another one, and so nothing of ours runs.
+    assert _start(one, f"touch mnt/step-2; {SHOW}") == "a\nstep-1\nstep-2\n"
+    assert (_how(one), _servers(one)) == (("live", "live"), servers)
+    assert (one.base.parent / "count").read_text() == "ran\nran\n"
+    wait_until(lambda: len(_served(one)["lingering"]) == 1, "the end of the first one's process")
+    (lingering,) = _served(one)["lingering"]
+    assert lingering["until_s"] > lingering["since_s"]
+    assert "job (for another 10 min)" in _bootseer(one, "status")
+    # Without the option all is taken over as well, and goes with the job.
+    assert _start(one, SHOW, linger="off") == "a\nstep-1\nstep-2\n"
+    assert _how(one) == ("live", "live")
+    one.wait_clean()
+
+
+def test_another_setup_and_the_same_checkpoint(one: Node) -> None:
+    _start(one, "touch mnt/step-1")
+    assert _start(one, SHOW, text="b") == "b\nstep-1\n"
+    assert _how(one) == ("changed: restored", "live")
+    _end(one)
+
+
+def test_another_checkpoint_folder_and_the_same_setup(one: Node) -> None:
+    _start(one, "touch mnt/step-1")
+    assert _start(one, SHOW, name="other") == "a\n"
+    assert _how(one) == ("live", "changed")
+    _end(one)
+
+
+def test_what_the_job_wrote_to_its_environment_is_not_handed_on(one: Node) -> None:
+    _start(one, "echo mine > env/x")
+    assert _start(one, SHOW) == "a\n"
+    assert _how(one) == ("changed: restored", "live")
+    _end(one)
+
+
+def test_it_ends_by_itself(one: Node) -> None:
+    _start(one, "true", linger="1s")
+    one.wait_clean()
+    assert list((one.base / "env").iterdir()) == []
+
+
+def test_unmounting_ends_it_at_once(one: Node) -> None:
+    _start(one, "true")
+    _bootseer(one, "checkpoint", "unmount", one.base / "mnt")
+    _bootseer(one, "snapshot", "unmount", one.base / "env")
+    assert _servers(one) == []
+    _end(one)
+
+
+def test_the_job_keeps_its_mounts_when_the_lingering_process_is_killed(one: Node) -> None:
+    job = (*_setup("a"), *_checkpoint(one), "--linger", "10m", "--", "sh", "-c")
+    line = "touch mnt/up; while [ ! -e go ]; do sleep 0.05; done; touch mnt/end; cat env/x"
+    with one.start(*job, line) as process:
+        wait_for(one.base.parent / "ckpt/up")
+        (lingering,) = _served(one)["lingering"]
+        assert lingering["until_s"] is None
+        os.kill(lingering["pid"], signal.SIGKILL)
+        busy = one.run(*_checkpoint(one), "--", "true")
+        assert busy.returncode == 19, busy.stderr
+        Path(one.base / "go").touch()
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "a\n")
+    # What is left of the killed process is nothing but a folder, which the next server removes.
+    assert one.run(*_checkpoint(one), "--", "true").returncode == 0
+    one.wait_clean()
+
+
+def test_a_server_that_does_not_answer_is_replaced(one: Node) -> None:
+    _start(one, "touch mnt/step-1")
+    (entry,) = _served(one)["checkpoints"]
+    for pid in (entry["pid"], entry["worker_pid"]):
+        os.kill(pid, signal.SIGSTOP)
+    assert _start(one, SHOW) == "a\nstep-1\n"
+    assert _how(one) == ("live", "changed")
+    _end(one)
+
+
+def test_a_killed_server_is_replaced(one: Node) -> None:
+    _start(one, "true")
+    for kind in ("environment", "checkpoints"):
+        (entry,) = _served(one)[kind]
+        for pid in {entry["pid"], entry["worker_pid"]} - {None}:
+            os.kill(pid, signal.SIGKILL)
+    assert _start(one, SHOW) == "a\n"
+    _end(one)
