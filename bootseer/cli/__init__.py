@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 # that listing the commands imports none of them.
 _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run_commands", "Start a training job: image, environment, checkpoint, then exec."),
+    "standby": ("run_commands", "Hold the mounts of a job for its start on this node."),
     "image": ("image.image_commands", "Container images: index, mount, run, record and replay."),
     "snapshot": ("snapshot.snapshot_commands", "Environments: capture once, restore everywhere."),
     "cache": ("cache_commands", "Caches of compilers and frameworks, kept between starts."),

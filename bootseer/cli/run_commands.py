@@ -1,6 +1,8 @@
-"""`bootseer run`: the entrypoint wrapper."""
+"""`bootseer run`, the entrypoint wrapper, and `bootseer standby`, which holds what it needs."""
 
+import contextlib
 import os
+from pathlib import Path
 
 import click
 from msgspec.structs import replace
@@ -8,6 +10,7 @@ from msgspec.structs import replace
 from bootseer.cli.lazy_group import WrappingCommand
 from bootseer.cli.output import current_config, entrypoint_option, say
 from bootseer.cli.snapshot.snapshot_output import mode_option
+from bootseer.settings.config import Settings
 
 
 @click.command(
@@ -162,3 +165,99 @@ def run(
     if linger is not None:
         settings = replace(settings, linger_s=parse_linger(linger))
     launch(settings, job, say)
+
+
+_HELD = ("setups", "targets", "inputs", "variables", "mode", "checkpoints")
+
+
+@click.command(
+    params=[one for one in run.params if one.name in _HELD],
+    epilog="Example: bootseer standby --setup 'pip install -r requirements.txt' "
+    "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt --for 2h",
+)
+@click.option(
+    "--for",
+    "duration",
+    metavar="DURATION",
+    default="1h",
+    show_default=True,
+    help="How long it is held for a start.",
+)
+@click.option("--status", "shows", is_flag=True, help="Show what is held for the job, and stop.")
+@click.option("--end", "ends", is_flag=True, help="Let go of what is held for the job.")
+def standby(
+    setups: tuple[str, ...],
+    targets: tuple[str, ...],
+    inputs: tuple[str, ...],
+    variables: tuple[str, ...],
+    mode: str | None,
+    checkpoints: tuple[str, ...],
+    duration: str,
+    shows: bool,
+    ends: bool,
+) -> None:
+    """Mount environments and checkpoint folders, and hold them for the job's start on this node.
+
+    `bootseer run` with the same options takes them over as they are, as it does what lingers after
+    a job. Ends when all is mounted; what is held goes by itself after a while.
+    """
+    from bootseer.launch.checkpoints import parse_checkpoint
+    from bootseer.launch.linger import linger
+    from bootseer.launch.start import Job, launch
+    from bootseer.linux.removal import remove_tree
+    from bootseer.settings.config import parse_linger
+
+    settings = current_config().settings
+    if shows:
+        _show_held(settings)
+        return
+    if ends:
+        linger(replace(settings, linger_s=0.0), say)
+        return
+    if not setups and not checkpoints:
+        raise click.UsageError("nothing to hold: add --setup or --checkpoint")
+    stages = settings.run_dir / "standby"
+    with contextlib.suppress(OSError):
+        remove_tree(stages)
+    settings = replace(
+        settings,
+        linger_s=parse_linger(duration),
+        restore_mode=mode or settings.restore_mode,
+        # It is no start of the job, and not to be seen among these.
+        timeline_dir=stages,
+        submission="standby",
+        publish_timelines=False,
+        trace_python=False,
+        keep_caches=False,
+    )
+    job = Job(
+        command=("true",),
+        setups=setups,
+        targets=targets,
+        inputs=inputs,
+        variables=variables,
+        checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
+    )
+    launch(settings, job, say)
+
+
+def _show_held(settings: Settings) -> None:
+    from bootseer.cli.status_commands import emit_entries, node_entries
+    from bootseer.errors import NotFoundError
+    from bootseer.served.status import find_known
+
+    entries = node_entries(settings.run_dir)
+    holders = {
+        one.pid
+        for one in entries
+        if one.kind == "lingering" and one.what == settings.job and one.health == "ok"
+    }
+    held = [one for one in entries if one.pid in holders or holders.intersection(one.users)]
+    if not held:
+        raise NotFoundError(f"nothing is held on this node for the job {settings.job}")
+    emit_entries(held)
+    for one in held:
+        known = find_known(settings.run_dir, Path(one.where[0])) if one.where else None
+        if known is not None and known.is_running:
+            count = known.ask("status")["memory"]["used_bytes"]
+            click.echo(f"{known.state.directory}: {count} bytes of checkpoints are in memory")

@@ -30,6 +30,11 @@ def status(as_json: bool) -> None:
     if as_json:
         emit_json({"served": [to_builtins(one) for one in entries]})
         return
+    emit_entries(entries)
+
+
+def emit_entries(entries: "list[Entry]") -> None:
+    """Print a row for each, and what is wrong with them."""
     emit_table(_COLUMNS, map(_cells, entries))
     for one in entries:
         if one.problem:
