@@ -20,7 +20,7 @@ WRAPPERS = {"run": 0, "warm": 1}
 """For each wrapper the number of arguments before the command."""
 FLAGS = {
     "": frozenset(("-v", "--verbose")),
-    "run": frozenset(("--no-index", "--no-trace-python")),
+    "run": frozenset(("--no-index", "--no-keep", "--no-trace-python", "--preload", "--no-preload")),
     "warm": frozenset(("--record", "--show", "--forget", "--json")),
 }
 """The options without a value, of all commands ("") and of each wrapper."""
