@@ -11,8 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
+from bootseer.base.redact import without_users
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, private_opener, write_private_file
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 LOCK = "lock"
 NOTE_SUFFIX = ".json"
+STORE_VARIABLE = "BOOTSEER_STORE"
+"""By this the worker is told the store's URL, as it is: notes are files."""
 _WORKER = "bootseer.profile.publish.worker"
 
 
@@ -36,6 +40,7 @@ class Note(Struct, frozen=True):
     """What a launcher says of itself."""
 
     settings: Settings
+    """But for the user and password of the store's URL, which are in the worker's environment."""
     timeline: Path
     pid: int
     """Of the launcher, and of the job that it becomes."""
@@ -59,14 +64,15 @@ def begin_publisher(settings: Settings, timeline: Timeline) -> None:
         return
     ready_name = new_ready_name()
     pid = os.getpid()
-    note = Note(settings, timeline.path, pid, start_time(pid), ready_name)
+    shown = replace(settings, store_url=without_users(settings.store_url))
+    note = Note(shown, timeline.path, pid, start_time(pid), ready_name)
     identity = _identity(settings)
     try:
         folder = private_directory(settings.run_dir / "timelines" / identity)
         write_private_file(folder / f"{pid}{NOTE_SUFFIX}", to_line(note).encode("ascii"))
         # Else another launcher's sees the note.
         if not _is_served(folder):
-            _start(folder, log_path(settings.run_dir, f"timeline-{identity}"))
+            _start(folder, log_path(settings.run_dir, f"timeline-{identity}"), settings.store_url)
     except (BootseerError, OSError) as error:
         _log.warning("warning: the timeline of this start stays on this node: %s", error)
         return
@@ -97,7 +103,7 @@ def _is_served(folder: Path) -> bool:
     return False
 
 
-def _start(folder: Path, log: Path) -> None:
+def _start(folder: Path, log: Path, store_url: str) -> None:
     private_directory(log.parent)
     # Not by `subprocess`, which other starts do without: loading it takes longer than all this.
     sink = private_opener(str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -106,7 +112,7 @@ def _start(folder: Path, log: Path) -> None:
             "/bin/sh",
             # The shell ends at once, and what it began has no parent any more.
             ["sh", "-c", 'cd / && "$@" &', "sh", sys.executable, "-m", _WORKER, str(folder)],
-            python_environment(),
+            {**python_environment(), STORE_VARIABLE: store_url},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, sink, 1),

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from bootseer.base.documents import from_line, to_line
-from bootseer.base.redact import redact
+from bootseer.base.redact import redact, without_users
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import start_time, wait_readable
-from bootseer.profile.publish.begin import LOCK, NOTE_SUFFIX, Note, Round
+from bootseer.profile.publish.begin import LOCK, NOTE_SUFFIX, STORE_VARIABLE, Note, Round
 from bootseer.profile.publish.schedule import Schedule
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.ready_socket import ReadySocket
@@ -67,6 +69,9 @@ class _Follower:
         return bool(new)
 
     def _take(self, note: Note) -> None:
+        url = os.environ.get(STORE_VARIABLE, "")
+        if without_users(url) == note.settings.store_url:
+            note = replace(note, settings=replace(note.settings, store_url=url))
         known = {one.settings.rank for one in self._notes}
         if note.settings.rank in known:
             # A task that was started again: it is another start, or takes the other's place.
