@@ -19,6 +19,8 @@ _SIGTERM, _SIGKILL, _SIGCONT, _SIGSTOP, _SIGCHLD = 15, 9, 18, 19, 17
 _OF_GROUP = (1, 2, 3, _SIGTERM, _SIGCONT)
 _DESCRIPTORS_MAX = 200
 _LOOK_MS = 200
+_STOPPING = bytes(2)
+"""From the stand-in: it stops, as the guard has asked; what it sent before was sent before that."""
 
 
 def read(path: str) -> bytes:
@@ -161,7 +163,8 @@ def _stand_for(connection: Any) -> NoReturn:
     for number in range(1, _signal.NSIG):
         if number not in (_SIGKILL, _SIGSTOP, _SIGCHLD):
             try:
-                if _signal.getsignal(number) != _signal.SIG_IGN or number in (13, 25):
+                # By SIGCONT the guard knows that we go on, also where it is ignored.
+                if _signal.getsignal(number) != _signal.SIG_IGN or number in (13, _SIGCONT, 25):
                     _signal.signal(number, lambda *_: None)
             except (OSError, ValueError):
                 continue
@@ -186,6 +189,7 @@ def _stand_for(connection: Any) -> NoReturn:
             else:
                 answer = connection.recv(5)
                 if answer[:1] == b"S":
+                    _send(connection, _STOPPING)
                     posix.kill(posix.getpid(), _SIGSTOP)
                 else:
                     _end_as(answer)
@@ -236,20 +240,33 @@ def _guard(descriptor: int, worker: int, stand_in: int) -> NoReturn:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(reader, select.POLLIN)
-    is_stopped = is_stopped_by_others = False
+    # We have stopped the worker, others have; our stand-in was asked to stop, and has heard of it.
+    is_stopped = is_stopped_by_others = is_asked = has_heard = False
+    # So many SIGCONT that the stand-in passes on are our own.
+    own_count = 0
     while True:
         # Before it waits: the worker may have ended before there was a handler.
         pid, status = posix.waitpid(worker, posix.WNOHANG | posix.WUNTRACED | posix.WCONTINUED)
         if pid and posix.WIFSTOPPED(status):
             if not is_stopped:
-                is_stopped_by_others = True
+                is_stopped_by_others, is_asked, has_heard = True, True, False
                 _send(connection, b"S\0\0\0\0")
         elif pid and posix.WIFCONTINUED(status):
-            is_stopped_by_others = False
-            _kill(stand_in, _SIGCONT, of_group=False)
+            is_asked |= is_stopped
+            is_stopped = is_stopped_by_others = False
         elif pid:
             _send(connection, b"E" + status.to_bytes(4, "big"))
             posix._exit(0)
+        # Nothing tells that another process was stopped.
+        state = read(f"/proc/{stand_in}/stat").rpartition(b")")[2].split()[:1]
+        if state == [b"T"] and not is_stopped_by_others:
+            if is_asked:
+                is_asked = False
+                own_count += 1
+                _kill(stand_in, _SIGCONT, of_group=False)
+            elif not is_stopped:
+                is_stopped = True
+                _kill(worker, _SIGSTOP, of_group=True)
         for ready, _ in poll.poll(_LOOK_MS):
             if ready == reader:
                 posix.read(reader, 512)
@@ -265,12 +282,17 @@ def _guard(descriptor: int, worker: int, stand_in: int) -> NoReturn:
                 posix.waitpid(worker, 0)
                 posix._exit(0)
             for place in range(0, len(data) - 1, 2):
-                _kill(worker, data[place], of_group=bool(data[place + 1]))
-        # Nothing tells that another process was stopped.
-        state = read(f"/proc/{stand_in}/stat").rpartition(b")")[2].split()[:1]
-        if state and (state == [b"T"]) != is_stopped and not is_stopped_by_others:
-            is_stopped = not is_stopped
-            _kill(worker, _SIGSTOP if is_stopped else _SIGCONT, of_group=True)
+                number = data[place]
+                if number == 0:
+                    has_heard = True
+                elif number == _SIGCONT and own_count:
+                    own_count -= 1
+                elif number == _SIGCONT and is_stopped_by_others and not has_heard:
+                    pass  # from before the worker was stopped
+                else:
+                    if number == _SIGCONT:
+                        is_stopped, is_asked = False, is_asked and not has_heard
+                    _kill(worker, number, of_group=bool(data[place + 1]))
 
 
 def _kill(worker: int, number: int, *, of_group: bool) -> None:
