@@ -25,7 +25,7 @@ from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
 from bootseer.profile.collect import watched
 from bootseer.profile.publish.begin import begin_publisher
-from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.served.ready_socket import add_ready_names
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START, WAITED_FOR
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
@@ -265,10 +265,7 @@ class _Start:
         )
         # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
         self._store_is_silent |= result.how == "ran"
-        if result.ready_names:
-            known = os.environ.get(READY_VARIABLE, "").split(",")
-            names = [*filter(None, known), *result.ready_names]
-            os.environ[READY_VARIABLE] = ",".join(names)
+        add_ready_names(os.environ, *result.ready_names)
         if result.mode:
             span.set("bootseer.mode", result.mode)
         span.set("bootseer.hit", result.hit)

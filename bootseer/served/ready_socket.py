@@ -9,6 +9,7 @@ holds: an entry of `BOOTSEER_READY_SOCKETS` is `NAME:SECRET`. Any thread.
 import contextlib
 import logging
 import os
+from collections.abc import MutableMapping
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,13 @@ _MESSAGES_MAX = 64
 def new_ready_name() -> str:
     """An entry for a new socket."""
     return f"bootseer-ready-{os.urandom(8).hex()}:{os.urandom(16).hex()}"
+
+
+def add_ready_names(environ: MutableMapping[str, str], *entries: str) -> None:
+    """Have whoever gets these variables tell the sockets of `entries`, too."""
+    known = [entry for entry in environ.get(VARIABLE, "").split(",") if entry]
+    if added := [entry for entry in entries if entry not in known]:
+        environ[VARIABLE] = ",".join([*known, *added])
 
 
 class ReadySocket:

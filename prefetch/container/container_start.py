@@ -50,6 +50,7 @@ from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.background import ServerProcess
 from bootseer.served.folders import is_alive, new_mount_dir
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
+from bootseer.served.ready_socket import add_ready_names
 from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -130,10 +131,10 @@ class Container(Struct):
         """The launcher's variables as far as they make sense in here, and the image's on top."""
         spec = self._spec(("x",), {}, None)
         home = {"HOME": spec.user.home}
-        names = [name for name in host.get(READY_VARIABLE, "").split(",") if name]
-        if self.ready_name not in names:
-            names.append(self.ready_name)
-        return {**home, **job_environment(self.config, host), READY_VARIABLE: ",".join(names)}
+        ready = {READY_VARIABLE: host.get(READY_VARIABLE, "")}
+        environment = {**home, **job_environment(self.config, host), **ready}
+        add_ready_names(environment, self.ready_name)
+        return environment
 
     def spec(
         self,

@@ -22,8 +22,7 @@ from bootseer.prefetch.warm.recording import ARM_S
 from bootseer.prefetch.warm.request import WarmRequest
 from bootseer.prefetch.warm.state import node_paths, read_state
 from bootseer.served.background import begin
-from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
-from bootseer.served.ready_socket import new_ready_name
+from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.store import open_store
 
 _LOG_BYTES_MAX = 2**20
@@ -40,8 +39,7 @@ def start_warming(request: WarmRequest) -> str:
         warning = _start(request)
     except (BootseerError, OSError) as error:
         return f"{request.directory} is not warmed: {error}"
-    names = filter(None, [os.environ.get(READY_VARIABLE, ""), request.ready_name])
-    os.environ[READY_VARIABLE] = ",".join(names)
+    add_ready_names(os.environ, request.ready_name)
     return warning
 
 

@@ -28,8 +28,7 @@ from bootseer.launch.caches.records import (
     read_record,
 )
 from bootseer.linux.private_files import make_directory, private_directory
-from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
-from bootseer.served.ready_socket import new_ready_name
+from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import Settings
 from bootseer.settings.default_settings import default_settings
 from bootseer.timeline.recorder import Timeline
@@ -209,8 +208,7 @@ class KeptCaches:
         except BootseerError as error:
             self._say(f"warning: what this start compiles is not kept: {error}")
             return
-        names = [*filter(None, os.environ.get(READY_VARIABLE, "").split(",")), name]
-        os.environ[READY_VARIABLE] = ",".join(names)
+        add_ready_names(os.environ, name)
 
     def abandon(self) -> None:
         """End what was begun: there is nothing to keep, or the start has failed. Idempotent."""

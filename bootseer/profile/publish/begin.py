@@ -22,8 +22,7 @@ from bootseer.linux.processes import start_time
 from bootseer.linux.scripts import python_environment
 from bootseer.profile.publish.endpoints import endpoints
 from bootseer.served.folders import log_path
-from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
-from bootseer.served.ready_socket import new_ready_name
+from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
 
@@ -76,8 +75,7 @@ def begin_publisher(settings: Settings, timeline: Timeline) -> None:
     except (BootseerError, OSError) as error:
         _log.warning("warning: the timeline of this start stays on this node: %s", error)
         return
-    names = filter(None, [os.environ.get(READY_VARIABLE, ""), ready_name])
-    os.environ[READY_VARIABLE] = ",".join(names)
+    add_ready_names(os.environ, ready_name)
 
 
 def _is_wanted(settings: Settings) -> bool:
