@@ -218,9 +218,14 @@ class Node(Closing):
         )
 
     def run(self, reference: str, name: str, *command: object, options: Sequence[str] = ()) -> str:
-        """What a container prints."""
-        flags = ["run", "--rm", "--snapshotter", "bootseer", *options]
-        return self.ctr(*flags, reference, name, *command).stdout
+        """What a container prints.
+
+        Its shim writes that into a file: `ctr` has lost the end of an output on a busy machine.
+        """
+        printed = self.base / f"printed-{name}"
+        flags = ["run", "--rm", "--snapshotter", "bootseer", "--log-uri", f"file://{printed}"]
+        self.ctr(*flags, *options, reference, name, *command)
+        return printed.read_text()
 
     def run_succeeds(self, reference: str, name: str, *command: object) -> bool:
         """Whether a container could be run: containerd waits before it tries a socket again."""
