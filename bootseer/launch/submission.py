@@ -11,13 +11,12 @@ import hashlib
 import logging
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping, Sequence
 
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
-from bootseer.linux.processes import wait_readable
+from bootseer.linux.processes import in_a_copy
 from bootseer.profile.publish.begin import is_stored
 from bootseer.settings.config import Settings
 from bootseer.settings.default_settings import default_settings
@@ -72,25 +71,16 @@ def _by_folder(settings: Settings, key: str) -> str:
 
 
 def _by_store(settings: Settings, key: str) -> str:
-    """Of the nodes that share the store. It may be slow, or not answer: a process of its own asks,
-    whose threads and connections go with it."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
+    """Of the nodes that share the store. It may be slow, or not answer: a copy of us asks."""
+
+    def ask() -> bytes:
         try:
-            os.write(writing, _ask_store(settings, key).encode())
+            return _ask_store(settings, key).encode()
         except Exception as error:
             _log.info("the store does not say which submission this start is of: %s", error)
-        finally:
-            os._exit(0)
-    try:
-        os.close(writing)
-        found = os.read(reading, 64) if wait_readable([reading], _DEADLINE_S) else b""
-    finally:
-        os.close(reading)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return found.decode()
+            return b""
+
+    return in_a_copy(ask, _DEADLINE_S).decode()
 
 
 def _ask_store(settings: Settings, key: str) -> str:

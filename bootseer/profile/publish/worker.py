@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import redact, without_users
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
-from bootseer.linux.processes import start_time, wait_readable
+from bootseer.linux.processes import in_a_copy, start_time, wait_readable
 from bootseer.profile.publish.begin import LOCK, NOTE_SUFFIX, STORE_VARIABLE, Note, Round
 from bootseer.profile.publish.schedule import Schedule
 from bootseer.served.figures_file import FiguresFile, file_name
@@ -35,7 +34,6 @@ _QUIET_S, _QUIET_S_MAX = 1.0, 10.0
 """Servers note what they did when the job is gone."""
 _ROUND_S = 120.0
 _KEPT_S = 2 * 86400.0
-_RESULT_BYTES_MAX = 1 << 16
 _NOTE_BYTES_MAX = 1 << 20
 
 
@@ -142,7 +140,7 @@ class _Follower:
 
             return publish(notes, sent, figures)
 
-        found = in_a_copy(work, _ROUND_S + notes[0].settings.deadline_s)
+        found = round_in_a_copy(work, _ROUND_S + notes[0].settings.deadline_s)
         self._sent = {**self._sent, **found.sent}
         for whom, problem in found.problems.items():
             if whom not in self._said:
@@ -152,34 +150,21 @@ class _Follower:
             self._sizes = sizes
 
 
-def in_a_copy(work: Callable[[], Round], limit_s: float) -> Round:
+def round_in_a_copy(work: Callable[[], Round], limit_s: float) -> Round:
     """What `work` returns in a copy of this process, which is killed after `limit_s`."""
-    ours, theirs = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid == 0:
+
+    def line() -> bytes:
         try:
-            os.write(theirs, to_line(work()).encode("ascii"))
+            return to_line(work()).encode("ascii")
         except Exception as error:
-            result = Round(problems={"publishing": f"{type(error).__name__}: {error}"})
-            os.write(theirs, to_line(result).encode("ascii"))
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    try:
-        data = b""
-        if wait_readable([ours], limit_s):
-            data = os.read(ours, _RESULT_BYTES_MAX)
-        return from_line(data, Round) if data else _nothing(limit_s)
-    except (ValueError, BootseerError):
-        return _nothing(limit_s)
-    finally:
-        os.close(ours)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            problem = f"{type(error).__name__}: {error}"
+            return to_line(Round(problems={"publishing": problem})).encode("ascii")
 
-
-def _nothing(limit_s: float) -> Round:
-    return Round(problems={"publishing": f"it ended without a word, or took {limit_s:g} s"})
+    with contextlib.suppress(ValueError, BootseerError):
+        if data := in_a_copy(line, limit_s):
+            return from_line(data, Round)
+    problem = f"it ended without a word, or took {limit_s:g} s"
+    return Round(problems={"publishing": problem})
 
 
 def main(arguments: Sequence[str]) -> int:

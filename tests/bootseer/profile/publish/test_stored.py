@@ -21,7 +21,7 @@ from bootseer.gc.retention import DAY_S, Rules
 from bootseer.profile.files import BYTES_MAX, Folder, Merged, list_starts, read_start
 from bootseer.profile.publish.begin import Round
 from bootseer.profile.publish.schedule import Schedule
-from bootseer.profile.publish.worker import in_a_copy
+from bootseer.profile.publish.worker import round_in_a_copy
 from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpack
 from bootseer.store import Store, open_backend, open_store
 from bootseer.timeline import Timeline
@@ -220,9 +220,9 @@ def test_a_round_that_hangs_is_ended() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return Round()
 
-    assert "took 0.2 s" in in_a_copy(hang, 0.2).problems["publishing"]
-    assert "without a word" in in_a_copy(die, 60).problems["publishing"]
-    assert in_a_copy(lambda: Round({"f": 1}), 60) == Round({"f": 1})
+    assert "took 0.2 s" in round_in_a_copy(hang, 0.2).problems["publishing"]
+    assert "without a word" in round_in_a_copy(die, 60).problems["publishing"]
+    assert round_in_a_copy(lambda: Round({"f": 1}), 60) == Round({"f": 1})
 
 
 def test_looks_get_rarer_and_end() -> None:
