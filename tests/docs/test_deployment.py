@@ -18,7 +18,7 @@ from tests.support.cli_reference import root_context
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 UNITS = sorted((DOCKER / "systemd").iterdir())
-MANIFESTS = sorted((DOCKER / "kubernetes").iterdir())
+MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
 VARIABLES = {variable_of(name) for name in Settings.__struct_fields__}
 
 
