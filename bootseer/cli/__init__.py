@@ -39,14 +39,18 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "image.snapshotter_commands",
         "Serve images to containerd, without pulling them.",
     ),
+    "kubernetes": (
+        "kubernetes.kubernetes_commands",
+        "What Bootseer's own pods run on a cluster.",
+    ),
     "status": (
-        "status_commands",
+        "node.status_commands",
         "What is mounted, or runs in the background, on this node.",
     ),
     "report": ("report.report_commands", "Where the time of a start went."),
     "watch": ("report.watch_commands", "Follow a start that is under way."),
-    "config": ("config_commands", "Show the settings and where each came from."),
-    "doctor": ("doctor_commands", "Check this machine and say what to do."),
+    "config": ("node.config_commands", "Show the settings and where each came from."),
+    "doctor": ("node.doctor_commands", "Check this machine and say what to do."),
     "demo": ("demo_commands", "Launch a job twice on this machine and compare."),
 }
 

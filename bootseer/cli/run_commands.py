@@ -242,7 +242,7 @@ def standby(
 
 
 def _show_held(settings: Settings) -> None:
-    from bootseer.cli.status_commands import emit_entries, node_entries
+    from bootseer.cli.node.status_commands import emit_entries, node_entries
     from bootseer.errors import NotFoundError
     from bootseer.served.status import find_known
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.base.redact import public_url
 from bootseer.base.urls import check_spelling
 from bootseer.errors import (
@@ -30,7 +31,6 @@ from bootseer.errors import (
 from bootseer.launch.signals import STOPS
 from bootseer.linux.private_files import make_directory
 from bootseer.linux.processes import wait_readable
-from bootseer.served.json_errors import Failure, error_of, failure_of
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
 

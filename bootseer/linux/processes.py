@@ -14,6 +14,7 @@ from pathlib import Path
 from bootseer.linux.private_files import private_directory
 
 _ANSWER_BYTES_MAX = 1 << 16
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def boot_id() -> str:
@@ -141,3 +142,19 @@ def in_a_copy(work: Callable[[], bytes], limit_s: float) -> bytes:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def be_subreaper() -> None:
+    """Become the parent of processes below this one whose own parent ends. Raises: OSError."""
+    import ctypes  # here: every start loads this module
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), "prctl")
+
+
+def child_processes() -> list[int]:
+    """The children of this process."""
+    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    return [int(pid) for pid in text.split()]

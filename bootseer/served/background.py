@@ -18,18 +18,23 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct
 
 from bootseer.base.documents import from_line, to_line
+from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.private_files import private_directory, private_opener
 from bootseer.linux.processes import wait_readable
 from bootseer.linux.scripts import python_environment
 from bootseer.served.forked import Forked, fork_into, may_fork
-from bootseer.served.json_errors import Failure, error_of, failure_of
 
+if TYPE_CHECKING:
+    from bootseer.served.spawned import Spawned
+
+SPAWNER = "BOOTSEER_SPAWNER"
+"""The variable that names the socket of the process that starts servers in this one's place."""
 START_S = 30.0
 _REPORT_BYTES_MAX = 1 << 16
 _LOG_TAIL_BYTES = 2000
@@ -49,7 +54,11 @@ class ServerProcess:
     """A process that waits to be told what to do. A `with` block ends it unless it was told."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes] | Forked", report_fd: int, what: str, log: Path
+        self,
+        process: "subprocess.Popen[bytes] | Forked | Spawned",
+        report_fd: int,
+        what: str,
+        log: Path,
     ) -> None:
         self.identity = ""
         """The identity of the mount that it will serve."""
@@ -166,12 +175,11 @@ def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> S
         raise from_oserror(error, f"open the log {log}") from error
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
-        process: subprocess.Popen[bytes] | Forked
-        if forks and may_fork():
+        process: subprocess.Popen[bytes] | Forked | Spawned
+        if forks and may_fork() and not os.environ.get(SPAWNER):
             process = fork_into(module, [str(theirs)], python_environment(), sink.fileno(), theirs)
         else:
-            command = [sys.executable, "-m", module, str(theirs)]
-            process = spawn(command, sink.fileno(), theirs, stdin=subprocess.PIPE)
+            process = spawn(module, (), sink.fileno(), theirs, stdin=subprocess.PIPE)
     except BaseException as error:
         os.close(ours)
         if isinstance(error, OSError):
@@ -184,12 +192,32 @@ def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> S
 
 
 def spawn(
-    command: Sequence[str], sink: int, fd: int, *, stdin: int = subprocess.DEVNULL
-) -> "subprocess.Popen[bytes]":
-    """Start a program of ours in a session of its own. It inherits the descriptor `fd`, and its
-    output goes to `sink`. Raises: OSError."""
-    return subprocess.Popen(
-        command,
+    module: str,
+    arguments: Sequence[str],
+    sink: int,
+    fd: int,
+    *,
+    stdin: int = subprocess.DEVNULL,
+    is_orphan: bool = False,
+) -> "subprocess.Popen[bytes] | Spawned":
+    """Start a program of ours in a session of its own, where the spawner is if there is one (see
+    `spawned`). It inherits the descriptor `fd`, whose number is its last argument; its output goes
+    to `sink`. `is_orphan`: it is no child of this process, which may become another program.
+
+    Raises: OSError, UnavailableError.
+    """
+    if address := os.environ.get(SPAWNER):
+        # Here: no start of a job has one.
+        from bootseer.served.spawned import ask_spawner
+
+        has_input = stdin == subprocess.PIPE
+        spawned = ask_spawner(Path(address), module, arguments, sink, fd, has_input=has_input)
+        if spawned is not None:
+            return spawned
+    # The shell ends at once, and what it began has no parent any more.
+    shell = ["/bin/sh", "-c", '"$@" &', "sh"] if is_orphan else []
+    process = subprocess.Popen(
+        [*shell, sys.executable, "-m", module, *arguments, str(fd)],
         stdin=stdin,
         stdout=sink,
         stderr=sink,
@@ -198,6 +226,9 @@ def spawn(
         env=python_environment(),
         cwd="/",
     )
+    if is_orphan:
+        process.wait()
+    return process
 
 
 def begin_server(

@@ -64,7 +64,7 @@ class ControlServer:
         self._watched: dict[int, Callable[[], None]] = {}
         self._closing = False
         try:
-            self._listener = _listen(directory / _NAME)
+            self._listener = listen(directory / _NAME)
         except OSError as error:
             raise from_oserror(error, f"make the control socket of {directory}") from error
         self._ready = None if ready_name is None else ReadySocket(ready_name)
@@ -152,7 +152,7 @@ class ControlServer:
 
 
 @contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
+def short_address(path: Path) -> Iterator[str]:
     """The socket's path within the 107 bytes that an address has, however deep it lies."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -161,12 +161,20 @@ def _short(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
-def _listen(path: Path) -> socket.socket:
-    """A listener at `path`, in place of one that a killed predecessor left. Raises: OSError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def is_trusted_peer(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this user's or root's. Raises: OSError."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return uid in (0, os.geteuid())
+
+
+def listen(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """A listener at `path`, in place of one that a killed predecessor left, which only this user
+    and root can reach. Raises: OSError."""
+    listener = socket.socket(socket.AF_UNIX, kind)
     try:
         path.unlink(missing_ok=True)
-        with _short(path) as short:
+        with short_address(path) as short:
             listener.bind(short)
             os.chmod(short, 0o600)
         listener.listen(16)
@@ -187,9 +195,7 @@ def _answer_client(client: socket.socket, commands: Mapping[str, Command]) -> No
 
 
 def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[str, Any]:
-    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    if uid not in (0, os.geteuid()):
+    if not is_trusted_peer(client):
         return {"error": "not permitted"}
     line = b""
     while not line.endswith(b"\n") and len(line) < _REQUEST_BYTES_MAX:
@@ -213,7 +219,7 @@ def ask(directory: Path, command: str, *, timeout_s: float = 5.0) -> dict[str, A
     answer = b""
     try:
         with (
-            _short(directory / _NAME) as short,
+            short_address(directory / _NAME) as short,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
         ):
             connection.settimeout(timeout_s)

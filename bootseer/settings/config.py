@@ -36,7 +36,10 @@ _PREFIX = "BOOTSEER_"
 # Those that are no settings: docs/launch.md and docs/snapshots.md say what each is.
 _OTHER_VARIABLES = frozenset(
     _PREFIX + name
-    for name in ("CONFIG", "DISABLE", "IMAGE", "LAUNCHED", "PROCESS", "READY_SOCKETS", "TIMELINE")
+    for name in (
+        *("CONFIG", "CSI_SOURCE", "DISABLE", "IMAGE", "LAUNCHED", "PROCESS", "READY_SOCKETS"),
+        *("SPAWNER", "TIMELINE"),
+    )
 )
 # Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
 _NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 
 from bootseer.base.documents import from_line, to_line
+from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.linux import namespaces
 from bootseer.prefetch.container import signals
-from bootseer.served.json_errors import Failure, error_of, failure_of
 
 _REPORT_BYTES_MAX = 1 << 16
 

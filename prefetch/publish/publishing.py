@@ -33,11 +33,13 @@ from bootseer.store import open_own_store
 
 if TYPE_CHECKING:
     from bootseer.prefetch.bundle.hot_store import HotPointer
+    from bootseer.served.spawned import Spawned
 
 _log = logging.getLogger(__name__)
 
 _ENTRY = struct.Struct("<QQQQ")
 _NICENESS = 15
+_MODULE = "bootseer.prefetch.publish.publishing"
 
 
 class RecordInfo(Struct, frozen=True):
@@ -77,11 +79,11 @@ def start_publisher(
     identity: str,
     info: RecordInfo,
     entries: Sequence[tuple[int, int, int, int]],
-) -> subprocess.Popen[bytes]:
+) -> "subprocess.Popen[bytes] | Spawned":
     """Hand a record to a new publisher process and return at once. Raises: OSError."""
     with _new_job(identity, _Job(settings, info)) as (directory, lock, log):
         (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
-        return spawn(_command(directory), log.fileno(), lock)
+        return spawn(_MODULE, (str(directory),), log.fileno(), lock)
 
 
 def start_image_publisher(settings: Settings, index_digest: str) -> None:
@@ -112,13 +114,7 @@ def _is_busy(settings: Settings, prefix: str) -> bool:
 
 def _start_orphan(identity: str, job: _Job) -> None:
     with _new_job(identity, job) as (directory, lock, log):
-        # The shell ends at once, and what it began has no parent any more.
-        command = ["/bin/sh", "-c", '"$@" &', "sh", *_command(directory)]
-        spawn(command, log.fileno(), lock).wait()
-
-
-def _command(directory: Path) -> list[str]:
-    return [sys.executable, "-m", "bootseer.prefetch.publish.publishing", str(directory)]
+        spawn(_MODULE, (str(directory),), log.fileno(), lock, is_orphan=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -47,6 +47,9 @@ from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
 from bootseer.transfer.plan import Chunk
 
+if TYPE_CHECKING:
+    from bootseer.served.spawned import Spawned
+
 _log = logging.getLogger(__name__)
 
 _UNMOUNT_S = 10.0
@@ -66,7 +69,7 @@ class ImageServer:
         self._tree = tree
         self._log = log
         self._store: Store = open_own_store(plan.settings)
-        self._publisher: subprocess.Popen[bytes] | None = None
+        self._publisher: subprocess.Popen[bytes] | Spawned | None = None
         self._record = "recording" if log.is_open else "ended"
         if plan.options.record == "never":
             self._record = "off"

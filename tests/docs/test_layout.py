@@ -12,6 +12,8 @@ from tests.support.named_tests import REPOSITORY
 
 PRODUCT = ("bootseer", "fuse", "prefetch", "snapshots")
 ENTRIES_MAX = 14
+# The package itself: all the rooms that CONTRIBUTING.md lists.
+ROOMS_MAX = 15
 PRODUCT_LINES_MAX = 350
 PRODUCT_LINES_MEDIAN_MAX = 160
 TEST_LINES_MAX = 405
@@ -60,7 +62,8 @@ def test_a_folder_has_few_entries(folder: Path) -> None:
         and not path.is_symlink()
         and path.relative_to(REPOSITORY) not in _PUBLIC
     ]
-    assert len(entries) <= ENTRIES_MAX, f"{shown(folder)} has {len(entries)} entries: {entries}"
+    most = ROOMS_MAX if folder == REPOSITORY / "bootseer" else ENTRIES_MAX
+    assert len(entries) <= most, f"{shown(folder)} has {len(entries)} entries: {entries}"
 
 
 def test_the_map_of_the_design_names_each_room() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.soak.site import Site, User
-from tests.support.freezing import frozen
+from tests.support.cgroups import frozen
 
 _FIND_S = 8.0
 _YOUNG_S = 1.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.bootseer.launch.harness import MARK, Node
 from tests.hdfs.classpath import CannotAssembleError
 from tests.hdfs.cluster import MiniHdfs
-from tests.support.freezing import Freezer, freezers
+from tests.support.cgroups import Freezer, freezers
 from tests.support.images.building import Layout
 from tests.support.images.rootfs import python_root
 from tests.support.servers.registry import Registry, running_registry

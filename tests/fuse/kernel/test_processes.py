@@ -15,7 +15,7 @@ import pytest
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import wait_readable
 from bootseer.served.supervision.worker import RestartPolicy
-from tests.support.freezing import freezers, frozen
+from tests.support.cgroups import freezers, frozen
 from tests.support.mounts import fuse_mount
 from tests.support.waiting import wait_for, waiting_places
 

@@ -33,7 +33,7 @@ from bootseer.served.folders import (
     write_state,
 )
 from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
-from tests.support.freezing import frozen
+from tests.support.cgroups import frozen
 from tests.support.mounts.image_mounts import (
     bootseer,
     checksums_outside,

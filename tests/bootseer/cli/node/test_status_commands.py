@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bootseer.cli.status_commands import node_entries
+from bootseer.cli.node.status_commands import node_entries
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints

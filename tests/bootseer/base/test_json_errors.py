@@ -3,6 +3,7 @@
 import pytest
 
 from bootseer.base.documents import from_line, to_line
+from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -11,7 +12,6 @@ from bootseer.errors import (
     UnavailableError,
     exit_code_of,
 )
-from bootseer.served.json_errors import Failure, error_of, failure_of
 
 
 @pytest.mark.parametrize("kind", [BootseerError, CorruptError, NotFoundError, UnavailableError])

@@ -1,6 +1,8 @@
-"""Processes frozen with their cgroup, as `docker pause` and batch systems do."""
+"""Processes frozen with their cgroup, as `docker pause` and batch systems do, or killed with it, as
+containers are."""
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -66,6 +68,22 @@ def frozen(*pids: int, freezer: Freezer | None = None) -> Iterator[None]:
     finally:
         (group / freezer.file).write_text(freezer.thaw)
         wait_for(lambda: _is_removed(group), "an empty cgroup")
+
+
+@contextlib.contextmanager
+def contained(pid: int) -> Iterator[Path]:
+    """Process `pid`, and all that it starts from now on, in a cgroup of its own. Writing to its
+    `cgroup.kill` ends them all. Skips where that cannot be."""
+    with contextlib.ExitStack() as undo:
+        for freezer in _FREEZERS:
+            group = _new_group(freezer)
+            if group is not None:
+                undo.callback(wait_for, functools.partial(_is_removed, group), "an empty cgroup")
+                if (group / "cgroup.kill").exists():
+                    (group / "cgroup.procs").write_text(str(pid))
+                    yield group
+                    return
+        pytest.skip("this machine lets nobody kill a cgroup (Linux 5.14 does)")
 
 
 def _is_removed(group: Path) -> bool:

@@ -1,0 +1,1 @@
+"""`bootseer kubernetes`: what Bootseer's own pods run on a cluster."""

@@ -1,0 +1,15 @@
+"""The group `bootseer kubernetes`; each of its commands is in a module of its own."""
+
+import click
+
+from bootseer.cli.lazy_group import LazyGroup
+
+
+@click.group(
+    cls=LazyGroup,
+    elsewhere={
+        "spawner": ("kubernetes.spawner_command", "spawner"),
+    },
+)
+def kubernetes() -> None:
+    """What Bootseer's own pods run on a cluster."""

@@ -1,0 +1,1 @@
+"""`bootseer status`, `config` and `doctor`: this node, as it is."""

@@ -1,0 +1,208 @@
+"""A real spawner, and what it starts: servers outlive the container of who asked for them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+from bootseer.linux import namespaces
+from bootseer.linux.processes import stat_fields
+from bootseer.served import spawned
+from bootseer.served.background import SPAWNER, begin
+from bootseer.served.folders import live_mounts
+from bootseer.served.spawned import answers
+from bootseer.settings.config import Settings
+from tests.prefetch.snapshotter.conftest import CHAINS, add_image, lower_of, pull
+from tests.support.cgroups import contained
+from tests.support.containers.containerd_node import Node
+from tests.support.images.building import digest
+from tests.support.mounts.image_mounts import REPOSITORY, checksums_outside, settings_at
+from tests.support.waiting import wait_for
+
+_SERVER = "bootseer.fuse.striped.mounted.server"
+
+pytestmark = pytest.mark.root
+
+
+@contextlib.contextmanager
+def running(run_dir: Path, address: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A spawner, until it has ended all that it started."""
+    command = [sys.executable, "-m", "bootseer", "--run-dir", str(run_dir)]
+    process = subprocess.Popen(
+        [*command, "kubernetes", "spawner", "--address", str(address), *options], cwd=REPOSITORY
+    )
+    try:
+        wait_for(lambda: answers(address))
+        yield process
+    finally:
+        process.terminate()
+        process.wait(90)
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # Where other users could reach it.
+    with tempfile.TemporaryDirectory(prefix="spawner-", dir="/tmp") as folder:
+        path = Path(folder) / "open/spawner.sock"
+        path.parent.mkdir()
+        for part in (path.parent, path.parent.parent):
+            part.chmod(0o755)
+        monkeypatch.setenv(SPAWNER, str(path))
+        yield path
+
+
+def _parent(pid: int) -> int:
+    return int(stat_fields(pid)[1])
+
+
+def test_a_process_is_the_spawners_and_reports_to_its_client(
+    tmp_path: Path, address: Path, settings: Settings
+) -> None:
+    with running(tmp_path / "run", address) as spawner:
+        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
+        with mount_checkpoints(spec) as mounted:
+            assert _parent(mounted.pid) == spawner.pid
+            (mounted.directory / "step").write_bytes(b"saved")
+        assert (tmp_path / "stored/step").read_bytes() == b"saved"
+        # Reaped, too.
+        assert not stat_fields(mounted.pid)
+
+
+def test_a_failure_reaches_the_client(tmp_path: Path, address: Path, settings: Settings) -> None:
+    (tmp_path / "stored").write_bytes(b"no folder")
+    with running(tmp_path / "run", address):
+        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
+        with pytest.raises(BootseerError, match="stored"):
+            mount_checkpoints(spec)
+    assert mounts.find_mount(tmp_path / "mount") is None
+
+
+def test_a_process_that_is_given_up_is_killed(tmp_path: Path, address: Path) -> None:
+    with running(tmp_path / "run", address) as spawner:
+        process = begin(_SERVER, "the server", tmp_path / "log")
+        assert _parent(process.process.pid) == spawner.pid
+        with pytest.raises(DeadlineError):
+            process._read(0.1)
+        process.abandon()
+        assert process.process.returncode == -signal.SIGKILL
+        assert not stat_fields(process.process.pid)
+
+
+def test_only_programs_of_ours_are_started(tmp_path: Path, address: Path) -> None:
+    with running(tmp_path / "run", address):
+        for module in ("http.server", "bootseer", "bootseer.x; id", "bootseer.", "os"):
+            with pytest.raises(UnavailableError, match="none of Bootseer's"):
+                begin(module, "it", tmp_path / "log")
+
+
+def test_what_is_no_request_is_refused(tmp_path: Path, address: Path) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    with running(tmp_path / "run", address):
+        for data, fds in (
+            (b"{}", [null] * 3),
+            (b"\xff" * 9, [null] * 3),
+            (b"x", [null]),
+            (b"", []),
+        ):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.connect(str(address))
+                socket.send_fds(connection, [data or b"?"], fds)
+                connection.settimeout(10)
+                assert b"failure" in connection.recv(4096)
+        assert answers(address)
+    os.close(null)
+
+
+def test_other_users_cannot_ask(tmp_path: Path, address: Path) -> None:
+    ask = [sys.executable, "-c", _ASK, str(address)]
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    with running(tmp_path / "run", address):
+        done = subprocess.run([*nobody, *ask], capture_output=True, cwd="/", check=False)
+        assert b"PermissionError" in done.stderr
+        # Nor where its file lets them in.
+        address.chmod(0o666)
+        done = subprocess.run([*nobody, *ask], capture_output=True, cwd="/", check=False)
+        assert b"not permitted" in done.stdout, done.stderr
+
+
+_ASK = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect(sys.argv[1])
+    connection.send(b"?")
+    print(connection.recv(4096))
+"""
+
+
+def test_without_a_spawner_servers_are_forked_with_one_warning(
+    tmp_path: Path,
+    address: Path,
+    settings: Settings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spawned._warned, "_flag", False)
+    for number in range(2):
+        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / f"m{number}"))
+        with mount_checkpoints(spec):
+            pass
+    assert [record.message for record in caplog.records if "spawner" in record.message] == [
+        f"the spawner at {address} does not answer ([Errno 2] No such file or directory): "
+        "servers end with this container"
+    ]
+
+
+def test_a_tree_outlives_the_container_of_the_snapshotter(tmp_path: Path, address: Path) -> None:
+    """A runtime ends every process of the container's cgroup."""
+    with Node(with_containerd=False) as node:
+        with (
+            running(node.settings.run_dir, address) as spawner,
+            contained(node.snapshotter.pid) as container,
+        ):
+            add_image(node, tmp_path)
+            pull(node)
+            lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
+            ((_, state),) = live_mounts(node.settings.run_dir)
+            assert _parent(state.pid) == spawner.pid
+            (container / "cgroup.kill").write_text("1")
+            node.stop(node.snapshotter, signal.SIGKILL)
+            assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
+            node.snapshotter = node.start_snapshotter()
+            assert lower_of(node.call("Prepare", key="c2", parent=CHAINS[-1])) == lower
+        # Nothing stays, also what a pod has of it.
+        assert node.trees() == []
+        assert not list(live_mounts(node.settings.run_dir))
+
+
+def test_the_end_writes_out_checkpoints_and_takes_off_volumes(
+    tmp_path: Path, address: Path, settings: Settings
+) -> None:
+    volume = _made(tmp_path / "volume")
+    with running(tmp_path / "run", address, "--grace", "10"):
+        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
+        mounted = mount_checkpoints(spec)
+        namespaces.mount(mounted.directory, volume, flags=namespaces.MS_BIND)
+        (volume / "step").write_bytes(b"s" * 2**23)
+    assert (tmp_path / "stored/step").stat().st_size > 0
+    assert mounts.find_mount(tmp_path / "mount") is None
+    assert mounts.find_mount(volume) is None
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return settings_at(tmp_path)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    return path
