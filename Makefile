@@ -11,6 +11,9 @@ BIN := $(VENV)/bin
 DEMO_PACKAGES := python3-venv
 TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr chromium containerd default-jdk-headless docker-registry fio fuse3 gcc iproute2 krb5-admin-server krb5-kdc krb5-user libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
 
+# And what a Kubernetes is built and run with, most of which is unpacked and not installed.
+KUBERNETES_PACKAGES := $(TEST_PACKAGES) dpkg-dev iptables openssl
+
 # Every command that a test starts would compile all its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -38,7 +41,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test fuzz test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: demo test fuzz test-kubernetes test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
@@ -57,6 +60,12 @@ test-containerd-2: system-test $(VENV)/ready
 	set -e; found=$$($(BIN)/python -c 'import pathlib, bench.containers.packages as p; \
 		print(p.Packages(pathlib.Path("$(VENV)/packages").absolute()).unpacked("forky", "containerd"))'); \
 	BOOTSEER_TEST_CONTAINERD="$$found/usr/bin" $(BIN)/python -m pytest tests/prefetch/snapshotter
+
+# On a real Kubernetes of two nodes: its programs are built the first time, in some ten minutes, and
+# kept in BOOTSEER_TEST_KUBERNETES (~/.cache/bootseer-kubernetes).
+test-kubernetes: $(VENV)/ready
+	$(call install_packages,$(KUBERNETES_PACKAGES))
+	$(BIN)/python -m pytest --timeout 900 tests/clusters/kubernetes
 
 # Jobs of several users while processes are killed and frozen, disks fill, stores vanish and HDFS loses
 # servers. It goes on where an earlier one was stopped: SOAK_FOLDER keeps its state.

@@ -21,19 +21,32 @@ class Packages:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def unpacked(self, suite: str, name: str) -> Path:
-        """The folder that holds the package's files, as `usr/bin/...`.
+    def unpacked(self, suite: str, name: str, *others: str) -> Path:
+        """The folder that holds the files of the package, and of others with it, as `usr/bin/...`.
 
         Raises: SkippedError saying why it cannot be had.
         """
         target = self.folder / suite / name
         if not target.is_dir():
             downloads = self._empty(suite, "download")
-            self._apt_get(suite, "download", name, directory=downloads)
+            self._apt_get(suite, "download", name, *others, directory=downloads)
             partial = self._empty(suite, "partial")
             for package in downloads.glob("*.deb"):
                 _unpack(package, partial)
             partial.rename(target)
+        return target
+
+    def source(self, suite: str, name: str) -> Path:
+        """A folder with the source of a package, unpacked anew, with Debian's patches.
+
+        Raises: SkippedError.
+        """
+        downloads = self._empty(suite, "source")
+        self._apt_get(suite, "source", "--download-only", name, directory=downloads)
+        (described,) = downloads.glob("*.dsc")
+        target = downloads / name
+        command = ["dpkg-source", "--no-check", "-x", described.name, str(target)]
+        _run(command, f"unpack {described.name}", downloads)
         return target
 
     def unpacked_with_needs(self, suite: str, *names: str) -> Path:
@@ -87,10 +100,11 @@ class Packages:
         ]
         if shutil.which("apt-get") is None:
             raise SkippedError("there is no apt-get to fetch it with")
-        if not sources.exists():
+        types = "deb deb-src" if arguments[0] == "source" else "deb"
+        if not sources.exists() or types not in sources.read_text():
             (state / "lists/partial").mkdir(parents=True, exist_ok=True)
             (state / "cache/archives/partial").mkdir(parents=True, exist_ok=True)
-            source = f"Types: deb\nURIs: {_mirror()}\nSuites: {suite}\nComponents: main\n"
+            source = f"Types: {types}\nURIs: {_mirror()}\nSuites: {suite}\nComponents: main\n"
             sources.write_text(f"{source}Signed-By: {_KEYRING}\n")
             try:
                 _run(["apt-get", "-qq", *options, "update"], f"reach Debian {suite}")

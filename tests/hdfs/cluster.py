@@ -42,7 +42,8 @@ _STOP_DEADLINE_S = 20
 class MiniHdfs:
     """A running HDFS. Leaving the `with` block stops it and removes its data.
 
-    `conf` sets any Hadoop property. `apart` puts DataNode i on 127.0.1.(i+1), for `relay`.
+    `conf` sets any Hadoop property. It listens on `address`, of the network that the command
+    `launcher` enters before the JVM is run. `apart` puts DataNode i on 127.0.1.(i+1), for `relay`.
     With `is_measured` its code is compiled as that of a server that runs for long, which takes a
     third of the processor time of one that lives for a test.
     """
@@ -59,6 +60,8 @@ class MiniHdfs:
         heap: str = "512m",
         java_options: Sequence[str] = (),
         is_measured: bool = False,
+        address: str = "127.0.0.1",
+        launcher: Sequence[str] = (),
     ) -> None:
         self.home = home.absolute()
         self.datanode_count = datanode_count
@@ -67,6 +70,8 @@ class MiniHdfs:
         self.datanode_ports: list[int] = []
         self._conf = dict(conf or {})
         self._apart = apart
+        self._address = address
+        self._launcher = launcher
         self._heap = heap
         self._java_options = [*java_options, *(() if is_measured else _QUICK)]
         self._process: subprocess.Popen[str] | None = None
@@ -83,19 +88,19 @@ class MiniHdfs:
         """Start all. Raises: CannotAssembleError; RuntimeError with the log's end."""
         jars = classpath(self._program)
         self.home.mkdir(parents=True, exist_ok=True)
-        command = ["java", f"-Xmx{self._heap}", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
-        command += ["-Djava.net.preferIPv4Stack=true"]
+        command = [*self._launcher, "java", f"-Xmx{self._heap}", "-XX:+UseSerialGC"]
+        command += ["-XX:-UsePerfData", "-Djava.net.preferIPv4Stack=true"]
         command += ["--add-opens=java.base/java.lang=ALL-UNNAMED", *self._class_data()]
         command += [*self._java_options, "-cp", ":".join(map(str, jars))]
         command += [self._program, str(self.home)]
         # A server that was stopped comes back at its port, which nobody may have taken meanwhile.
         name_port, http_port, *ports = unassigned_ports(2 + self.datanode_count)
-        bind = f"{'apart' if self._apart else 'shared'}:{','.join(map(str, ports))}"
+        bind = f"{'apart' if self._apart else self._address}:{','.join(map(str, ports))}"
         command += [str(self.datanode_count), bind]
         conf = {
             **_CONFIGURATION,
-            "fs.defaultFS": f"hdfs://127.0.0.1:{name_port}",
-            "dfs.namenode.http-address": f"127.0.0.1:{http_port}",
+            "fs.defaultFS": f"hdfs://{self._address}:{name_port}",
+            "dfs.namenode.http-address": f"{self._address}:{http_port}",
             **self._conf,
         }
         command += [f"{key}={value}" for key, value in conf.items()]
@@ -115,8 +120,8 @@ class MiniHdfs:
         except BaseException:
             self.stop()
             raise
-        self.url = f"hdfs://127.0.0.1:{words[1]}"
-        self.http_address = f"127.0.0.1:{words[2]}"
+        self.url = f"hdfs://{self._address}:{words[1]}"
+        self.http_address = f"{self._address}:{words[2]}"
         self.datanode_ports = [int(word) for word in words[3:]]
         return self
 

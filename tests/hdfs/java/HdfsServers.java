@@ -12,8 +12,8 @@ import org.apache.hadoop.metrics2.lib.DefaultMetricsSystem;
  * Real HDFS servers in one JVM, on loopback, which obey lines on standard input.
  *
  * <p>Arguments: HOME N BIND:PORT,PORT,... key=value... with the ports of N DataNodes, where BIND is
- * "shared" (all listen on 127.0.0.1) or "apart" (DataNode I on 127.0.1.(I+1), while the NameNode
- * still hands out 127.0.0.1, so that a relay can stand between).
+ * the address that all listen on, or "apart" (DataNode I on 127.0.1.(I+1), while the NameNode still
+ * hands out 127.0.0.1, so that a relay can stand between).
  *
  * <p>Prints "READY rpcPort httpPort dataPort..." when all serve. Each line is then answered with
  * "OK" or "ERROR reason"; "quit" or the end of input ends the process.
@@ -23,6 +23,7 @@ abstract class HdfsServers {
   final Configuration conf = new HdfsConfiguration();
   final DataNode[] dataNodes;
   private final boolean apart;
+  private final String address;
   private final int[] ports;
 
   /** The {@code defaults} are key=value, too; the arguments win. */
@@ -31,6 +32,7 @@ abstract class HdfsServers {
     dataNodes = new DataNode[Integer.parseInt(arguments[1])];
     String[] bind = arguments[2].split(":");
     apart = bind[0].equals("apart");
+    address = apart ? "127.0.0.1" : bind[0];
     ports = Arrays.stream(bind[1].split(",")).mapToInt(Integer::parseInt).toArray();
     conf.set("hadoop.tmp.dir", home + "/tmp");
     set(defaults);
@@ -55,13 +57,13 @@ abstract class HdfsServers {
     File folder = new File(home, "datanode" + index);
     folder.mkdirs();
     Configuration own = new HdfsConfiguration(conf);
-    String address = apart ? "127.0.1." + (index + 1) : "127.0.0.1";
+    String listening = apart ? "127.0.1." + (index + 1) : address;
     own.set("dfs.datanode.data.dir", "file://" + folder);
     own.set("dfs.datanode.data.dir.perm", "700");
-    own.set("dfs.datanode.address", address + ":" + ports[index]);
+    own.set("dfs.datanode.address", listening + ":" + ports[index]);
     own.set("dfs.datanode.http.address", "127.0.0.1:0");
     own.set("dfs.datanode.ipc.address", "127.0.0.1:0");
-    own.set("dfs.datanode.hostname", "127.0.0.1");
+    own.set("dfs.datanode.hostname", address);
     dataNodes[index] = DataNode.createDataNode(new String[0], own);
   }
 

@@ -1,0 +1,143 @@
+"""The cluster itself: what the other tests stand on, and that nothing of it remains."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.containers.packages import Packages
+from tests.clusters.kubernetes.bed import machine
+from tests.clusters.kubernetes.bed.cluster import Cluster, build_image, sweep
+from tests.clusters.kubernetes.bed.machine import ADDRESS
+from tests.clusters.kubernetes.bed.programs import cache_folder
+from tests.clusters.kubernetes.objects import pod
+from tests.support.waiting import wait_for
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def shell(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small image with a shell."""
+    return push_shell(cluster, tmp_path_factory.mktemp("shell"))
+
+
+@pytest.fixture(autouse=True)
+def emptied(cluster: Cluster) -> Iterator[None]:
+    """No test leaves a pod."""
+    yield
+    cluster.kubectl("delete", "pods,services", "--selector=bed=yes")
+
+
+def test_a_pod_runs_on_each_node_prints_and_is_deleted(cluster: Cluster, shell: str) -> None:
+    for node in cluster.nodes:
+        cluster.apply(pod(f"on-{node.name}", shell, "echo printed; hostname", node=node.name))
+    for node in cluster.nodes:
+        name = f"on-{node.name}"
+        cluster.wait_pod(name, "Succeeded")
+        assert cluster.kubectl("logs", name) == f"printed\n{name}\n"
+        cluster.kubectl("delete", "pod", name)
+
+
+def test_pods_reach_each_other_services_registry_and_hdfs(cluster: Cluster, shell: str) -> None:
+    first, second = cluster.nodes
+    serve = "mkdir /www; echo served > /www/index.html; httpd -f -p 8080 -h /www"
+    cluster.apply(pod("server", shell, serve, node=first.name))
+    cluster.apply({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": "server", "labels": {"bed": "yes"}},
+        "spec": {"selector": {"name": "server"}, "ports": [{"port": 80, "targetPort": 8080}]},
+    })  # fmt: skip
+    server = cluster.wait_pod("server", "Running")["status"]["podIP"]
+    service = cluster.get("service", "server")["spec"]["clusterIP"]
+    name_node = cluster.hdfs.url.rpartition(":")[2]
+    ask = f"""set -e
+until timeout 2 wget -q -O - http://{server}:8080/; do sleep 0.2; done
+until timeout 2 wget -q -O - http://{service}/; do sleep 0.2; done
+wget -q -O - http://{ADDRESS}:5000/v2/
+nc {ADDRESS} {name_node} < /dev/null
+nc $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT < /dev/null"""
+    cluster.apply(pod("client", shell, ask, node=second.name))
+    cluster.wait_pod("client", "Succeeded")
+    assert cluster.kubectl("logs", "client") == "served\nserved\n{}"
+
+
+def test_a_node_that_lost_its_power_comes_back(cluster: Cluster, shell: str) -> None:
+    node = cluster.nodes[1]
+    cluster.apply(pod("there", shell, "sleep 600", node=node.name))
+    cluster.wait_pod("there", "Running")
+    kept = node.disk / "lib" / "kept"
+    kept.touch()
+    cluster.power_off(node)
+    wait_for(lambda: not cluster.is_ready(node), "the node seen as gone")
+    cluster.power_on(node)
+    cluster.wait_ready()
+    assert kept.exists()
+    cluster.wipe(node)
+    assert not kept.exists()
+    cluster.apply(pod("again", shell, "echo again", node=node.name))
+    cluster.wait_pod("again", "Succeeded")
+
+
+def test_rights_are_those_of_roles(cluster: Cluster) -> None:
+    as_default = "--as=system:serviceaccount:default:default"
+    done = cluster.try_kubectl("get", "pods", as_default)
+    assert done.returncode != 0
+    assert "forbidden" in done.stderr
+
+
+def test_nothing_remains_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> None:
+    program = (
+        "from tests.clusters.kubernetes.bed.cluster import Cluster\n"
+        "import sys, time\n"
+        "cluster = Cluster(node_count=1)\n"
+        "print(cluster.folder, cluster.nodes[0].pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    before = addresses()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process:
+        folder, pid = process.stdout.readline().split()
+        process.send_signal(signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the node")
+    sweep()
+    assert not Path(folder).exists()
+    groups = [machine.CGROUPS / each / machine.GROUP for each in machine.hierarchies()]
+    assert not [each for group in groups for each in group.glob(f"{Path(folder).name}*")]
+    assert Path(folder).name not in Path("/proc/self/mounts").read_text()
+    assert addresses() == before
+
+
+def addresses() -> str:
+    """The network of this machine, which no cluster touches."""
+    shown = subprocess.run(
+        ["ip", "-brief", "address"], capture_output=True, text=True, check=True
+    ).stdout
+    return shown + Path("/proc/sys/net/ipv4/ip_forward").read_text()
+
+
+def push_shell(cluster: Cluster, folder: Path) -> str:
+    """Push an image with busybox alone; returns its name."""
+    unpacked = Packages(cache_folder() / "packages").unpacked("bookworm", "busybox-static")
+    tree = folder / "tree"
+    (tree / "bin").mkdir(parents=True)
+    (tree / "tmp").mkdir()
+    (tree / "etc").mkdir()
+    # A static program cannot load the other ways to look up names.
+    (tree / "etc/nsswitch.conf").write_text("hosts: files\n")
+    busybox = tree / "bin/busybox"
+    busybox.write_bytes((unpacked / "bin/busybox").read_bytes())
+    busybox.chmod(0o755)
+    listed = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True)
+    for name in listed.stdout.split():
+        if name != "busybox":
+            os.symlink("busybox", tree / "bin" / name)
+    build_image(folder / "layout", "shell", {tree: "/"}, ["--config.env=PATH=/bin"])
+    return cluster.push(folder / "layout", "shell", "shell:1")
