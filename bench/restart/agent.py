@@ -1,0 +1,30 @@
+"""torchrun as it is, but it notes when it itself begins and when it starts each worker."""
+
+import time
+
+began_s = time.time()
+
+import runpy  # noqa: E402
+from typing import Any  # noqa: E402
+
+from bench.restart.events import note  # noqa: E402
+
+
+def main() -> None:
+    """Be `torchrun`, with the arguments of this process."""
+    note("agent", at_s=began_s)
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    handler = subprocess_handler.SubprocessHandler
+    original = handler._popen
+
+    def popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        note("started", rank=int(env["RANK"]), restart=int(env["TORCHELASTIC_RESTART_COUNT"]))
+        return original(self, args, env)
+
+    handler._popen = popen
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""One job on one node: starts it, breaks it, and says what came when.
+
+Owns the node's folders and the processes that run. One thread.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.machine.processes import ROOT, process_tree, tree_cpu_s
+from bench.restart.events import read_events
+
+WORKERS = 4
+_DEADLINE_S = 300.0
+_END_S = 30.0
+_POLL_S = 0.01
+
+
+class Job:
+    """A node, whose paths are the same each time it is a new one, and the job that it starts."""
+
+    def __init__(
+        self, node: Path, wrapper: tuple[str, ...], folder: str, layers: int, **environ: str
+    ) -> None:
+        """`wrapper`: the words before torchrun. `folder`: where workers find their files."""
+        self.node = node
+        self._events = node.with_name(f"{node.name}.events")
+        self._log = node.with_name(f"{node.name}.log")
+        self.wrapper = wrapper
+        agent = ("-m", "bench.restart.agent", "--standalone", "--max-restarts=3")
+        program = (str(ROOT / "bench/restart/train.py"), folder, str(layers))
+        self._command = (sys.executable, *agent, f"--nproc-per-node={WORKERS}", *program)
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("TORCH", "BOOTSEER_"))}
+        self.environ: Mapping[str, str] = {
+            **kept,
+            "HOME": str(node),
+            "PYTHONPATH": str(ROOT),
+            "EVENTS": str(self._events),
+            # torch 2.13: restarted workers else find the addresses of those before them.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **environ,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen = 0
+
+    def clear(self) -> None:
+        """Make it a new node: there is nothing."""
+        shutil.rmtree(self.node, ignore_errors=True)
+        self.node.mkdir(parents=True)
+
+    def start(self) -> dict[str, float]:
+        """Start the job; what it took until all workers had taken their first step."""
+        return self._measure(self._begin, restart=0)
+
+    def fail(self) -> dict[str, float]:
+        """Kill one worker, which torchrun restarts all for; what it took."""
+        events = read_events(self._events)
+        restart = max(one["restart"] for one in events if one["event"] == "step")
+        (victim,) = {
+            one["pid"]
+            for one in events[self._began :]
+            if one["event"] == "step" and (one["rank"], one["restart"]) == (1, restart)
+        }
+        return self._measure(lambda: os.kill(victim, signal.SIGKILL), restart=restart + 1)
+
+    def again(self) -> dict[str, float]:
+        """Kill the job, and start it again on this node; what it took."""
+
+        def begin() -> None:
+            self.end()
+            self._begin()
+
+        return self._measure(begin, restart=0)
+
+    def end(self) -> None:
+        """Kill the job with all of its processes, as a scheduler does in the end."""
+        if self._process is None:
+            return
+        for pid in process_tree(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait(_END_S)
+        self._process = None
+
+    def wait_for_end(self) -> None:
+        """Until what was started beside the job has ended, too: servers, and what publishes."""
+        deadline_s = time.monotonic() + _DEADLINE_S
+        mark = f"\0EVENTS={self._events}\0".encode()
+        while left := [pid for pid in _pids() if mark in b"\0" + _environ(pid)]:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"processes of {self.node} go on: {left}")
+            time.sleep(0.1)
+
+    # ---- how it is watched ----------------------------------------------------------------------
+
+    _began = 0
+
+    def _begin(self) -> None:
+        self._began = len(read_events(self._events))
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self.wrapper, *self._command],
+                cwd=self.node,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _measure(self, begin: Any, restart: int) -> dict[str, float]:
+        self._seen = len(read_events(self._events))
+        began_s = time.time()
+        begin()
+        found = self._wait(restart)
+        assert self._process is not None
+        ranks = range(WORKERS)
+        started = {one["rank"]: one["s"] for one in found["started"]}
+        lines = {one["rank"]: one["s"] for one in found["line"]}
+        if len({one["loss"] for one in found["step"]}) != 1:
+            raise RuntimeError(f"the workers disagree: {found['step']}")
+        figures = {
+            "step_s": max(one["s"] for one in found["step"]) - began_s,
+            "line_s": max(lines[rank] - started[rank] for rank in ranks),
+            "import_s": max(one["s"] for one in found["imported"]) - max(lines.values()),
+            "load_s": max(one["s"] for one in found["loaded"])
+            - max(one["s"] for one in found["memory"]),
+            "workers_bytes": float(sum(one["bytes"] for one in found["memory"])),
+            "cpu_s": tree_cpu_s(self._process.pid),
+        }
+        if found["agent"]:
+            figures["agent_s"] = found["agent"][0]["s"] - began_s
+            figures["started_s"] = min(started.values()) - began_s
+        return figures
+
+    def _wait(self, restart: int) -> dict[str, list[dict[str, Any]]]:
+        """The events until all workers have taken a step, by name."""
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while True:
+            names = ("agent", "started", "line", "imported", "memory", "loaded", "step")
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            for one in read_events(self._events)[self._seen :]:
+                if one.get("restart", restart) == restart:
+                    found[one["event"]].append(one)
+            if len(found["step"]) == WORKERS:
+                return found
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self.end()
+                raise RuntimeError(f"no first step: {self._log.read_text()[-3000:]}")
+            time.sleep(_POLL_S)
+
+
+def _pids() -> list[int]:
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()
+    ]
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
