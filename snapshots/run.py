@@ -86,7 +86,7 @@ def run_setup(
     attempt = Attempt(settings, request, report, started, until_exit, note, note_wait=note_wait)
     run = _Run(attempt, wait_s, lease_s, store_is_silent, forks, before_own_view)
     try:
-        resolved = resolve(request, report)
+        resolved = resolve(request, report, settings.cache_dir / "interpreters")
     except (InvalidInputError, NotFoundError):
         raise
     except Exception as error:

@@ -202,7 +202,7 @@ def standby(
     a job. Ends when all is mounted; what is held goes by itself after a while.
     """
     from bootseer.launch.checkpoints import parse_checkpoint
-    from bootseer.launch.linger import linger
+    from bootseer.launch.linger import let_go
     from bootseer.launch.start import Job, launch
     from bootseer.linux.removal import remove_tree
     from bootseer.settings.config import parse_linger
@@ -212,7 +212,7 @@ def standby(
         _show_held(settings)
         return
     if ends:
-        linger(replace(settings, linger_s=0.0), say)
+        let_go(settings)
         return
     if not setups and not checkpoints:
         raise click.UsageError("nothing to hold: add --setup or --checkpoint")

@@ -20,7 +20,8 @@ from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.linux.processes import start_time, wait_readable
 from bootseer.served import cover_users
-from bootseer.served.background import Report, begin_server
+from bootseer.served.background import Report, ServerProcess, begin_server
+from bootseer.served.ending import sweep
 from bootseer.served.folders import (
     LINGER,
     MountState,
@@ -44,30 +45,57 @@ class _Plan(Struct, frozen=True):
     linger_s: float
 
 
-def linger(settings: Settings, say: Callable[[str], None]) -> None:
-    """Keep what this process uses for a while after its end, if the settings say so; what lingers
-    since earlier starts of the job goes, but for what this one uses."""
-    try:
-        ours = _begin(settings) if settings.linger_s else 0
-        for _, state in live_mounts(settings.run_dir):
-            is_left = state.purpose == LINGER and state.reference == settings.job
-            # One whose job lives goes some time after that.
-            if is_left and state.pid != ours and not start_time(state.user_pid):
-                os.kill(state.pid, signal.SIGTERM)
-    except (BootseerError, OSError) as error:
-        say(f"warning: nothing lingers after this job: {error}")
+class Lingering:
+    """The process for which this start's mounts linger, if the settings say so: it loads its code
+    beside the start. Main thread only: it is forked."""
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self._process: ServerProcess | None = None
+        if settings.linger_s:
+            try:
+                self._process = begin_server(settings.run_dir, _MODULE, _WHAT, forks=True)
+            except (BootseerError, OSError) as error:
+                self._complain(error)
+
+    def begin(self) -> None:
+        """Keep what this process uses for a while after its end; what lingers since earlier starts
+        of the job goes, but for what this one uses."""
+        try:
+            let_go(self._settings, but=self._serve())
+        except (BootseerError, OSError) as error:
+            self._complain(error)
+
+    def _serve(self) -> int:
+        """Returns the process; 0: there is none."""
+        if self._process is None:
+            return 0
+        settings = self._settings
+        folder = new_mount_dir(settings.run_dir, self._process.identity)
+        self._process.serve(to_line(_Plan(folder, settings.job, os.getpid(), settings.linger_s)))
+        state = read_state(folder)
+        if state is None:
+            raise UnavailableError(f"{_WHAT} has ended")
+        cover_users.linger(settings.run_dir, state.pid)
+        return state.pid
+
+    def abandon(self) -> None:
+        """There will be no job: what has not begun does not."""
+        if self._process is not None:
+            self._process.abandon()
+
+    def _complain(self, error: Exception) -> None:
+        self._say(f"warning: nothing lingers after this job: {error}")
 
 
-def _begin(settings: Settings) -> int:
-    folder = new_mount_dir(settings.run_dir)
-    begun = begin_server(settings.run_dir, _MODULE, _WHAT, identity=folder.name, forks=True)
-    with begun as process:
-        process.serve(to_line(_Plan(folder, settings.job, os.getpid(), settings.linger_s)))
-    state = read_state(folder)
-    if state is None:
-        raise UnavailableError(f"{_WHAT} has ended")
-    cover_users.linger(settings.run_dir, state.pid)
-    return state.pid
+def let_go(settings: Settings, but: int = 0) -> None:
+    """End what lingers for the job, without the process `but`. Raises: OSError."""
+    for _, state in live_mounts(settings.run_dir):
+        is_left = state.purpose == LINGER and state.reference == settings.job
+        # One whose job lives goes some time after that.
+        if is_left and state.pid != but and not start_time(state.user_pid):
+            os.kill(state.pid, signal.SIGTERM)
 
 
 # ---- that process -----------------------------------------------------------------------------
@@ -88,8 +116,10 @@ def _serve(line: bytes, report: Report) -> None:
         user_pid=plan.pid,
     )
     signal.signal(signal.SIGTERM, _end)
-    with living(plan.folder, state) as life:
+    with living(plan.folder, state, sweeps=False) as life:
         report.send_ready()
+        # The start does not wait for that.
+        sweep(plan.folder.parent.parent)
         wait_readable([job], None)
         until_ns = time.time_ns() + int(plan.linger_s * 1e9)
         write_state(plan.folder, replace(life.state, until_ns=until_ns))

@@ -10,36 +10,29 @@ Main thread only: it forks and handles signals.
 """
 
 import os
-import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.launch.checkpoints import LIVE, CheckpointMounts, CheckpointPath
+from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
+from bootseer.launch.setups import set_up, setup_command
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
 from bootseer.profile.collect import watched
 from bootseer.profile.publish.begin import begin_publisher
-from bootseer.served.ready_socket import add_ready_names
 from bootseer.settings.config import Settings
-from bootseer.timeline.otlp import START, WAITED_FOR
+from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
-    import subprocess
-
     from bootseer.launch.caches.run import KeptCaches
+    from bootseer.launch.linger import Lingering
     from bootseer.prefetch.container.container_start import Container
-    from bootseer.snapshots.setup.request import Request
-
-# What makes a set-up line a script for the shell rather than a plain command.
-_SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
-_SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -63,24 +56,6 @@ class Job(Struct, frozen=True):
     """Directories that are kept between starts, besides what the settings say."""
     preload: bool = False
     """Whether workers start from a process that has imported what the last start imported."""
-
-
-def setup_command(line: str) -> list[str]:
-    """The words of a set-up line; `sh -c LINE` where it needs a shell. Pure.
-
-    Raises: InvalidInputError.
-    """
-    if _SHELL_SYNTAX.search(line):
-        return ["sh", "-c", line]
-    import shlex  # here, as others: a start without a set-up needs none of them
-
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise InvalidInputError(f"the set-up {line!r} cannot be read: {error}") from None
-    if not words:
-        raise InvalidInputError("a set-up line is empty")
-    return ["sh", "-c", line] if _SHELL_WORDS.fullmatch(words[0]) else words
 
 
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
@@ -112,6 +87,7 @@ class _Start:
         self._store_is_silent = False
         self._is_watched = False
         self._caches: KeptCaches | None = None
+        self._lingering: Lingering | None = None
         self._program = job.command[0]
 
     def run(self) -> NoReturn:
@@ -141,6 +117,7 @@ class _Start:
 
     def _stages(self, timeline: Timeline) -> None:
         self._checkpoints.start(timeline)
+        self._begin_lingering()
         if self._job.image:
             from bootseer.launch.image import open_image
 
@@ -158,7 +135,18 @@ class _Start:
             self._checkpoints.check()
             name = "environment" if len(self._setups) == 1 else f"environment {number + 1}"
             with timeline.span(name) as span:
-                self._set_up(command, span, timeline.below(span))
+                self._store_is_silent = set_up(
+                    self._settings,
+                    self._job,
+                    command,
+                    self._container,
+                    timeline.below(span),
+                    span,
+                    self._say,
+                    store_is_silent=self._store_is_silent,
+                    # In the namespace that is left nothing more is mounted for this job.
+                    before_own_view=self._finish_checkpoints,
+                )
         if self._container is not None:
             self._container.enter()
         # Behind the environments, which say what versions there are.
@@ -166,7 +154,8 @@ class _Start:
         if self._job.preload:
             self._begin_preloader()
         self._checkpoints.finish()
-        self._linger()
+        if self._lingering is not None:
+            self._lingering.begin()
 
     def _kept_caches(self) -> "KeptCaches | None":
         """None where none is wanted, or none can be."""
@@ -207,16 +196,15 @@ class _Start:
         caches.abandon()
         os.environ.update(variables)
 
-    def _linger(self) -> None:
-        """Have what was mounted stay after the job, and let go of what the last one has left."""
-        if not (self._settings.linger_s or self._setups or self._job.checkpoints):
-            return
-        if self._container is None:
-            from bootseer.launch.linger import linger
+    def _begin_lingering(self) -> None:
+        """Have what is mounted stay after the job, and let go of what the last one has left."""
+        if self._job.image:
+            if self._settings.linger_s:
+                self._say("warning: nothing lingers after a job that runs in an image")
+        elif self._settings.linger_s or self._setups or self._job.checkpoints:
+            from bootseer.launch.linger import Lingering
 
-            linger(self._settings, self._say)
-        elif self._settings.linger_s:
-            self._say("warning: nothing lingers after a job that runs in an image")
+            self._lingering = Lingering(self._settings, self._say)
 
     def _begin_preloader(self) -> None:
         """Import beside what is left of the start: the environment and all variables are there."""
@@ -231,48 +219,6 @@ class _Start:
             return
         os.environ.update(added)
         self._program = program or self._program
-
-    def _set_up(self, command: list[str], span: Span, timeline: Timeline) -> None:
-        from bootseer.snapshots.run import run_setup
-        from bootseer.snapshots.setup.request import Request, run_plainly
-
-        request = Request(
-            command=command,
-            targets=self._job.targets,
-            inputs=self._job.inputs,
-            variables=self._job.variables,
-            runner=_without_stdin(run_plainly),
-        )
-        if self._container is not None:
-            request = _inside(self._container, request)
-
-        def note_wait(node: str, created_ns: int) -> Callable[[], object]:
-            if 0 < created_ns < loaded_ns:
-                return lambda: None  # another start has made it
-            return timeline.span("wait for set-up", {WAITED_FOR: node}).end
-
-        # The job that this process becomes is who uses what is mounted.
-        result = run_setup(
-            self._settings,
-            request,
-            report=self._say,
-            until_exit=True,
-            store_is_silent=self._store_is_silent,
-            forks=True,
-            # In the namespace that is left nothing more is mounted for this job.
-            before_own_view=self._finish_checkpoints,
-            note_wait=note_wait,
-        )
-        # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
-        self._store_is_silent |= result.how == "ran"
-        add_ready_names(os.environ, *result.ready_names)
-        if result.mode:
-            span.set("bootseer.mode", result.mode)
-        span.set("bootseer.hit", result.hit)
-        span.set("bootseer.bytes", result.moved_bytes)
-        is_live = result.how == "in place" and result.mode
-        changed = "changed: " if result.is_changed else ""
-        span.set("bootseer.how", LIVE if is_live else changed + result.how)
 
     def _finish_checkpoints(self) -> None:
         self._checkpoints.finish()
@@ -294,6 +240,8 @@ class _Start:
 
     def _abandon(self) -> None:
         """Take down what was begun: the start has failed."""
+        if self._lingering is not None:
+            self._lingering.abandon()
         if self._caches is not None:
             self._caches.abandon()
         if self._container is not None and self._container.entered:
@@ -314,33 +262,3 @@ def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[st
         "BOOTSEER_NODE": settings.node,
         "BOOTSEER_RANK": str(settings.rank),
     }
-
-
-def _inside(container: "Container", request: "Request") -> "Request":
-    """The set-up as it runs inside the container, which is entered."""
-    from bootseer.launch.image import container_environment, container_layers
-
-    container.enter()
-    return replace(
-        request,
-        # Not the index, which is another one once the image is published.
-        base=container.image.record.identity,
-        root=container.root,
-        scratch=container.scratch / "setups",
-        layers=container_layers(container),
-        directory=container.config.working_dir or "/",
-        environ=container_environment(container),
-        runner=_without_stdin(container.run),
-    )
-
-
-def _without_stdin(
-    runner: "Callable[..., subprocess.CompletedProcess[bytes]]",
-) -> "Callable[..., subprocess.CompletedProcess[bytes]]":
-    """The runner, but what is on our stdin is for the job."""
-    import subprocess
-
-    def run(args: Any, /, *, stdin: int | None = None, **options: Any) -> Any:
-        return runner(args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options)
-
-    return run

@@ -72,30 +72,24 @@ def _by_folder(settings: Settings, key: str) -> str:
 
 def _by_store(settings: Settings, key: str) -> str:
     """Of the nodes that share the store. It may be slow, or not answer: a copy of us asks."""
-
-    def ask() -> bytes:
-        try:
-            return _ask_store(settings, key).encode()
-        except Exception as error:
-            _log.info("the store does not say which submission this start is of: %s", error)
-            return b""
-
-    return in_a_copy(ask, _DEADLINE_S).decode()
-
-
-def _ask_store(settings: Settings, key: str) -> str:
-    """Raises: BootseerError, OSError."""
-    # Here: the process that becomes the job needs none of it yet.
+    # Here, and not in the copy: who names a store needs it later, too.
     from bootseer.store import open_backend
     from bootseer.store.objects.lease import agree
 
     def is_over(token: str) -> bool:
         return _is_over(settings, token[:_NAME_LENGTH])
 
-    lease = f"leases/starts/{settings.job}/{key}"
-    with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as backend:
-        token = agree(backend, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over)
-    return token[:_NAME_LENGTH]
+    def ask() -> bytes:
+        lease = f"leases/starts/{settings.job}/{key}"
+        try:
+            with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as at:
+                token = agree(at, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over)
+        except Exception as error:
+            _log.info("the store does not say which submission this start is of: %s", error)
+            return b""
+        return token[:_NAME_LENGTH].encode()
+
+    return in_a_copy(ask, _DEADLINE_S).decode()
 
 
 def _is_over(settings: Settings, submission: str) -> bool:

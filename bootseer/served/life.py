@@ -62,11 +62,14 @@ class Life(Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def living(directory: Path, state: "MountState", lock: int | None = None) -> Iterator["Life"]:
+def living(
+    directory: Path, state: "MountState", lock: int | None = None, *, sweeps: bool = True
+) -> Iterator["Life"]:
     """While a server, this process, lives: its folder says `state`, and the folder's lock is held.
     `lock`, where this process has taken the server's life over from another one.
 
-    What dead servers left is removed at the beginning; at the end this one's overlays, what was
+    What dead servers left is removed at the beginning, unless the caller `sweeps` itself; at the
+    end this one's overlays, what was
     written to them, and its folder, but for the state where that says what was lost.
     Raises: BootseerError.
     """
@@ -83,7 +86,8 @@ def living(directory: Path, state: "MountState", lock: int | None = None) -> Ite
         raise from_oserror(error, f"lock {directory}") from error
     try:
         if is_new:
-            ending.sweep(directory.parent.parent)
+            if sweeps:
+                ending.sweep(directory.parent.parent)
             state = replace(
                 state,
                 pid=os.getpid(),

@@ -3,11 +3,13 @@
 Alone owns the probe and the runner's contract. What the probe prints is checked before use.
 """
 
+import contextlib
+import hashlib
 import logging
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol, Unpack
 
@@ -15,7 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import Form
-from bootseer.errors import CorruptError
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.root_paths import find_program
 from bootseer.linux.scripts import RunOptions
 from bootseer.snapshots.setup.fingerprint import Part
@@ -26,6 +29,10 @@ logger = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 30.0
 _OUTPUT_BYTES_MAX = 256 * 1024
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
+
+# The list of the host's shared libraries: written anew when one is installed.
+_LIBRARIES = "/etc/ld.so.cache"
+_DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
 
 # Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
 _PROBE = """
@@ -86,7 +93,15 @@ class Interpreter(Struct, frozen=True, kw_only=True):
         ]
 
 
+class _Remembered(Struct, frozen=True):
+    """What an interpreter has said, and by what it is known that it would say so again."""
+
+    known_by: str
+    interpreter: Interpreter
+
+
 _FORM: Form[Interpreter] = Form(type=Interpreter, size_max=_OUTPUT_BYTES_MAX)
+_REMEMBERED: Form[_Remembered] = Form(type=_Remembered, size_max=2 * _OUTPUT_BYTES_MAX)
 
 
 def find_python(place: Place, words: Sequence[str], search_path: str) -> str | None:
@@ -155,6 +170,45 @@ def probe(
     if done.returncode != 0 or len(output) > _OUTPUT_BYTES_MAX:
         return None
     return parse(python, output)
+
+
+def remembered(
+    folder: Path, python: str, environ: Mapping[str, str], ask: Callable[[], Interpreter | None]
+) -> Interpreter | None:
+    """What `python`, a program of this host, says of itself: asked again when it, its environment
+    or the host's libraries were changed. An interpreter takes longer to start than all else of a
+    start that finds everything live."""
+    path = folder / f"{_digest(python)}.json"
+    known_by = _known_by(python, environ)
+    found = read_private_file(path, _REMEMBERED)
+    if found is not None and found.known_by == known_by:
+        return found.interpreter
+    interpreter = ask()
+    if interpreter is not None:
+        with contextlib.suppress(OSError, BootseerError):
+            write_private_file(path, _REMEMBERED.encode(_Remembered(known_by, interpreter)))
+    return interpreter
+
+
+def _known_by(python: str, environ: Mapping[str, str]) -> str:
+    program = os.path.realpath(python)
+    prefix = os.path.dirname(os.path.dirname(python))
+    files = (python, program, os.path.dirname(program), f"{prefix}/pyvenv.cfg", _LIBRARIES)
+    names = [one for one in environ if one.startswith("PYTHON") or one in _DECIDING]
+    told = [program, *(f"{name}={environ[name]}" for name in sorted(names))]
+    return _digest("\0".join([*told, *map(_stamp, files)]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
+
+
+def _stamp(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def parse(path: str, output: bytes) -> Interpreter | None:

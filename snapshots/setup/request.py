@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -31,7 +32,13 @@ from bootseer.snapshots.setup.inputs import (
     Inputs,
     collect_inputs,
 )
-from bootseer.snapshots.setup.interpreter import Runner, find_python, find_uv_environment, probe
+from bootseer.snapshots.setup.interpreter import (
+    Runner,
+    find_python,
+    find_uv_environment,
+    probe,
+    remembered,
+)
 from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of
 from bootseer.snapshots.setup.requirements import (
@@ -138,8 +145,9 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def resolve(request: Request, report: Report) -> Resolved:
-    """Find out what decides the result, and say what was not declared.
+def resolve(request: Request, report: Report, known: Path | None = None) -> Resolved:
+    """Find out what decides the result, and say what was not declared. `known`: a folder where it
+    is remembered what interpreters of this host say of themselves.
 
     Raises: InvalidInputError where a declaration cannot be used; NotFoundError for a declared
     input that is missing; UnsupportedError where no target can be inferred.
@@ -162,7 +170,11 @@ def resolve(request: Request, report: Report) -> Resolved:
     if python is not None:
         env = None if request.environ is None else dict(request.environ)
         cwd = request.directory or None
-        interpreter = probe(python, request.runner, cwd=cwd, env=env)
+        ask = partial(probe, python, request.runner, cwd=cwd, env=env)
+        if known is not None and request.root == Path("/"):
+            interpreter = remembered(known, python, environ, ask)
+        else:
+            interpreter = ask()
     if request.targets:
         targets = declared_targets(request.targets, directory)
     else:

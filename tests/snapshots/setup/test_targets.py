@@ -1,10 +1,17 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.setup.interpreter import Interpreter, find_python, parse, probe
+from bootseer.snapshots.setup.interpreter import (
+    Interpreter,
+    find_python,
+    parse,
+    probe,
+    remembered,
+)
 from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of
 from bootseer.snapshots.setup.request import Request, resolve, run_plainly
@@ -199,3 +206,31 @@ def test_lock_files_of_projects_are_inputs() -> None:
     for tool in ("uv", "poetry", "pdm"):
         assert hints_of([tool, "sync"]).files == (f"{tool}.lock", "pyproject.toml")
     assert hints_of(["uv", "run", "x"]).projects == ()
+
+
+def test_an_interpreter_is_asked_again_when_it_was_changed(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python3"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    known, asked = tmp_path / "known", []
+
+    def ask() -> Interpreter | None:
+        asked.append(1)
+        return probe(str(python), run_plainly, cwd=None, env=None)
+
+    def look(**environ: str) -> Interpreter | None:
+        return remembered(known, str(python), environ, ask)
+
+    assert look() == look() == probe(str(python), run_plainly, cwd=None, env=None)
+    assert len(asked) == 1
+    look(PYTHONUSERBASE="/elsewhere")
+    assert len(asked) == 2
+    # Now it is one of a virtual environment.
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    look(PYTHONUSERBASE="/elsewhere")
+    look(PYTHONUSERBASE="/elsewhere")
+    assert len(asked) == 3
+    for file in known.iterdir():
+        file.write_text("{}")
+    look(PYTHONUSERBASE="/elsewhere")
+    assert len(asked) == 4

@@ -1,0 +1,137 @@
+"""The environment stage of a start: one set-up, whose snapshot is restored, or which runs.
+
+Alone knows what a line of `--setup` is, and what a set-up is in the image of a start. Main thread
+only: a server that it needs is forked.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from bootseer import loaded_ns
+from bootseer.errors import InvalidInputError
+from bootseer.launch.checkpoints import LIVE
+from bootseer.served.ready_socket import add_ready_names
+from bootseer.timeline.otlp import WAITED_FOR
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from bootseer.launch.start import Job
+    from bootseer.prefetch.container.container_start import Container
+    from bootseer.settings.config import Settings
+    from bootseer.snapshots.setup.request import Request
+    from bootseer.timeline.recorder import Span, Timeline
+
+# What makes a set-up line a script for the shell rather than a plain command.
+_SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
+_SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
+
+
+def setup_command(line: str) -> list[str]:
+    """The words of a set-up line; `sh -c LINE` where it needs a shell. Pure.
+
+    Raises: InvalidInputError.
+    """
+    if _SHELL_SYNTAX.search(line):
+        return ["sh", "-c", line]
+    import shlex  # here, as others: a start without a set-up needs none of them
+
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise InvalidInputError(f"the set-up {line!r} cannot be read: {error}") from None
+    if not words:
+        raise InvalidInputError("a set-up line is empty")
+    return ["sh", "-c", line] if _SHELL_WORDS.fullmatch(words[0]) else words
+
+
+def set_up(
+    settings: "Settings",
+    job: "Job",
+    command: list[str],
+    container: "Container | None",
+    timeline: "Timeline",
+    span: "Span",
+    say: Callable[[str], None],
+    *,
+    store_is_silent: bool,
+    before_own_view: Callable[[], None],
+) -> bool:
+    """Make the targets of one set-up of `job`; `span` is its stage, above `timeline`. Returns
+    whether the store is silent, by what is known now.
+
+    Raises: what `snapshots.run.run_setup` raises.
+    """
+    from bootseer.snapshots.run import run_setup
+    from bootseer.snapshots.setup.request import Request, run_plainly
+
+    request = Request(
+        command=command,
+        targets=job.targets,
+        inputs=job.inputs,
+        variables=job.variables,
+        runner=_without_stdin(run_plainly),
+    )
+    if container is not None:
+        request = _inside(container, request)
+
+    def note_wait(node: str, created_ns: int) -> Callable[[], object]:
+        if 0 < created_ns < loaded_ns:
+            return lambda: None  # another start has made it
+        return timeline.span("wait for set-up", {WAITED_FOR: node}).end
+
+    # The job that this process becomes is who uses what is mounted.
+    result = run_setup(
+        settings,
+        request,
+        report=say,
+        until_exit=True,
+        store_is_silent=store_is_silent,
+        forks=True,
+        before_own_view=before_own_view,
+        note_wait=note_wait,
+    )
+    add_ready_names(os.environ, *result.ready_names)
+    if result.mode:
+        span.set("bootseer.mode", result.mode)
+    span.set("bootseer.hit", result.hit)
+    span.set("bootseer.bytes", result.moved_bytes)
+    is_live = result.how == "in place" and result.mode
+    changed = "changed: " if result.is_changed else ""
+    span.set("bootseer.how", LIVE if is_live else changed + result.how)
+    # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
+    return store_is_silent or result.how == "ran"
+
+
+def _inside(container: "Container", request: "Request") -> "Request":
+    """The set-up as it runs inside the container, which is entered."""
+    from bootseer.launch.image import container_environment, container_layers
+
+    container.enter()
+    return replace(
+        request,
+        # Not the index, which is another one once the image is published.
+        base=container.image.record.identity,
+        root=container.root,
+        scratch=container.scratch / "setups",
+        layers=container_layers(container),
+        directory=container.config.working_dir or "/",
+        environ=container_environment(container),
+        runner=_without_stdin(container.run),
+    )
+
+
+def _without_stdin(
+    runner: "Callable[..., subprocess.CompletedProcess[bytes]]",
+) -> "Callable[..., subprocess.CompletedProcess[bytes]]":
+    """The runner, but what is on our stdin is for the job."""
+    import subprocess
+
+    def run(args: Any, /, *, stdin: int | None = None, **options: Any) -> Any:
+        return runner(args, stdin=subprocess.DEVNULL if stdin is None else stdin, **options)
+
+    return run
