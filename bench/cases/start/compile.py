@@ -26,7 +26,7 @@ from bench.model import (
     Workspace,
 )
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _PROGRAM = _ROOT / "bench" / "compile" / "program.py"
 _DEADLINE_S = 900.0
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -1,0 +1,1 @@
+"""Cases of a start as a whole, and of what it takes besides image, environment and checkpoint."""
