@@ -119,7 +119,8 @@ def run(
     docs/launch.md for what the job finds in its environment.
     """
     from bootseer.launch.checkpoints import parse_checkpoint
-    from bootseer.launch.start import Job, launch
+    from bootseer.launch.job import Job
+    from bootseer.launch.start import launch
     from bootseer.settings.config import parse_linger
     from bootseer.snapshots.targets.paths import target_path
 
@@ -202,8 +203,9 @@ def standby(
     a job. Ends when all is mounted; what is held goes by itself after a while.
     """
     from bootseer.launch.checkpoints import parse_checkpoint
+    from bootseer.launch.job import Job
     from bootseer.launch.linger import let_go
-    from bootseer.launch.start import Job, launch
+    from bootseer.launch.start import launch
     from bootseer.linux.removal import remove_tree
     from bootseer.settings.config import parse_linger
 

@@ -1,52 +1,28 @@
 """The environment stage of a start: one set-up, whose snapshot is restored, or which runs.
 
-Alone knows what a line of `--setup` is, and what a set-up is in the image of a start. Main thread
+Alone knows what a set-up is in the image of a start. Main thread
 only: a server that it needs is forked.
 """
 
 import os
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
-from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import LIVE
+from bootseer.launch.job import Job
 from bootseer.served.ready_socket import add_ready_names
 from bootseer.timeline.otlp import WAITED_FOR
 
 if TYPE_CHECKING:
     import subprocess
 
-    from bootseer.launch.start import Job
     from bootseer.prefetch.container.container_start import Container
     from bootseer.settings.config import Settings
     from bootseer.snapshots.setup.request import Request
     from bootseer.timeline.recorder import Span, Timeline
-
-# What makes a set-up line a script for the shell rather than a plain command.
-_SHELL_WORDS = re.compile(r"[.:]|cd|eval|exec|exit|export|set|source|trap|ulimit|umask|unset")
-_SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]#~=%!{}\n]")
-
-
-def setup_command(line: str) -> list[str]:
-    """The words of a set-up line; `sh -c LINE` where it needs a shell. Pure.
-
-    Raises: InvalidInputError.
-    """
-    if _SHELL_SYNTAX.search(line):
-        return ["sh", "-c", line]
-    import shlex  # here, as others: a start without a set-up needs none of them
-
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise InvalidInputError(f"the set-up {line!r} cannot be read: {error}") from None
-    if not words:
-        raise InvalidInputError("a set-up line is empty")
-    return ["sh", "-c", line] if _SHELL_WORDS.fullmatch(words[0]) else words
 
 
 def set_up(

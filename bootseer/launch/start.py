@@ -13,13 +13,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.launch.checkpoints import CheckpointMounts, CheckpointPath
-from bootseer.launch.setups import set_up, setup_command
+from bootseer.launch.checkpoints import CheckpointMounts
+from bootseer.launch.job import Job, setup_command
+from bootseer.launch.setups import set_up
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
@@ -36,26 +36,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
-
-
-class Job(Struct, frozen=True):
-    """What `bootseer run` was asked for."""
-
-    command: tuple[str, ...]
-    image: str = ""
-    setups: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    checkpoints: tuple[CheckpointPath, ...] = ()
-    entrypoint: str | None = None
-    """Instead of the image's; empty: none."""
-    binds: tuple[str, ...] = ()
-    """`SOURCE:DIRECTORY[:ro]`, as docker has them."""
-    kept: tuple[str, ...] = ()
-    """Directories that are kept between starts, besides what the settings say."""
-    preload: bool = False
-    """Whether workers start from a process that has imported what the last start imported."""
 
 
 def launch(settings: Settings, job: Job, say: Say) -> NoReturn:

@@ -4,7 +4,7 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.launch.checkpoints import CheckpointPath, parse_checkpoint
-from bootseer.launch.setups import setup_command
+from bootseer.launch.job import setup_command
 
 
 @pytest.mark.parametrize(
