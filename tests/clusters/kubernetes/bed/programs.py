@@ -22,6 +22,8 @@ CACHE_VARIABLE = "BOOTSEER_TEST_KUBERNETES"
 """Names the folder in which packages, binaries and images are kept between runs."""
 
 VERSION = "1.20.2"
+KEPT = f"bin-{VERSION}-2"
+"""Below the cache; another name where programs that were kept are to be built again."""
 _BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet")
 _SUITE, _CONTAINERD_SUITE = "bookworm", "trixie"
 _PACKAGE = "k8s.io/kubernetes"
@@ -47,7 +49,7 @@ def programs(cache: Path, say: Callable[[str], None]) -> Path:
     """A folder with all programs of the cluster. Raises: SkippedError saying what is missing."""
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / "lock"):
-        target = cache / f"bin-{VERSION}"
+        target = cache / KEPT
         if not all((target / name).exists() for name in _BUILT):
             target.mkdir(exist_ok=True)
             _build(cache, target, say)
@@ -100,6 +102,7 @@ def _build(cache: Path, target: Path, say: Callable[[str], None]) -> None:
     if not source.is_dir():
         source.parent.mkdir(parents=True, exist_ok=True)
         found.source(_SUITE, "kubernetes").rename(source)
+    _mend_reflect2(source / "vendor/github.com/modern-go/reflect2")
     environment = {
         "PATH": f"{go}/bin:{os.environ['PATH']}", "GOROOT": str(go), "GOPATH": str(path),
         "GOCACHE": str(cache / "gocache"), "GOPROXY": "off", "GO111MODULE": "off", "GOFLAGS": "",
@@ -127,6 +130,33 @@ def _build(cache: Path, target: Path, say: Callable[[str], None]) -> None:
             partial.rename(target / name)
     for folder in (path, cache / "gocache"):
         shutil.rmtree(folder, onerror=lambda *_: None)
+
+
+def _mend_reflect2(folder: Path) -> None:
+    """From Go 1.18 on maps are walked by an iterator that the caller owns. The reflect2 that
+    Kubernetes 1.20 brings does not know that, and an API server that encodes a map, as it does for
+    each patch of a webhook, ends by SIGSEGV; reflect2 1.0.2 has mended it in this way."""
+    link, walk = folder / "unsafe_link.go", folder / "unsafe_map.go"
+    text = link.read_text()
+    text = text.replace(
+        "func mapiterinit(rtype unsafe.Pointer, m unsafe.Pointer) *hiter",
+        "func mapiterinit(rtype unsafe.Pointer, m unsafe.Pointer, it *hiter)",
+    )
+    # The runtime's own, which fills all of it.
+    text = text.replace(
+        "\t// rest fields are ignored\n",
+        "\tt, h, buckets, bptr, overflow, oldoverflow unsafe.Pointer\n\tstartBucket uintptr\n"
+        "\toffset, wrapped, b, i uint8\n\tbucket, checkBucket uintptr\n",
+    )
+    link.write_text(text)
+    walk.write_text(
+        walk.read_text().replace(
+            "\treturn &UnsafeMapIterator{\n"
+            "\t\thiter:      mapiterinit(type2.rtype, *(*unsafe.Pointer)(obj)),\n",
+            "\tvar it hiter\n\tmapiterinit(type2.rtype, *(*unsafe.Pointer)(obj), &it)\n"
+            "\treturn &UnsafeMapIterator{\n\t\thiter:      &it,\n",
+        )
+    )
 
 
 def _go(found: Packages) -> Path:
