@@ -4,9 +4,10 @@ Looks at the host's name and at the login's folder. Any thread.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from bootseer.settings.values import as_name
 
 
 def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
@@ -39,11 +40,6 @@ def _submission(environ: Mapping[str, str]) -> str:
     return _first(environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 
-def _as_name(text: str) -> str:
-    """What a scheduler calls something, as `parse_name` wants it; may be empty. Pure."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
-
-
 def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Each setting's value, as text, where nothing else says one."""
     home = Path(environ.get("HOME") or "/")
@@ -60,11 +56,14 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "cache_dir": str(cache),
         "run_dir": str(run),
         "timeline_dir": str(state / "timeline"),
-        "job": _as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
-        "submission": _as_name(_submission(environ)) or "none",
+        "job": as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
+        "submission": as_name(_submission(environ)) or "none",
         "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
-        "node": _as_name(os.uname().nodename) or "node",
-        "rank": _first(environ, "RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX") or "0",
+        "node": as_name(os.uname().nodename) or "node",
+        "rank": _first(
+            environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"
+        )
+        or "0",
         "workload": "default",
         "deadline_s": "60",
         "cache_limit_bytes": "100GB",

@@ -70,6 +70,11 @@ def parse_name(text: str) -> str:
     return text
 
 
+def as_name(text: str) -> str:
+    """What a scheduler calls something, as `parse_name` wants it; may be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
+
+
 def parse_duration(text: str) -> float:
     """Seconds from "30", "1.5s", "10m", "2h" or "1d". Raises: InvalidInputError."""
     match = _AGE.fullmatch(text.strip().lower())

@@ -9,6 +9,7 @@ from bootseer.cli.lazy_group import LazyGroup
     cls=LazyGroup,
     elsewhere={
         "spawner": ("kubernetes.spawner_command", "spawner"),
+        "webhook": ("kubernetes.webhook_command", "webhook"),
     },
 )
 def kubernetes() -> None:

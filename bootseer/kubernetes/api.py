@@ -1,0 +1,111 @@
+"""The API server of the cluster, by the service account of this pod. Any thread.
+
+Every request has a deadline and is tried once: whoever asks looks again later. The token is read
+for each request, since the kubelet replaces it; it reaches no log and no error.
+"""
+
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+
+import urllib3
+
+from bootseer.base.documents import Form
+from bootseer.errors import (
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+
+_OBJECT: Form[dict[str, Any]] = Form(
+    type=dict[str, Any], what="an object", size_max=4 * 1024 * 1024, is_foreign=True
+)
+_TIMEOUT_S = 2.0
+
+
+class Api:
+    """A client of the API server."""
+
+    def __init__(self, account: Path) -> None:
+        """`account`: the folder into which the kubelet puts token, certificate and namespace. Its
+        variables name the server. Raises: InvalidInputError."""
+        self._url = _server(os.environ.get("KUBERNETES_SERVICE_HOST", ""))
+        self._account = account
+        try:
+            context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+            # Many clusters' authorities lack an extension that Python 3.13 insists on.
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+            self._http = urllib3.PoolManager(
+                ssl_context=context,
+                maxsize=4,
+                retries=False,
+                timeout=urllib3.Timeout(total=_TIMEOUT_S),
+            )
+            self.namespace = (account / "namespace").read_text().strip()
+        except OSError as error:
+            raise InvalidInputError(
+                f"cannot read {account}: {error.strerror}; run this in a pod with a service account"
+            ) from error
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """The object at `path`; None where there is none.
+
+        Raises: UnavailableError, PermissionDeniedError.
+        """
+        try:
+            return self._ask("GET", path)
+        except NotFoundError:
+            return None
+
+    def replace(self, path: str, document: dict[str, Any]) -> None:
+        """Put an object in the place of the one that it was made from (its resourceVersion).
+
+        Raises: BusyError, where another one came in between; NotFoundError; as `get`.
+        """
+        self._ask("PUT", path, document, "application/json")
+
+    def patch(self, path: str, operations: list[dict[str, Any]]) -> None:
+        """Change an object by a JSON patch (RFC 6902).
+
+        Raises: BusyError, where a test in it fails; NotFoundError; as `get`.
+        """
+        self._ask("PATCH", path, operations, "application/json-patch+json")
+
+    def _ask(
+        self, method: str, path: str, document: Any = None, content_type: str = ""
+    ) -> dict[str, Any]:
+        where = f"{self._url}{path}"
+        try:
+            token = (self._account / "token").read_text().strip()
+            headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+            if content_type:
+                headers["Content-Type"] = content_type
+            response = self._http.request(
+                method, where, json=document, headers=headers, redirect=False
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise UnavailableError(f"cannot {method} {where}: {type(error).__name__}") from None
+        status = response.status
+        if status == 404:
+            raise NotFoundError(f"there is no {where}")
+        if status in (401, 403):
+            raise PermissionDeniedError(
+                f"the API server refuses to {method} {where} ({status}); give its rights to the "
+                "service account"
+            )
+        # 422 is a failed test of a patch; in 1.20 it is an internal error.
+        if status in (409, 422) or (method == "PATCH" and status == 500):
+            raise BusyError(f"{where} was changed by another program meanwhile")
+        if not 200 <= status < 300:
+            raise UnavailableError(f"cannot {method} {where}: the API server says {status}")
+        return _OBJECT.decode(response.data, where)
+
+
+def _server(host: str) -> str:
+    if not host:
+        raise InvalidInputError("KUBERNETES_SERVICE_HOST is not set; run this in a pod")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}"

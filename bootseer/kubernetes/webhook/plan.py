@@ -1,0 +1,283 @@
+"""What the webhook changes in a pod: pod and cluster in, JSON patch (RFC 6902) and warnings out.
+
+Pure (no I/O). A patch only adds: what a pod says itself stays. Planned again for the patched pod
+(another webhook may have changed it meanwhile), the patch is empty. What cannot be done is a
+warning, and the pod starts without it.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from bootseer.base.redact import redact
+from bootseer.kubernetes.webhook.identity import Identity, identity_of, tells_rank
+from bootseer.kubernetes.webhook.pods import Container, Pod
+
+REPLAY = "bootseer.io/replay"
+ENVIRONMENT = "bootseer.io/environment"
+CHECKPOINT = "bootseer.io/checkpoint"
+ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT)
+"""Pods that have none of these are not looked at."""
+WARNINGS = "bootseer.io/warnings"
+"""The annotation for warnings: whoever creates a pod is told, but that is mostly a controller."""
+DRIVER = "csi.bootseer.io"
+RUNTIME_CLASS = "bootseer"
+HANDLER = "io.containerd.cri.runtime-handler"
+"""A kubelet does not tell containerd the class when it pulls (containerd 1.7 and later)."""
+_MIRROR = "kubernetes.io/config.mirror"
+
+_WARNINGS_MAX = 8
+_ANNOTATIONS_BYTES_MAX = 256 * 1024
+"""Of all annotations of an object (apimachinery, TotalAnnotationSizeLimitB)."""
+_ROOM_BYTES = 1024
+_PATH = re.compile(r"/[^\0-\x1f\x7f:]{1,1000}")
+_TAKEN = re.compile(r"/(?:proc|sys|dev|etc)(?:/.*)?|/(?:bin|lib|sbin|usr|var|run)?")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\0-\x1f\x7f]{1,2000}")
+
+Operation = dict[str, Any]
+"""One operation of a JSON patch."""
+
+
+class Cluster(Struct, frozen=True, kw_only=True):
+    """What the cluster has of Bootseer, and what its pods are told."""
+
+    has_driver: bool
+    handler: str
+    """What the runtime class stands for in containerd's configuration; empty: there is no class."""
+    store_url: str = ""
+    """The store that pods are told of; empty: none."""
+
+
+class Plan(Struct, frozen=True):
+    """What is done about a pod."""
+
+    patch: tuple[Operation, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class _Volume(Struct, frozen=True, kw_only=True):
+    """A volume that a pod is given."""
+
+    name: str
+    path: str
+    is_read_only: bool
+    attributes: Mapping[str, str]
+
+    def source(self) -> dict[str, Any]:
+        csi: dict[str, Any] = {"driver": DRIVER, "volumeAttributes": dict(self.attributes)}
+        if self.is_read_only:
+            csi["readOnly"] = True
+        return {"name": self.name, "csi": csi}
+
+
+def is_annotated(pod: Pod) -> bool:
+    """Whether a pod asks for anything."""
+    is_asked = any(_asked(pod, name) for name in ANNOTATIONS)
+    return is_asked and _MIRROR not in pod.metadata.annotations
+
+
+def plan(pod: Pod, cluster: Cluster) -> Plan:
+    """What to do about a pod that is about to be created."""
+    if not is_annotated(pod):
+        return Plan()
+    if pod.spec.os.name == "windows" or pod.spec.node_selector.get("kubernetes.io/os") == "windows":
+        return Plan(warnings=("bootseer: the pod is for Windows; it starts as it is",))
+    warnings: list[str] = []
+    volumes = list(_volumes(pod, cluster, warnings))
+    patch = [
+        *_replay(pod, cluster, warnings),
+        *_volume_patch(pod, volumes),
+        *_containers(pod, cluster, volumes, warnings),
+    ]
+    warnings = list(dict.fromkeys(warnings))[:_WARNINGS_MAX]
+    noted = "; ".join(warnings)
+    if noted and pod.metadata.annotations.get(WARNINGS) != noted and _has_room(pod, noted):
+        patch.append(_annotate(WARNINGS, noted))
+    return Plan(tuple(patch), tuple(f"bootseer: {warning}" for warning in warnings))
+
+
+def _replay(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[Operation]:
+    annotations, spec = pod.metadata.annotations, pod.spec
+    asked = _asked(pod, REPLAY)
+    if not asked:
+        return
+    if asked != "auto":
+        warnings.append(f"{REPLAY} is {asked[:40]!r}, which is neither auto nor off")
+    elif spec.runtime_class_name not in ("", RUNTIME_CLASS):
+        warnings.append(
+            f"not replayed: the pod has the runtime class {spec.runtime_class_name!r} already"
+        )
+    elif not cluster.handler:
+        warnings.append(f"not replayed: this cluster has no runtime class {RUNTIME_CLASS!r}")
+    elif not spec.host_users:
+        warnings.append(
+            "not replayed: in a user namespace (hostUsers: false) containerd copies the whole image"
+        )
+    elif annotations.get(HANDLER, cluster.handler) != cluster.handler:
+        warnings.append(f"not replayed: the pod has another {HANDLER} already")
+    elif not _has_room(pod, cluster.handler):
+        warnings.append("not replayed: the pod's annotations have no room for one more")
+    else:
+        if not spec.runtime_class_name:
+            yield {"op": "add", "path": "/spec/runtimeClassName", "value": RUNTIME_CLASS}
+        if HANDLER not in annotations:
+            yield _annotate(HANDLER, cluster.handler)
+
+
+def _volumes(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[_Volume]:
+    """The volumes that a pod asks for and can be given."""
+    annotations = pod.metadata.annotations
+    asked: list[_Volume] = []
+    if _asked(pod, ENVIRONMENT):
+        asked.append(
+            _Volume(
+                name="bootseer-environment",
+                path=annotations.get(f"{ENVIRONMENT}-path") or "/opt/environment",
+                is_read_only=True,
+                attributes={"kind": "environment", "environment": annotations[ENVIRONMENT]},
+            )
+        )
+    if _asked(pod, CHECKPOINT):
+        asked.append(
+            _Volume(
+                name="bootseer-checkpoint",
+                path=annotations.get(f"{CHECKPOINT}-path") or "/mnt/checkpoints",
+                is_read_only=False,
+                attributes={"kind": "checkpoint", "source": annotations[CHECKPOINT]},
+            )
+        )
+    for volume in asked:
+        problem = _problem(pod, volume)
+        if volume.path in (one.path for one in asked if one is not volume):
+            problem = f"environment and checkpoint folder have one path, {volume.path!r}"
+        if problem:
+            warnings.append(f"no {volume.attributes['kind']}: {problem}")
+        elif cluster.has_driver:
+            yield volume
+        elif volume.is_read_only:
+            warnings.append(f"no environment: this cluster has no CSI driver {DRIVER}")
+        else:
+            # Without its folder a trainer would begin at step 0, and save to the node's disk.
+            warnings.append(
+                f"this cluster has no CSI driver {DRIVER}: the pod waits for its checkpoint folder"
+            )
+            yield volume
+
+
+def _asked(pod: Pod, name: str) -> str:
+    """What an annotation asks for; empty where it asks for nothing."""
+    text = pod.metadata.annotations.get(name, "")
+    return "" if text == "off" else text
+
+
+def _problem(pod: Pod, volume: _Volume) -> str:
+    """Why a pod cannot have the volume; empty where it can."""
+    path, source = volume.path, volume.attributes.get("source")
+    if source is not None and not _URL.fullmatch(source):
+        return f"{redact(source)[:80]!r} is no URL"
+    if not _PATH.fullmatch(path) or path != posixpath.normpath(path) or _TAKEN.fullmatch(path):
+        return f"{path[:80]!r} is no path that a folder can be mounted at"
+    named = [one for one in pod.spec.volumes if one.get("name") == volume.name]
+    if named and not _is_ours(named[0], volume):
+        return f"the pod has another volume of the name {volume.name!r}"
+    return ""
+
+
+def _is_ours(named: Mapping[str, Any], volume: _Volume) -> bool:
+    csi = named.get("csi")
+    return (
+        isinstance(csi, dict)
+        and csi.get("driver") == DRIVER
+        and csi.get("volumeAttributes") == volume.attributes
+    )
+
+
+def _volume_patch(pod: Pod, volumes: list[_Volume]) -> Iterator[Operation]:
+    names = {one.get("name") for one in pod.spec.volumes}
+    new = [volume.source() for volume in volumes if volume.name not in names]
+    yield from _append("/spec/volumes", bool(pod.spec.volumes), new)
+
+
+def _containers(
+    pod: Pod, cluster: Cluster, volumes: list[_Volume], warnings: list[str]
+) -> Iterator[Operation]:
+    told = _variables(identity_of(pod), cluster, volumes)
+    kinds = {"containers": pod.spec.containers, "initContainers": pod.spec.init_containers}
+    for kind, containers in kinds.items():
+        for place, container in enumerate(containers):
+            at = f"/spec/{kind}/{place}"
+            own = {variable.name for variable in container.env}
+            left = own | ({"BOOTSEER_RANK"} if tells_rank(own) else set())
+            # What a ConfigMap says would be weaker than what is said here.
+            left |= {"BOOTSEER_STORE"} if container.env_from else set()
+            new = [one for one in told if one["name"] not in left]
+            yield from _append(f"{at}/env", bool(container.env), new)
+            mounts = list(_mounts(container, volumes, warnings))
+            yield from _append(f"{at}/volumeMounts", bool(container.volume_mounts), mounts)
+
+
+def _variables(
+    identity: Identity, cluster: Cluster, volumes: list[_Volume]
+) -> list[dict[str, Any]]:
+    plain = {
+        "BOOTSEER_JOB": identity.job,
+        "BOOTSEER_SUBMISSION": identity.submission,
+        "BOOTSEER_ATTEMPT": identity.attempt,
+        "BOOTSEER_RANK": identity.rank,
+        "BOOTSEER_STORE": cluster.store_url,
+    }
+    plain |= {f"BOOTSEER_{one.attributes['kind'].upper()}_PATH": one.path for one in volumes}
+    fields = {"BOOTSEER_NODE": "spec.nodeName"}
+    if not identity.submission:
+        fields["BOOTSEER_SUBMISSION"] = "metadata.uid"
+    return [
+        # A kubelet puts the values of other variables in the place of $(NAME); $$ is a $.
+        *({"name": key, "value": text.replace("$", "$$")} for key, text in plain.items() if text),
+        *(
+            {"name": key, "valueFrom": {"fieldRef": {"fieldPath": field}}}
+            for key, field in fields.items()
+        ),
+    ]
+
+
+def _mounts(
+    container: Container, volumes: list[_Volume], warnings: list[str]
+) -> Iterator[dict[str, Any]]:
+    taken = {posixpath.normpath(one.mount_path): one.name for one in container.volume_mounts}
+    taken |= {posixpath.normpath(one.device_path): "" for one in container.volume_devices}
+    for volume in volumes:
+        other = taken.get(volume.path)
+        if other is None:
+            mount: dict[str, Any] = {"name": volume.name, "mountPath": volume.path}
+            if volume.is_read_only:
+                mount["readOnly"] = True
+            yield mount
+        elif other != volume.name:
+            warnings.append(
+                f"no {volume.attributes['kind']} in container {container.name!r}: it has another "
+                f"volume at {volume.path}"
+            )
+
+
+def _has_room(pod: Pod, more: str) -> bool:
+    """Whether the API takes two more annotations with such a value."""
+    size = sum(len(f"{key}{text}".encode()) for key, text in pod.metadata.annotations.items())
+    return size + len(more.encode()) + _ROOM_BYTES <= _ANNOTATIONS_BYTES_MAX
+
+
+def _append(path: str, is_there: bool, items: list[dict[str, Any]]) -> Iterator[Operation]:
+    """Items at the end of a list, which is made where it is missing, null or empty."""
+    if not is_there:
+        if items:
+            yield {"op": "add", "path": path, "value": items}
+        return
+    for item in items:
+        yield {"op": "add", "path": f"{path}/-", "value": item}
+
+
+def _annotate(name: str, value: str) -> Operation:
+    escaped = name.replace("~", "~0").replace("/", "~1")
+    return {"op": "add", "path": f"/metadata/annotations/{escaped}", "value": value}

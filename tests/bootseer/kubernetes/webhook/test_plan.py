@@ -1,0 +1,201 @@
+"""What the webhook changes in pods: each rule with a pod for it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from bootseer.kubernetes.webhook.plan import Cluster
+from tests.bootseer.kubernetes.webhook.pod_objects import (
+    CLUSTER,
+    JOB_UID,
+    patched,
+    planned,
+    pod_object,
+    variables,
+)
+
+REPLAY = {"bootseer.io/replay": "auto"}
+ENVIRONMENT = {"bootseer.io/environment": "llm-2"}
+CHECKPOINT = {"bootseer.io/checkpoint": "hdfs://namenode/ckpt/llm"}
+HANDLER = "io.containerd.cri.runtime-handler"
+
+
+def test_a_replayed_pod_gets_class_handler_and_identity() -> None:
+    pod = patched(pod_object(REPLAY))
+    assert pod["spec"]["runtimeClassName"] == "bootseer"
+    assert pod["metadata"]["annotations"] == {**REPLAY, HANDLER: "bootseer-handler"}
+    assert variables(pod) == {
+        "BOOTSEER_JOB": "train",
+        "BOOTSEER_SUBMISSION": JOB_UID,
+        "BOOTSEER_STORE": "hdfs://namenode/store",
+        "BOOTSEER_NODE": "spec.nodeName",
+    }
+    assert "volumes" not in pod["spec"]
+
+
+def test_volumes_are_mounted_in_every_container() -> None:
+    init = {"name": "init", "env": [{"name": "A", "value": "1"}], "volumeMounts": []}
+    data = {"name": "data", "emptyDir": {}}
+    pod = patched(
+        pod_object(
+            {**ENVIRONMENT, **CHECKPOINT, "bootseer.io/checkpoint-path": "/mnt/ckpt"},
+            initContainers=[init],
+            volumes=[data],
+        )
+    )
+    environment = {"kind": "environment", "environment": "llm-2"}
+    checkpoint = {"kind": "checkpoint", "source": "hdfs://namenode/ckpt/llm"}
+    driver = "csi.bootseer.io"
+    assert pod["spec"]["volumes"] == [
+        data,
+        {
+            "name": "bootseer-environment",
+            "csi": {"driver": driver, "volumeAttributes": environment, "readOnly": True},
+        },
+        {"name": "bootseer-checkpoint", "csi": {"driver": driver, "volumeAttributes": checkpoint}},
+    ]
+    mounts = [
+        {"name": "bootseer-environment", "mountPath": "/opt/environment", "readOnly": True},
+        {"name": "bootseer-checkpoint", "mountPath": "/mnt/ckpt"},
+    ]
+    for kind in ("containers", "initContainers"):
+        assert pod["spec"][kind][0]["volumeMounts"] == mounts
+        assert variables(pod, kind)["BOOTSEER_ENVIRONMENT_PATH"] == "/opt/environment"
+        assert variables(pod, kind)["BOOTSEER_CHECKPOINT_PATH"] == "/mnt/ckpt"
+    assert variables(pod, "initContainers")["A"] == "1"
+    assert "runtimeClassName" not in pod["spec"]
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [
+        None,
+        {},
+        {"bootseer.io/checkpoint-path": "/x", "example.com/replay": "auto"},
+        {"bootseer.io/environment": "", "bootseer.io/replay": "off"},
+        {**REPLAY, "kubernetes.io/config.mirror": "a1"},
+    ],
+)
+def test_pods_without_a_request_stay_as_they_are(annotations: dict[str, str] | None) -> None:
+    plan = planned(pod_object(annotations))
+    assert not plan.patch
+    assert not plan.warnings
+
+
+def test_what_a_pod_says_itself_stays() -> None:
+    env = [
+        {"name": "BOOTSEER_JOB", "value": "mine"},
+        {"name": "BOOTSEER_STORE", "value": "file:///mine"},
+        {"name": "BOOTSEER_NODE", "value": "n"},
+        {"name": "RANK", "value": "3"},
+    ]
+    labels = {"job-name": "j", "batch.kubernetes.io/job-completion-index": "5"}
+    containers = [{"name": "a", "env": env}, {"name": "b", "envFrom": [{"configMapRef": {}}]}]
+    pod = patched(pod_object(REPLAY, labels, containers=containers))
+    assert variables(pod) == {
+        "BOOTSEER_JOB": "mine",
+        "BOOTSEER_STORE": "file:///mine",
+        "BOOTSEER_NODE": "n",
+        "RANK": "3",
+        "BOOTSEER_SUBMISSION": JOB_UID,
+    }
+    # A ConfigMap may name another store, and is weaker than a variable.
+    assert "BOOTSEER_STORE" not in variables(pod, place=1)
+    assert variables(pod, place=1)["BOOTSEER_RANK"] == "5"
+
+
+def test_values_are_no_references_to_other_variables() -> None:
+    cluster = Cluster(has_driver=True, handler="h", store_url="file:///a$(HOME)")
+    assert variables(patched(pod_object(REPLAY), cluster))["BOOTSEER_STORE"] == "file:///a$$(HOME)"
+
+
+@pytest.mark.parametrize(
+    ("annotations", "spec", "cluster", "says"),
+    [
+        ({"bootseer.io/replay": "yes"}, {}, {}, "neither auto nor off"),
+        (REPLAY, {"runtimeClassName": "gvisor"}, {}, "runtime class 'gvisor'"),
+        (REPLAY, {}, {"handler": ""}, "no runtime class 'bootseer'"),
+        (REPLAY, {"hostUsers": False}, {}, "user namespace"),
+        ({**REPLAY, HANDLER: "kata"}, {}, {}, "another io.containerd"),
+        ({**REPLAY, "x": "y" * (256 * 1024 - 400)}, {}, {}, "no room"),
+        (ENVIRONMENT, {}, {"has_driver": False}, "no CSI driver"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "opt"}, {}, {}, "no path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "/usr/.."}, {}, {}, "no path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "/proc/1"}, {}, {}, "no path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "/a:b"}, {}, {}, "no path"),
+        ({"bootseer.io/checkpoint": "/mnt/x"}, {}, {}, "no URL"),
+        (
+            ENVIRONMENT,
+            {"volumes": [{"name": "bootseer-environment", "emptyDir": {}}]},
+            {},
+            "another volume of the name",
+        ),
+        (
+            ENVIRONMENT,
+            {
+                "containers": [
+                    {"name": "c", "volumeMounts": [{"name": "v", "mountPath": "/opt/environment/"}]}
+                ]
+            },
+            {},
+            "in container 'c': it has another volume",
+        ),
+        (
+            ENVIRONMENT,
+            {"containers": [{"name": "c", "volumeDevices": [{"devicePath": "/opt/environment"}]}]},
+            {},
+            "in container 'c': it has another volume",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_a_warning_and_left_out(
+    annotations: dict[str, str], spec: dict[str, Any], cluster: dict[str, Any], says: str
+) -> None:
+    found = Cluster(**{"has_driver": True, "handler": "h", **cluster})
+    before = pod_object(annotations, **spec)
+    plan = planned(before, found)
+    assert len(plan.warnings) == 1
+    assert says in plan.warnings[0]
+    pod = patched(before, found)
+    assert pod["spec"].get("runtimeClassName") == spec.get("runtimeClassName")
+    mounts = [container.get("volumeMounts") for container in pod["spec"]["containers"]]
+    assert mounts == [one.get("volumeMounts") for one in before["spec"]["containers"]]
+    noted = pod["metadata"]["annotations"].get("bootseer.io/warnings", "")
+    assert f"bootseer: {noted}" == plan.warnings[0] or "no room" in says
+
+
+def test_two_volumes_with_one_path_are_left_out() -> None:
+    paths = {"bootseer.io/environment-path": "/a", "bootseer.io/checkpoint-path": "/a"}
+    plan = planned(pod_object({**ENVIRONMENT, **CHECKPOINT, **paths}))
+    assert len(plan.warnings) == 2
+    assert "volumes" not in json.dumps(plan.patch)
+
+
+def test_a_checkpoint_folder_is_never_left_out_for_a_missing_driver() -> None:
+    """The trainer would begin at step 0, and save to the node's disk."""
+    plan = planned(pod_object(CHECKPOINT), Cluster(has_driver=False, handler=""))
+    assert "waits for its checkpoint folder" in plan.warnings[0]
+    assert [one["value"] for one in plan.patch if one["path"] == "/spec/volumes"]
+
+
+def test_windows_pods_are_left_alone() -> None:
+    for spec in ({"os": {"name": "windows"}}, {"nodeSelector": {"kubernetes.io/os": "windows"}}):
+        plan = planned(pod_object(REPLAY, **spec))
+        assert not plan.patch
+        assert "Windows" in plan.warnings[0]
+
+
+def test_passwords_of_urls_are_not_repeated() -> None:
+    plan = planned(pod_object({"bootseer.io/checkpoint": "s3://user:geheim@host/a b"}))
+    assert "geheim" not in plan.warnings[0]
+
+
+def test_a_pod_is_told_of_no_store_where_none_is_named() -> None:
+    cluster = Cluster(has_driver=True, handler="h")
+    assert "BOOTSEER_STORE" not in variables(patched(pod_object(REPLAY), cluster))
+
+
+def test_a_second_look_changes_nothing() -> None:
+    once = patched(pod_object({**REPLAY, **ENVIRONMENT, **CHECKPOINT}))
+    assert not planned(once, CLUSTER).patch

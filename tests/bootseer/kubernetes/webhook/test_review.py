@@ -1,0 +1,91 @@
+"""Answers to the questions of API servers, and to what is no question."""
+
+import json
+from typing import Any
+
+import pytest
+
+from bootseer.errors import CorruptError
+from bootseer.kubernetes.webhook.plan import Cluster
+from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
+from bootseer.kubernetes.webhook.review import answer
+from tests.bootseer.kubernetes.webhook.pod_objects import (
+    CLUSTER,
+    pod_object,
+    response_to,
+    review_of,
+)
+
+REPLAY = {"bootseer.io/replay": "auto"}
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta1"])
+def test_the_answer_has_uid_and_version_of_the_question(version: str) -> None:
+    response = response_to(review_of(pod_object(REPLAY), version=version))
+    assert response["uid"] == "705ab4f5-6393-11e8-b7cc-42010a800002"
+    assert response["apiVersion"] == f"admission.k8s.io/{version}"
+    assert response["allowed"] is True
+    assert {one["path"] for one in response["patch"]} >= {"/spec/runtimeClassName"}
+    assert "warnings" not in response
+
+
+def test_the_cluster_is_not_asked_for_other_pods() -> None:
+    def never() -> Cluster:
+        raise AssertionError
+
+    document = json.loads(answer(review_of(pod_object()), never))
+    assert document["response"] == {
+        "uid": "705ab4f5-6393-11e8-b7cc-42010a800002",
+        "allowed": True,
+    }
+
+
+def test_warnings_are_said_to_whoever_creates_the_pod() -> None:
+    response = response_to(review_of(pod_object(REPLAY)), Cluster(has_driver=True, handler=""))
+    assert response["warnings"] == [
+        "bootseer: not replayed: this cluster has no runtime class 'bootseer'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"object": {"metadata": {"annotations": REPLAY}, "spec": {"containers": 7}}}, "no pod"),
+        ({"object": {"metadata": {"annotations": REPLAY}}}, "not a pod"),
+        ({"object": pod_object({**REPLAY, "x": "y" * 1024 * 1024})}, "too large"),
+    ],
+)
+def test_a_pod_that_cannot_be_changed_starts_as_it_is(change: dict[str, Any], says: str) -> None:
+    response = response_to(review_of(None, **change))
+    assert response["allowed"] is True
+    assert "patch" not in response
+    assert says.replace("no pod", "not a pod") in response["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    "change", [{"operation": "UPDATE"}, {"object": None}, {"object": []}, {"object": "x"}]
+)
+def test_other_questions_are_answered_without_a_change(change: dict[str, Any]) -> None:
+    response = response_to(review_of(pod_object(REPLAY), **change))
+    assert response.keys() == {"uid", "allowed", "apiVersion"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b'{"kind":"AdmissionReview"}',
+        b'{"kind":"Pod","apiVersion":"v1","request":{"uid":"1"}}',
+        b'{"kind":"AdmissionReview","apiVersion":"admission.k8s.io/v1","request":{"uid":""}}',
+        b'{"kind":"AdmissionReview","apiVersion":"admission.k8s.io/v1","request":{"uid":1}}',
+        b"[" * 100_000,
+        b"[" + b"{}," * 300_000 + b"{}]",
+        b" " * (BODY_BYTES_MAX + 1),
+    ],
+)
+def test_what_is_no_question_is_refused(body: bytes) -> None:
+    with pytest.raises(CorruptError):
+        answer(body, lambda: CLUSTER)
