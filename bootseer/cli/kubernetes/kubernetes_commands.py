@@ -8,6 +8,7 @@ from bootseer.cli.lazy_group import LazyGroup
 @click.group(
     cls=LazyGroup,
     elsewhere={
+        "containerd": ("kubernetes.containerd_commands", "containerd"),
         "spawner": ("kubernetes.spawner_command", "spawner"),
         "webhook": ("kubernetes.webhook_command", "webhook"),
     },

@@ -1,0 +1,120 @@
+"""`bootseer kubernetes containerd`: containerd's own configuration on the node of a pod."""
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.output import current_settings
+from bootseer.errors import BootseerError, NotFoundError, PermissionDeniedError
+
+if TYPE_CHECKING:
+    from bootseer.kubernetes.installer.daemon import Daemon
+    from bootseer.kubernetes.installer.install import Change
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@click.group()
+def containerd() -> None:
+    """Have the containerd of a node know the snapshotter and the runtime class."""
+
+
+def _of_containerd(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option(
+            "--restart",
+            metavar="COMMAND",
+            default="",
+            help="A shell command for the node that restarts containerd, whose process is {pid}. "
+            "Default: its systemd unit is restarted.",
+        ),
+        click.option(
+            "--socket",
+            type=click.Path(path_type=Path),
+            default=Path("/run/containerd/containerd.sock"),
+            show_default=True,
+            help="Where containerd answers.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@containerd.command(epilog="Example: bootseer kubernetes containerd install")
+@_of_containerd
+def install(socket: Path, restart: str) -> None:
+    """Add the proxy plugin and the runtime class to containerd's configuration.
+
+    containerd is restarted only where it runs without them. What it had is left as it is, and the
+    runtime class is a copy of its default runtime.
+    """
+    from bootseer.kubernetes.installer import install as installer
+
+    machine = platform.machine()
+    on = f"linux/{_ARCHITECTURES.get(machine, machine)}"
+    _say(installer.install(_daemon(socket, restart), _address(), on), "has the lines of bootseer")
+
+
+@containerd.command(epilog="Example: bootseer kubernetes containerd remove")
+@click.option(
+    "--unless-daemonset",
+    metavar="NAMESPACE/NAME",
+    help="Do nothing while the API server knows this DaemonSet: the pod is only replaced.",
+)
+@_of_containerd
+def remove(socket: Path, restart: str, unless_daemonset: str | None) -> None:
+    """Take away what `install` has added, to the byte, and have containerd forget it."""
+    from bootseer.kubernetes.installer import install as installer
+
+    if unless_daemonset is not None and _is_there(unless_daemonset):
+        click.echo(f"{unless_daemonset} is there: nothing is removed", err=True)
+        return
+    _say(installer.remove(_daemon(socket, restart), _address()), "is as it was")
+
+
+@containerd.command(epilog="Example: bootseer kubernetes containerd status")
+@_of_containerd
+def status(socket: Path, restart: str) -> None:
+    """Whether containerd runs with the proxy plugin and the runtime class."""
+    plugin, runtime = _daemon(socket, restart).loaded()
+    if plugin != _address() or not runtime:
+        raise NotFoundError(
+            "containerd runs without the proxy plugin or the runtime class of bootseer: run "
+            "`bootseer kubernetes containerd install`"
+        )
+    click.echo(f"containerd runs with the snapshotter at {plugin}")
+
+
+def _is_there(daemonset: str) -> bool:
+    from bootseer.kubernetes.api import Api
+
+    namespace, _, name = daemonset.partition("/")
+    try:
+        found = Api(_ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
+    except PermissionDeniedError:
+        # What gave this pod the right to ask is gone with all the rest.
+        return False
+    except BootseerError as error:
+        click.echo(f"nobody says whether {daemonset} is there: {error}", err=True)
+        return True
+    return found is not None and "deletionTimestamp" not in found["metadata"]
+
+
+def _daemon(socket: Path, restart: str) -> "Daemon":
+    from bootseer.kubernetes.installer.daemon import Daemon
+
+    return Daemon(socket, restart)
+
+
+def _address() -> str:
+    return str(current_settings().run_dir / "snapshotter.sock")
+
+
+def _say(change: "Change", what: str) -> None:
+    changed = "now " if change.is_file_changed else ""
+    done = "restarted" if change.is_restarted else "not restarted"
+    click.echo(f"{change.file} {changed}{what}; containerd was {done}", err=True)

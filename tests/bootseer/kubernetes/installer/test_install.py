@@ -1,0 +1,259 @@
+"""The installer on a real containerd: each version that can be had, with the folders of a node."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.containers.packages import Packages
+from bench.model import SkippedError
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnsupportedError
+from bootseer.kubernetes.installer import install as installer
+from bootseer.kubernetes.installer.block import without_block
+from bootseer.kubernetes.installer.daemon import Daemon
+from bootseer.kubernetes.installer.install import install, remove
+from tests.support.containers.containerd_node import programs
+from tests.support.mounts.fuse_mount import REPOSITORY, require_root
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.root]
+
+ADDRESS = "/run/bootseer/snapshotter.sock"
+PLATFORM = "linux/amd64"
+# As a node of a platform team has it: the settings that a lost table would lose.
+NODE = """version = 2
+
+[plugins."io.containerd.grpc.v1.cri"]
+  enable_selinux = false
+  max_container_log_line_size = 4096 # ours
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    default_runtime_name = "nvidia"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia]
+      runtime_type = "io.containerd.runc.v2"
+      pod_annotations = ["example.com/*"]
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia.options]
+        BinaryName = "/usr/bin/nvidia-container-runtime"
+        SystemdCgroup = true
+[proxy_plugins.other]
+type = "snapshot"
+address = "/run/other.sock\""""
+# Namespaces of its own stand for a node: the folders are where a node has them.
+START = """
+for name in etc:/etc/containerd lib:/var/lib/containerd run:/run/containerd opt:/opt/containerd; do
+    mkdir -p ${name#*:} {base}/${name%%:*}
+    mount --bind {base}/${name%%:*} ${name#*:}
+done
+while [ ! -e {base}/end ]; do {program} >> {base}/log 2>&1; sleep 0.1; done
+"""
+
+
+class Machine:
+    """A node with a containerd that is started again when it ends."""
+
+    def __init__(self, base: Path, folder: Path) -> None:
+        self.base, self.folder = base, folder
+        self.config = base / "etc/config.toml"
+        self.socket = base / "run/containerd.sock"
+        self.config.parent.mkdir(parents=True)
+        self.restarts = base / "restarts"
+        self.restarts.touch()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, config: str | None) -> Daemon:
+        if config is not None:
+            self.config.write_text(config)
+        text = START.replace("{base}", str(self.base)).replace(
+            "{program}", str(self.folder / "containerd")
+        )
+        self._process = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", text],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}"},
+        )
+        wait_for(self.answers, "containerd's start")
+        return self.daemon()
+
+    def daemon(self, restart: str = "kill {pid}") -> Daemon:
+        return Daemon(self.socket, f"echo >> {self.restarts}; {restart}")
+
+    def answers(self) -> bool:
+        try:
+            self.daemon().loaded()
+        except BootseerError:
+            return False
+        return True
+
+    def restart_count(self) -> int:
+        return len(self.restarts.read_text())
+
+    def end(self) -> None:
+        (self.base / "end").touch()
+        if self._process is None:
+            return
+        with contextlib.suppress(BootseerError):
+            os.kill(self.daemon().pid, signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def folder_of(suite: str) -> Path:
+    if suite == "this machine's":
+        return programs()
+    try:
+        return Packages(REPOSITORY / ".venv/packages").unpacked(suite, "containerd") / "usr/bin"
+    except SkippedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A socket's path must be short."""
+    with tempfile.TemporaryDirectory(prefix="node-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(params=["trixie", "forky"], ids=["1.7", "2.x"])
+def machine(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Machine]:
+    require_root()
+    found = Machine(short_folder, folder_of(request.param))
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+@pytest.mark.parametrize(
+    "config", [None, "", "version = 2\n", NODE], ids=["none", "empty", "least", "node"]
+)
+def test_our_lines_are_loaded_and_leave_no_trace(machine: Machine, config: str | None) -> None:
+    daemon = machine.start(config)
+    change = install(daemon, ADDRESS, PLATFORM)
+    assert (change.is_file_changed, change.is_restarted) == (True, True)
+    assert change.file == Path("/etc/containerd/config.toml")
+    plugin, runtime = machine.daemon().loaded()
+    assert plugin == ADDRESS
+    assert runtime["snapshotter"] == "bootseer"
+    if config == NODE:
+        # The class is the node's default runtime, with another snapshotter.
+        assert runtime["options"]["BinaryName"] == "/usr/bin/nvidia-container-runtime"
+        assert runtime["options"]["SystemdCgroup"] is True
+        assert machine.config.with_name("config.toml.before-bootseer").read_text() == NODE
+    # Nothing is done twice.
+    again = install(machine.daemon(), ADDRESS, PLATFORM)
+    assert (again.is_file_changed, again.is_restarted) == (False, False)
+    assert machine.restart_count() == 1
+    change = remove(machine.daemon(), ADDRESS)
+    assert (change.is_file_changed, change.is_restarted) == (True, True)
+    assert machine.daemon().loaded() == ("", {})
+    assert (machine.config.read_text() if machine.config.exists() else None) == config
+    assert [path.name for path in machine.config.parent.iterdir()] == (
+        [] if config is None else ["config.toml"]
+    )
+    assert not remove(machine.daemon(), ADDRESS).is_restarted
+    assert machine.restart_count() == 2
+
+
+def test_what_others_write_in_between_stays(machine: Machine) -> None:
+    install(machine.start("version = 2\n"), ADDRESS, PLATFORM)
+    ours = machine.config.read_text()
+    machine.config.write_text(
+        ours.replace("version = 2\n", "version = 2\noom_score = -1\n") + "# end\n"
+    )
+    assert not install(machine.daemon(), ADDRESS, PLATFORM).is_restarted
+    assert "oom_score = -1\n" in machine.config.read_text()
+    remove(machine.daemon(), ADDRESS)
+    assert machine.config.read_text() == "version = 2\noom_score = -1\n# end\n"
+
+
+def test_a_start_that_was_cut_off_is_made_up_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the file and the restart: the next start restarts, and changes nothing."""
+    daemon = machine.start(NODE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Daemon, "restart", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            install(daemon, ADDRESS, PLATFORM)
+    assert without_block(machine.config.read_text()) == NODE
+    change = install(machine.daemon(), ADDRESS, PLATFORM)
+    assert (change.is_file_changed, change.is_restarted) == (False, True)
+
+
+def test_a_configuration_that_containerd_refuses_is_left_alone(machine: Machine) -> None:
+    machine.start("version = 2\n")
+    machine.config.write_text("version = 2\n[broken")
+    with pytest.raises(BootseerError, match="refuses its configuration"):
+        install(machine.daemon(), ADDRESS, PLATFORM)
+    assert machine.config.read_text() == "version = 2\n[broken"
+    assert machine.restart_count() == 0
+    assert machine.answers()
+
+
+def test_lines_that_somebody_put_there_by_hand_are_named(machine: Machine) -> None:
+    text = f'version = 2\n[proxy_plugins.bootseer]\ntype = "snapshot"\naddress = "{ADDRESS}"\n'
+    machine.start(text)
+    with pytest.raises(InvalidInputError, match=r"containerd\.install=false"):
+        install(machine.daemon(), ADDRESS, PLATFORM)
+    assert machine.config.read_text() == text
+
+
+def test_a_containerd_that_does_not_come_back_gets_its_old_configuration(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.start(NODE)
+    monkeypatch.setattr(installer, "_RESTART_S", 1.0)
+    # Whatever the cause: here nothing restarts it.
+    with pytest.raises(DeadlineError, match="the old one is back"):
+        install(machine.daemon("true"), ADDRESS, PLATFORM)
+    assert machine.config.read_text() == NODE
+    assert machine.answers()
+
+
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(machine: Machine) -> None:
+    machine.start(NODE)
+    install(machine.daemon(), ADDRESS, PLATFORM)
+    new = machine.config.read_text()
+    command = "from bootseer.kubernetes.installer.daemon import Daemon\n"
+    command += "from bootseer.kubernetes.installer.install import install, remove\n"
+    command += "from pathlib import Path\nimport sys\n"
+    command += f"daemon = Daemon(Path({str(machine.socket)!r}), 'true')\n"
+    command += "print('ready', flush=True)\n"
+    command += f"remove(daemon, {ADDRESS!r})\n"
+    for delay_s in (0.0, 0.05, 0.1, 0.15, 0.2, 0.3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", command], stdout=subprocess.PIPE, cwd=REPOSITORY
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(delay_s)
+        process.kill()
+        process.communicate()
+        assert machine.config.read_text() in (NODE, new)
+        machine.config.write_text(new)
+    remove(machine.daemon(), ADDRESS)
+
+
+def test_a_containerd_that_knows_no_class_s_snapshotter_is_named(short_folder: Path) -> None:
+    require_root()
+    found = Machine(short_folder, programs())
+    try:
+        daemon = found.start("version = 2\n")
+        if daemon.dump("version = 2\n")["version"] != 2:
+            pytest.skip("this machine's containerd is not 1.6")
+        with contextlib.suppress(UnsupportedError):
+            install(daemon, ADDRESS, PLATFORM)
+            pytest.skip("this machine's containerd is not 1.6")
+        assert found.config.read_text() == "version = 2\n"
+        assert found.restart_count() == 0
+    finally:
+        found.end()
