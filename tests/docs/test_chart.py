@@ -10,6 +10,7 @@ import yaml  # type: ignore[import-untyped]
 
 from bench.model import SkippedError
 from tests.support.containers.chart import CHART, MANIFESTS, objects, plain_manifests, render
+from tests.support.mounts.fuse_mount import REPOSITORY
 
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -28,6 +29,7 @@ EVERYTHING = {
     "warm": {"images": ["registry://registry.example.com/team/trainer:v7"]},
     "metrics": {"directory": "/var/lib/node_exporter"},
 }
+SECURITY = REPOSITORY / "SECURITY.md"
 Object = dict[str, Any]
 
 
@@ -170,3 +172,72 @@ def test_every_value_is_documented_used_and_checked() -> None:
     assert not SCHEMA["additionalProperties"]
     unknown = set(re.findall(r"\.Values\.(\w+)", templates)) - set(DEFAULTS)
     assert not unknown
+
+
+def test_rights_are_those_of_the_table() -> None:
+    """SECURITY.md says of each container what it may do."""
+    text = SECURITY.read_text().partition("\n## In a Kubernetes cluster\n")[2].partition("\n## ")[0]
+    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| `")]
+    said = {row[0].strip("| "): tuple(cell.strip() for cell in row[1:5]) for row in rows}
+    found = rendered({"warm": EVERYTHING["warm"]})
+    assert said == dict(rights_of(found))
+
+
+def rights_of(found: list[Object]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of each container: its user and privilege, namespaces and folders of the node, API rights."""
+    for name, pod in pods(found):
+        spec = pod["spec"]
+        shared = [kind for kind in ("Network", "PID", "IPC") if spec.get(f"host{kind}")]
+        folders = {
+            v["name"]: v["hostPath"]["path"] for v in spec.get("volumes", ()) if "hostPath" in v
+        }
+        for one in containers(pod):
+            may = {**spec.get("securityContext", {}), **one["securityContext"]}
+            user = "privileged" if may.get("privileged") else f"user {may['runAsUser']}"
+            seen = sorted(
+                f"`{folders[mount['name']]}`{' (read)' if mount.get('readOnly') else ''}"
+                for mount in one.get("volumeMounts", ())
+                if mount["name"] in folders
+            )
+            account = spec.get("serviceAccountName")
+            rules = []
+            if account and spec.get("automountServiceAccountToken", True):
+                rules = sorted(
+                    f"{', '.join(rule['verbs'])} {kind} `{', '.join(rule['resourceNames'])}`"
+                    for role in found
+                    if role["kind"] in ("Role", "ClusterRole")
+                    and role["metadata"]["name"] == account
+                    for rule in role["rules"]
+                    for kind in rule["resources"]
+                )
+            cells = (user, ", ".join(shared), "<br>".join(seen), "<br>".join(rules))
+            yield f"`{name}` {one['name']}", tuple(cell or "none" for cell in cells)
+
+
+def test_who_mounts_nothing_has_no_privilege(installed: list[Object]) -> None:
+    """Privileged are those that mount for the node, and that change containerd's configuration."""
+    for name, pod in pods(installed):
+        for one in containers(pod):
+            may = {**pod["spec"].get("securityContext", {}), **one["securityContext"]}
+            if name in ("bootseer-mounts", "bootseer-node"):
+                continue
+            assert not may.get("privileged")
+            assert may["allowPrivilegeEscalation"] is False
+            assert may["readOnlyRootFilesystem"]
+            assert may["capabilities"] == {"drop": ["ALL"]}
+            assert may["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_the_webhook_fits_into_a_restricted_namespace(installed: list[Object]) -> None:
+    for name, pod in pods(installed):
+        if name == "bootseer-webhook":
+            assert pod["spec"]["securityContext"]["runAsNonRoot"]
+            assert not {"hostNetwork", "hostPID", "hostIPC", "volumes"} & set(pod["spec"])
+            return
+
+
+def test_no_account_may_do_more_than_with_one_named_object(installed: list[Object]) -> None:
+    for one in installed:
+        for rule in one.get("rules", ()) if one["kind"] in ("Role", "ClusterRole") else ():
+            assert rule["resourceNames"]
+            assert set(rule["verbs"]) <= {"get", "update", "patch"}

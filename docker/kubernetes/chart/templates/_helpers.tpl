@@ -53,10 +53,6 @@ tolerations:
 - {name: dev, mountPath: /dev}
 - {name: state, mountPath: {{ .Values.stateDir }}, mountPropagation: Bidirectional}
 - {name: run, mountPath: {{ .Values.runDir }}, mountPropagation: Bidirectional}
-- {name: kubelet, mountPath: {{ .Values.kubeletDir }}, mountPropagation: Bidirectional}
-- name: snapshots
-  mountPath: {{ .Values.containerd.root }}/io.containerd.snapshotter.v1.bootseer
-  mountPropagation: Bidirectional
 {{- with .Values.metrics.directory }}
 - {name: metrics, mountPath: {{ . }}}
 {{- end }}
@@ -74,12 +70,6 @@ tolerations:
   hostPath: {path: {{ .Values.stateDir }}, type: DirectoryOrCreate}
 - name: run
   hostPath: {path: {{ .Values.runDir }}, type: DirectoryOrCreate}
-- name: kubelet
-  hostPath: {path: {{ .Values.kubeletDir }}, type: Directory}
-- name: snapshots
-  hostPath:
-    path: {{ .Values.containerd.root }}/io.containerd.snapshotter.v1.bootseer
-    type: DirectoryOrCreate
 {{- with .Values.metrics.directory }}
 - name: metrics
   hostPath: {path: {{ . }}, type: DirectoryOrCreate}
