@@ -37,8 +37,8 @@ _PREFIX = "BOOTSEER_"
 _OTHER_VARIABLES = frozenset(
     _PREFIX + name
     for name in (
-        *("CHECKPOINT_PATH", "CONFIG", "CSI_SOURCE", "DISABLE", "ENVIRONMENT_PATH", "IMAGE"),
-        *("LAUNCHED", "PROCESS", "READY_SOCKETS", "SPAWNER", "TIMELINE"),
+        *("CONFIG", "CSI_SOURCE", "DISABLE", "IMAGE", "LAUNCHED", "PROCESS", "READY_SOCKETS"),
+        *("SPAWNER", "TIMELINE"),
     )
 )
 # Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.

@@ -12,9 +12,11 @@ from typing import Any
 
 from msgspec import Struct
 
+from bootseer.base.documents import to_builtins
 from bootseer.base.redact import redact
 from bootseer.kubernetes.webhook.identity import Identity, identity_of, tells_rank
 from bootseer.kubernetes.webhook.pods import Container, Pod
+from bootseer.settings.values import is_name
 
 REPLAY = "bootseer.io/replay"
 ENVIRONMENT = "bootseer.io/environment"
@@ -35,7 +37,7 @@ _ANNOTATIONS_BYTES_MAX = 256 * 1024
 _ROOM_BYTES = 1024
 _PATH = re.compile(r"/[^\0-\x1f\x7f:]{1,1000}")
 _TAKEN = re.compile(r"/(?:proc|sys|dev|etc)(?:/.*)?|/(?:bin|lib|sbin|usr|var|run)?")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\0-\x1f\x7f]{1,2000}")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\0-\x1f\x7f]{1,1000}")
 
 Operation = dict[str, Any]
 """One operation of a JSON patch."""
@@ -86,11 +88,12 @@ def plan(pod: Pod, cluster: Cluster) -> Plan:
     if pod.spec.os.name == "windows" or pod.spec.node_selector.get("kubernetes.io/os") == "windows":
         return Plan(warnings=("bootseer: the pod is for Windows; it starts as it is",))
     warnings: list[str] = []
-    volumes = list(_volumes(pod, cluster, warnings))
+    identity = identity_of(pod)
+    volumes = list(_volumes(pod, cluster, identity, warnings))
     patch = [
         *_replay(pod, cluster, warnings),
         *_volume_patch(pod, volumes),
-        *_containers(pod, cluster, volumes, warnings),
+        *_containers(pod, _variables(identity, cluster), volumes, warnings),
     ]
     warnings = list(dict.fromkeys(warnings))[:_WARNINGS_MAX]
     noted = "; ".join(warnings)
@@ -127,9 +130,13 @@ def _replay(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[Operati
             yield _annotate(HANDLER, cluster.handler)
 
 
-def _volumes(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[_Volume]:
+def _volumes(
+    pod: Pod, cluster: Cluster, identity: Identity, warnings: list[str]
+) -> Iterator[_Volume]:
     """The volumes that a pod asks for and can be given."""
     annotations = pod.metadata.annotations
+    # By these the driver notes on the start's timeline how long it took.
+    start = {name: text for name, text in to_builtins(identity).items() if text}
     asked: list[_Volume] = []
     if _asked(pod, ENVIRONMENT):
         asked.append(
@@ -137,7 +144,11 @@ def _volumes(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[_Volum
                 name="bootseer-environment",
                 path=annotations.get(f"{ENVIRONMENT}-path") or "/opt/environment",
                 is_read_only=True,
-                attributes={"kind": "environment", "environment": annotations[ENVIRONMENT]},
+                attributes={
+                    "kind": "environment",
+                    "environment": annotations[ENVIRONMENT],
+                    **start,
+                },
             )
         )
     if _asked(pod, CHECKPOINT):
@@ -146,7 +157,7 @@ def _volumes(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[_Volum
                 name="bootseer-checkpoint",
                 path=annotations.get(f"{CHECKPOINT}-path") or "/mnt/checkpoints",
                 is_read_only=False,
-                attributes={"kind": "checkpoint", "source": annotations[CHECKPOINT]},
+                attributes={"kind": "checkpoint", "source": annotations[CHECKPOINT], **start},
             )
         )
     for volume in asked:
@@ -178,6 +189,8 @@ def _problem(pod: Pod, volume: _Volume) -> str:
     path, source = volume.path, volume.attributes.get("source")
     if source is not None and not _URL.fullmatch(source):
         return f"{redact(source)[:80]!r} is no URL"
+    if source is None and not is_name(volume.attributes["environment"]):
+        return f"{volume.attributes['environment'][:80]!r} is no name of a snapshot"
     if not _PATH.fullmatch(path) or path != posixpath.normpath(path) or _TAKEN.fullmatch(path):
         return f"{path[:80]!r} is no path that a folder can be mounted at"
     named = [one for one in pod.spec.volumes if one.get("name") == volume.name]
@@ -202,9 +215,8 @@ def _volume_patch(pod: Pod, volumes: list[_Volume]) -> Iterator[Operation]:
 
 
 def _containers(
-    pod: Pod, cluster: Cluster, volumes: list[_Volume], warnings: list[str]
+    pod: Pod, told: list[dict[str, Any]], volumes: list[_Volume], warnings: list[str]
 ) -> Iterator[Operation]:
-    told = _variables(identity_of(pod), cluster, volumes)
     kinds = {"containers": pod.spec.containers, "initContainers": pod.spec.init_containers}
     for kind, containers in kinds.items():
         for place, container in enumerate(containers):
@@ -219,9 +231,7 @@ def _containers(
             yield from _append(f"{at}/volumeMounts", bool(container.volume_mounts), mounts)
 
 
-def _variables(
-    identity: Identity, cluster: Cluster, volumes: list[_Volume]
-) -> list[dict[str, Any]]:
+def _variables(identity: Identity, cluster: Cluster) -> list[dict[str, Any]]:
     plain = {
         "BOOTSEER_JOB": identity.job,
         "BOOTSEER_SUBMISSION": identity.submission,
@@ -229,7 +239,6 @@ def _variables(
         "BOOTSEER_RANK": identity.rank,
         "BOOTSEER_STORE": cluster.store_url,
     }
-    plain |= {f"BOOTSEER_{one.attributes['kind'].upper()}_PATH": one.path for one in volumes}
     fields = {"BOOTSEER_NODE": "spec.nodeName"}
     if not identity.submission:
         fields["BOOTSEER_SUBMISSION"] = "metadata.uid"

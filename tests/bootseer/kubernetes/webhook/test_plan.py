@@ -44,8 +44,10 @@ def test_volumes_are_mounted_in_every_container() -> None:
             volumes=[data],
         )
     )
-    environment = {"kind": "environment", "environment": "llm-2"}
-    checkpoint = {"kind": "checkpoint", "source": "hdfs://namenode/ckpt/llm"}
+    # The driver notes by them which start it has mounted for.
+    start = {"job": "train", "submission": JOB_UID}
+    environment = {"kind": "environment", "environment": "llm-2", **start}
+    checkpoint = {"kind": "checkpoint", "source": "hdfs://namenode/ckpt/llm", **start}
     driver = "csi.bootseer.io"
     assert pod["spec"]["volumes"] == [
         data,
@@ -61,8 +63,7 @@ def test_volumes_are_mounted_in_every_container() -> None:
     ]
     for kind in ("containers", "initContainers"):
         assert pod["spec"][kind][0]["volumeMounts"] == mounts
-        assert variables(pod, kind)["BOOTSEER_ENVIRONMENT_PATH"] == "/opt/environment"
-        assert variables(pod, kind)["BOOTSEER_CHECKPOINT_PATH"] == "/mnt/ckpt"
+        assert variables(pod, kind)["BOOTSEER_JOB"] == "train"
     assert variables(pod, "initContainers")["A"] == "1"
     assert "runtimeClassName" not in pod["spec"]
 
@@ -125,6 +126,7 @@ def test_values_are_no_references_to_other_variables() -> None:
         ({**ENVIRONMENT, "bootseer.io/environment-path": "/proc/1"}, {}, {}, "no path"),
         ({**ENVIRONMENT, "bootseer.io/environment-path": "/a:b"}, {}, {}, "no path"),
         ({"bootseer.io/checkpoint": "/mnt/x"}, {}, {}, "no URL"),
+        ({"bootseer.io/environment": "a/../b"}, {}, {}, "no name of a snapshot"),
         (
             ENVIRONMENT,
             {"volumes": [{"name": "bootseer-environment", "emptyDir": {}}]},
