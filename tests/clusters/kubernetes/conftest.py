@@ -6,6 +6,8 @@ import pytest
 
 from bench.model import SkippedError
 from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.images import bootseer_image, shell_image, trainer_image
+from tests.clusters.kubernetes.bed.installation import Installation
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +19,27 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"no Kubernetes here: {reason}")
     with running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def shell(cluster: Cluster) -> str:
+    """A small image with a shell."""
+    return cluster.push(shell_image(), "shell:1")
+
+
+@pytest.fixture(scope="session")
+def trainer(cluster: Cluster) -> str:
+    """An image with torch, which knows nothing of Bootseer."""
+    return cluster.push(trainer_image(print), "team/trainer:1")
+
+
+@pytest.fixture(scope="session")
+def installed(cluster: Cluster) -> Installation:
+    """Bootseer as its chart installs it, from the image of this checkout."""
+    image = cluster.push(bootseer_image(), "bootseer-node:test")
+    installation = Installation(cluster, image)
+    installation.apply()
+    return installation
 
 
 @pytest.hookimpl(wrapper=True)

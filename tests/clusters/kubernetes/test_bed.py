@@ -1,6 +1,5 @@
 """The cluster itself: what the other tests stand on, and that nothing of it remains."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,21 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.containers.packages import Packages
 from tests.clusters.kubernetes.bed import machine
-from tests.clusters.kubernetes.bed.cluster import Cluster, build_image, sweep
+from tests.clusters.kubernetes.bed.cluster import Cluster, sweep
 from tests.clusters.kubernetes.bed.machine import ADDRESS
-from tests.clusters.kubernetes.bed.programs import cache_folder
 from tests.clusters.kubernetes.objects import pod
 from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def shell(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small image with a shell."""
-    return push_shell(cluster, tmp_path_factory.mktemp("shell"))
 
 
 @pytest.fixture(autouse=True)
@@ -121,23 +112,3 @@ def addresses() -> str:
         ["ip", "-brief", "address"], capture_output=True, text=True, check=True
     ).stdout
     return shown + Path("/proc/sys/net/ipv4/ip_forward").read_text()
-
-
-def push_shell(cluster: Cluster, folder: Path) -> str:
-    """Push an image with busybox alone; returns its name."""
-    unpacked = Packages(cache_folder() / "packages").unpacked("bookworm", "busybox-static")
-    tree = folder / "tree"
-    (tree / "bin").mkdir(parents=True)
-    (tree / "tmp").mkdir()
-    (tree / "etc").mkdir()
-    # A static program cannot load the other ways to look up names.
-    (tree / "etc/nsswitch.conf").write_text("hosts: files\n")
-    busybox = tree / "bin/busybox"
-    busybox.write_bytes((unpacked / "bin/busybox").read_bytes())
-    busybox.chmod(0o755)
-    listed = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True)
-    for name in listed.stdout.split():
-        if name != "busybox":
-            os.symlink("busybox", tree / "bin" / name)
-    build_image(folder / "layout", "shell", {tree: "/"}, ["--config.env=PATH=/bin"])
-    return cluster.push(folder / "layout", "shell", "shell:1")

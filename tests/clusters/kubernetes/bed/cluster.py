@@ -19,6 +19,7 @@ from typing import Any
 from bench.model import SkippedError
 from bootseer.base.closing import Closing
 from tests.clusters.kubernetes.bed import settings
+from tests.clusters.kubernetes.bed.images import build_image
 from tests.clusters.kubernetes.bed.machine import (
     ADDRESS,
     CGROUPS,
@@ -249,8 +250,9 @@ class Cluster(Closing):
 
     # ---- registry and HDFS ---------------------------------------------------------------------
 
-    def push(self, layout: Path, tag: str, name: str) -> str:
-        """Put an image of an OCI layout into the registry; returns its name for pods."""
+    def push(self, image: tuple[Path, str], name: str) -> str:
+        """Put an image, a tag of an OCI layout, into the registry; returns its name for pods."""
+        layout, tag = image
         where = f"{settings.REGISTRY}/{name}"
         copy = ("skopeo", "--insecure-policy", "copy", "--quiet", "--preserve-digests")
         self.lan.run(*copy, "--dest-tls-verify=false", f"oci:{layout}:{tag}", f"docker://{where}",
@@ -261,8 +263,8 @@ class Cluster(Closing):
         layout, tree = self.folder / "pause", self.folder / "pause-tree"
         tree.mkdir()
         shutil.copy(self.programs / "init", tree / "pause")
-        build_image(layout, "pause", {tree: "/"}, ["--config.entrypoint=/pause"])
-        self.push(layout, "pause", "pause:1")
+        build_image(layout, "1", {tree: "/"}, ["--config.entrypoint=/pause"])
+        self.push((layout, "1"), "pause:1")
 
     @property
     def hdfs(self) -> MiniHdfs:
@@ -274,21 +276,6 @@ class Cluster(Closing):
             )
             self._hdfs.start()
         return self._hdfs
-
-
-def build_image(
-    layout: Path, tag: str, trees: Mapping[Path, str], config: Sequence[str] = ()
-) -> None:
-    """An image in a new OCI layout, a layer for each tree, by umoci."""
-    image = f"{layout}:{tag}"
-    steps = [["init", "--layout", str(layout)], ["new", "--image", image]]
-    steps += [["insert", "--image", image, str(tree), where] for tree, where in trees.items()]
-    steps += [["config", "--image", image, *config]] if config else []
-    for step in steps:
-        done = subprocess.run(
-            ["umoci", *step], capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == 0, f"umoci {step[0]}: {done.stderr[-500:]}"
 
 
 def sweep() -> None:

@@ -1,0 +1,117 @@
+"""Bootseer on the cluster: the chart rendered with values, applied, waited for, removed."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.machine import Node
+from tests.support.containers.chart import NAMESPACE, objects, render
+from tests.support.waiting import wait_for
+
+_DEADLINE_S = 300.0
+# What `helm install` creates first.
+_FIRST = ("Namespace", "ServiceAccount", "ConfigMap", "Secret", "ClusterRole", "Role")
+
+
+class Installation:
+    """What one `helm install` or `kubectl apply` brings, on a cluster with a store on its HDFS."""
+
+    def __init__(self, cluster: Cluster, image: str, values: Mapping[str, Any] | None = None):
+        self.cluster = cluster
+        repository, _, tag = image.rpartition(":")
+        self.store = f"{cluster.hdfs.url}/bootseer"
+        given: dict[str, Any] = {
+            "createNamespace": True,
+            "image": {"repository": repository, "tag": tag},
+            "settings": {"store": self.store},
+            # The nodes have no systemd: what runs containerd starts it again.
+            "containerd": {"restartCommand": "kill {pid}"},
+            "metrics": {"dashboard": False},
+            # The registry of the cluster speaks plain HTTP, which only the node's own file allows.
+            "extraVolumes": [
+                {"name": "registries", "hostPath": {"path": "/etc/containerd/certs.d"}}
+            ],
+            "extraVolumeMounts": [
+                {"name": "registries", "mountPath": "/etc/containerd/certs.d", "readOnly": True}
+            ],
+        }
+        # Kubernetes 1.20 has none of the newer versions.
+        found = objects(render({**given, **(values or {})}, apis=()))
+        found.sort(key=lambda one: _FIRST.index(one["kind"]) if one["kind"] in _FIRST else 99)
+        self.objects = found
+
+    def apply(self) -> float:
+        """Apply everything at once; returns the seconds until all of it was ready."""
+        began_s = time.monotonic()
+        document = {"apiVersion": "v1", "kind": "List", "items": self.objects}
+        self.cluster.kubectl("apply", "--filename", "-", text=json.dumps(document))
+        self.wait_ready()
+        return time.monotonic() - began_s
+
+    def wait_ready(self) -> None:
+        """Wait until every pod of ours is ready, on every node that is on."""
+        try:
+            wait_for(
+                lambda: not self.unready(), "Bootseer ready", timeout_s=_DEADLINE_S, look_s=0.5
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.unready()}\n{self.logs()}") from None
+
+    def unready(self) -> list[str]:
+        """What is not as it should be, by name."""
+        found = []
+        for one in self.cluster.list("daemonsets,deployments", "--namespace", NAMESPACE):
+            status, name = one["status"], one["metadata"]["name"]
+            if one["kind"] == "DaemonSet":
+                wanted = sum(node.is_on for node in self.cluster.nodes)
+                ready = status.get("numberReady", 0)
+            else:
+                wanted, ready = one["spec"]["replicas"], status.get("readyReplicas", 0)
+            is_seen = status.get("observedGeneration") == one["metadata"]["generation"]
+            if ready != wanted or not is_seen:
+                found.append(f"{name}: {ready} of {wanted}")
+        return found
+
+    def pod_of(self, component: str, node: Node | None = None) -> str:
+        """The name of a pod of ours, on a node."""
+        label = f"--selector=app.kubernetes.io/component={component}"
+        for pod in self.cluster.list("pods", label, "--namespace", NAMESPACE):
+            is_there = node is None or pod["spec"].get("nodeName") == node.name
+            if is_there and "deletionTimestamp" not in pod["metadata"]:
+                return str(pod["metadata"]["name"])
+        raise AssertionError(f"no pod of {component} on {node and node.name}")
+
+    def logs(self) -> str:
+        """The ends of all logs of ours, and what was said of the pods."""
+        said = []
+        for pod in self.cluster.list("pods", "--namespace", NAMESPACE):
+            name = pod["metadata"]["name"]
+            log = ("logs", name, "--namespace", NAMESPACE, "--all-containers", "--tail=60")
+            done = self.cluster.try_kubectl(*log)
+            events = self.cluster.events(name, NAMESPACE)
+            said.append(f"==== {name} {pod['status'].get('phase')}\n{done.stdout}{events}")
+        return "\n".join(said)
+
+    def remove(self) -> None:
+        """Delete all that was applied, and wait until no pod is left."""
+        document = {"apiVersion": "v1", "kind": "List", "items": self.objects}
+        delete = (
+            "delete",
+            "--ignore-not-found",
+            "--filename",
+            "-",
+            f"--timeout={_DEADLINE_S:.0f}s",
+        )
+        self.cluster.kubectl(*delete, text=json.dumps(document), timeout_s=_DEADLINE_S + 60)
+
+    def mounts(self, node: Node) -> list[str]:
+        """Mount points on the node that are ours, or that ours left dead."""
+        shown = node.run("cat", "/proc/self/mountinfo").stdout
+        found = []
+        for line in shown.splitlines():
+            place, _, kind = line.partition(" - ")
+            if kind.startswith("fuse") or "bootseer" in place.split()[4]:
+                found.append(place.split()[4])
+        return found
