@@ -122,7 +122,6 @@ def run(
     from bootseer.launch.job import Job
     from bootseer.launch.start import launch
     from bootseer.settings.config import parse_linger
-    from bootseer.snapshots.targets.paths import target_path
 
     if binds and not image:
         raise click.UsageError("--bind needs --image")
@@ -134,9 +133,6 @@ def run(
         raise click.UsageError(
             "--target, --input, --env and --mode are about a set-up: add --setup"
         )
-    directories = tuple(text for text in kept if text not in ("auto", "off"))
-    for text in directories:
-        target_path(text, os.getcwd())
     job = Job(
         command=command,
         image=image,
@@ -147,20 +143,16 @@ def run(
         checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
         entrypoint=entrypoint,
         binds=binds,
-        kept=directories,
+        kept=_directories(kept),
         preload=preload,
     )
     config = current_config()
-    settings = config.settings
+    settings = _with_options(config.settings, mode, kept, no_keep=no_keep)
     if config.sources["store_url"] == "default":
         # A folder of this node, as the one where the timeline is.
         settings = replace(settings, publish_timelines=False)
-    if mode is not None:
-        settings = replace(settings, restore_mode=mode)
     if no_index:
         settings = replace(settings, auto_index=False)
-    if no_keep or {"auto", "off"}.intersection(kept):
-        settings = replace(settings, keep_caches="auto" in kept and not no_keep)
     if no_trace_python:
         settings = replace(settings, trace_python=False)
     if linger is not None:
@@ -168,10 +160,34 @@ def run(
     launch(settings, job, say)
 
 
-_HELD = ("setups", "targets", "inputs", "variables", "mode", "checkpoints")
+def _with_options(
+    settings: Settings, mode: str | None, kept: tuple[str, ...], *, no_keep: bool
+) -> Settings:
+    if mode is not None:
+        settings = replace(settings, restore_mode=mode)
+    if no_keep or {"auto", "off"}.intersection(kept):
+        settings = replace(settings, keep_caches="auto" in kept and not no_keep)
+    return settings
+
+
+def _directories(kept: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that `--keep` names. Raises: InvalidInputError."""
+    from bootseer.snapshots.targets.paths import target_path
+
+    directories = tuple(text for text in kept if text not in ("auto", "off"))
+    for text in directories:
+        target_path(text, os.getcwd())
+    return directories
+
+
+_HELD = (
+    *("setups", "targets", "inputs", "variables", "mode", "checkpoints"),
+    *("kept", "no_keep", "preload"),
+)
 
 
 @click.command(
+    cls=WrappingCommand,
     params=[one for one in run.params if one.name in _HELD],
     epilog="Example: bootseer standby --setup 'pip install -r requirements.txt' "
     "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt --for 2h",
@@ -186,6 +202,7 @@ _HELD = ("setups", "targets", "inputs", "variables", "mode", "checkpoints")
 )
 @click.option("--status", "shows", is_flag=True, help="Show what is held for the job, and stop.")
 @click.option("--end", "ends", is_flag=True, help="Let go of what is held for the job.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def standby(
     setups: tuple[str, ...],
     targets: tuple[str, ...],
@@ -193,14 +210,20 @@ def standby(
     variables: tuple[str, ...],
     mode: str | None,
     checkpoints: tuple[str, ...],
+    kept: tuple[str, ...],
+    no_keep: bool,
+    preload: bool,
     duration: str,
     shows: bool,
     ends: bool,
+    command: tuple[str, ...],
 ) -> None:
-    """Mount environments and checkpoint folders, and hold them for the job's start on this node.
+    """Prepare all but COMMAND, and hold it for the job's start on this node.
 
-    `bootseer run` with the same options takes them over as they are, as it does what lingers after
-    a job. Ends when all is mounted; what is held goes by itself after a while.
+    `bootseer run` with the same options takes it over as it is, as it does what lingers after
+    a job: mounts of environments and checkpoint folders; where COMMAND is named, its kept caches
+    and, with --preload, its imports. Ends when all is there; what is held goes by itself after a
+    while.
     """
     from bootseer.launch.checkpoints import parse_checkpoint
     from bootseer.launch.job import Job
@@ -216,29 +239,33 @@ def standby(
     if ends:
         let_go(settings)
         return
-    if not setups and not checkpoints:
-        raise click.UsageError("nothing to hold: add --setup or --checkpoint")
+    if not (setups or checkpoints or command):
+        raise click.UsageError("nothing to hold: add --setup, --checkpoint, or -- COMMAND")
+    if preload and not command:
+        raise click.UsageError("--preload needs COMMAND: its imports are held")
     stages = settings.run_dir / "standby"
     with contextlib.suppress(OSError):
         remove_tree(stages)
     settings = replace(
-        settings,
+        _with_options(settings, mode, kept, no_keep=no_keep),
         linger_s=parse_linger(duration),
-        restore_mode=mode or settings.restore_mode,
         # It is no start of the job, and not to be seen among these.
         timeline_dir=stages,
         submission="standby",
         publish_timelines=False,
-        trace_python=False,
-        keep_caches=False,
     )
+    if not command:
+        settings = replace(settings, keep_caches=False)
     job = Job(
-        command=("true",),
+        command=command or ("true",),
         setups=setups,
         targets=targets,
         inputs=inputs,
         variables=variables,
         checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
+        kept=_directories(kept),
+        preload=preload,
+        is_standby=True,
     )
     launch(settings, job, say)
 
@@ -246,6 +273,8 @@ def standby(
 def _show_held(settings: Settings) -> None:
     from bootseer.cli.node.status_commands import emit_entries, node_entries
     from bootseer.errors import NotFoundError
+    from bootseer.launch.standby import expected_s
+    from bootseer.served.preload.launching import held as preloaders
     from bootseer.served.status import find_known
 
     entries = node_entries(settings.run_dir)
@@ -263,3 +292,11 @@ def _show_held(settings: Settings) -> None:
         if known is not None and known.is_running:
             count = known.ask("status")["memory"]["used_bytes"]
             click.echo(f"{known.state.directory}: {count} bytes of checkpoints are in memory")
+    for sentence in preloaders(settings):
+        click.echo(sentence)
+    if (expected := expected_s(settings)) is not None:
+        took_s, left_s = expected
+        click.echo(
+            f"expected: {left_s:.1f} s until the command runs, as far as mounts are concerned; "
+            f"the last start on this node took {took_s:.1f} s"
+        )

@@ -30,6 +30,8 @@ class Job(Struct, frozen=True):
     """Directories that are kept between starts, besides what the settings say."""
     preload: bool = False
     """Whether workers start from a process that has imported what the last start imported."""
+    is_standby: bool = False
+    """Whether all is prepared for `command`, which a later start runs."""
 
 
 def setup_command(line: str) -> list[str]:

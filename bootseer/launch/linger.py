@@ -96,6 +96,10 @@ def let_go(settings: Settings, but: int = 0) -> None:
         # One whose job lives goes some time after that.
         if is_left and state.pid != but and not start_time(state.user_pid):
             os.kill(state.pid, signal.SIGTERM)
+    if (settings.run_dir / "preload").is_dir():
+        from bootseer.served.preload import launching
+
+        launching.let_go(settings)
 
 
 # ---- that process -----------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class _Start:
             from bootseer.launch.caches.run import KeptCaches
 
             wish = Wish(self._job.kept, self._settings.keep_caches)
-            self._caches = KeptCaches(self._settings, wish, self._say)
+            self._caches = KeptCaches(self._settings, wish, self._say, preloads=self._job.preload)
         return self._caches
 
     def _restore_caches(self, timeline: Timeline) -> None:
@@ -188,12 +188,13 @@ class _Start:
 
     def _begin_preloader(self) -> None:
         """Import beside what is left of the start: the environment and all variables are there."""
-        from bootseer.served.preload.launching import begin_preloader
+        from bootseer.launch.preloading import begin
 
         try:
             if self._container is not None or not self._is_watched:
                 raise InvalidInputError("it needs the recording of imports, and no --image")
-            added, program = begin_preloader(self._settings, watched(os.environ), self._job.command)
+            is_silent = self._store_is_silent
+            added, program = begin(self._settings, self._job.command, is_silent=is_silent)
         except (BootseerError, OSError) as error:
             self._say(f"warning: workers start without a preloader: {error}")
             return
@@ -214,6 +215,8 @@ class _Start:
             hand_over()
             self._container.exec(command, environment, entrypoint=self._job.entrypoint)
         hand_over()
+        if self._job.is_standby:
+            execute(["true"])
         if self._is_watched:
             os.environ.update(watched(os.environ))
         execute([self._program, *command[1:]])

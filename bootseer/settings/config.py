@@ -88,6 +88,8 @@ class Settings(Struct, frozen=True):
     """Whether the caches that frameworks name by variables are kept between starts."""
     keep_limit_bytes: int
     """What one kept cache may hold; what was not used for longest goes first."""
+    preload_limit_bytes: int
+    """The memory of a process that imports modules ahead (`--preload`); it gives up beyond that."""
     linger_s: float
     """How long what a start has mounted stays after its job, for the next start; 0: not at all."""
     registry_hosts_dir: Path
@@ -184,6 +186,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "trace_python": _switch,
     "keep_caches": functools.partial(_switch, on="auto"),
     "keep_limit_bytes": parse_size,
+    "preload_limit_bytes": parse_size,
     "linger_s": parse_linger,
     "registry_hosts_dir": _path,
     "snapshot_max_age_s": parse_max_age,

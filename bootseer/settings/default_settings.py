@@ -76,6 +76,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "trace_python": "on",
         "keep_caches": "auto",
         "keep_limit_bytes": "4GB",
+        "preload_limit_bytes": "8GB",
         "linger_s": "off",
         "registry_hosts_dir": "/etc/containerd/certs.d",
         "snapshot_max_age_s": "auto",

@@ -91,6 +91,8 @@ class _Keeper:
 
     def look(self) -> None:
         """Publish what is new. Never raises."""
+        if self._plan.preloads:
+            self._share_record()
         if not self._read_until_ns:
             # Later it may have been this process that read a file.
             self._read_until_ns = time.time_ns()
@@ -117,6 +119,16 @@ class _Keeper:
             _log.warning("no cache of this start is published: %s", error)
         except Exception:
             _log.exception("unexpected error in the keeper of caches")
+
+    def _share_record(self) -> None:
+        """What workers have imported, so that other nodes may do that ahead."""
+        from bootseer.launch.preloading import publish
+
+        try:
+            with open_own_store(self._settings) as store:
+                publish(self._settings, store)
+        except (BootseerError, OSError) as error:
+            _log.warning("the record of imports is not published: %s", error)
 
     def _has_changed(self, cache: Cache) -> bool:
         """Whether there is anything, and something else than at the last look."""

@@ -61,14 +61,19 @@ class Plan(Struct, frozen=True):
     """The job."""
     ready_name: str
     begun_ns: int
+    preloads: bool = False
+    """Whether the record of its imports is for other nodes, too."""
 
 
 class KeptCaches:
     """The kept caches of the job that this process is going to be."""
 
-    def __init__(self, settings: Settings, wish: Wish, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: Settings, wish: Wish, say: Callable[[str], None], *, preloads: bool = False
+    ) -> None:
         self._settings = settings
         self._wish = wish
+        self._preloads = preloads
         self._say = say
         self._keeper: ServerProcess | None = None
         self._begun_ns = time.time_ns()
@@ -102,7 +107,7 @@ class KeptCaches:
         """
         try:
             caches = find_caches(self._settings, self._wish, job)
-            if not caches:
+            if not caches and not self._preloads:
                 return {}
             self.begin()
             with timeline.span(STAGE) as span:
@@ -202,7 +207,7 @@ class KeptCaches:
         if keeper is None:
             return
         name = new_ready_name()
-        plan = Plan(self._settings, tuple(kept), os.getpid(), name, self._begun_ns)
+        plan = Plan(self._settings, tuple(kept), os.getpid(), name, self._begun_ns, self._preloads)
         try:
             keeper.serve(to_line(plan))
         except BootseerError as error:

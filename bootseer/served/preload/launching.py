@@ -5,11 +5,13 @@ process of the start. Main thread only: it forks.
 """
 
 import contextlib
+import fcntl
 import json
+import marshal
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from bootseer.linux.removal import remove_tree
 from bootseer.served.preload import PYTHON_VARIABLE, SERVER_VARIABLE, VARIABLE, is_of_process
 from bootseer.served.preload import shim as shim_module
 from bootseer.served.preload.record import VERSION, digests_of, program_words
+from bootseer.served.preload.shim import situation
 from bootseer.settings.config import Settings
 
-_MEMORY_BYTES = 8 << 30
+_TAKE_OVER_S = 1.0
+"""For a lingering preloader to answer; it may still import."""
 # execve(2): of a first line "#!" the kernel reads so much.
 _FIRST_LINE_MAX = 127
 _RECORD_BYTES_MAX = 8 << 20
@@ -37,32 +41,35 @@ def begin_preloader(
     word, or "". Without a record of an earlier start nothing is begun: this one writes it.
     Raises: BootseerError, OSError; then there is no preloader.
     """
-    kept = private_directory(settings.cache_dir / "preload")
+    kept = record_path(settings)
+    private_directory(kept.parent)
     runs = private_directory(settings.run_dir / "preload")
     _sweep(runs)
-    record = _read(kept / f"{settings.job}.json")
+    record = read_record(kept)
     folder = private_directory(runs / f"{os.getpid()}-{start_time(os.getpid())}")
     salt = secrets.token_hex(8)
     added = {VARIABLE: str(folder)}
     plan = {
         "job": settings.job,
         "pid": os.getpid(),
-        "record": str(kept / f"{settings.job}.json"),
-        "refused": str(kept / f"{settings.job}.refused.json"),
+        "record": str(kept),
+        "refused": str(kept.with_suffix(".refused.json")),
         "salt": salt,
         "variables": digests_of(environ, salt),
-        "memory_bytes": _MEMORY_BYTES,
+        "memory_bytes": settings.preload_limit_bytes,
+        "linger_s": settings.linger_s,
         "program": record,
     }
     _write(folder / "plan", json.dumps(plan).encode())
     if record is None or not _is_startable(record):
         return added, ""
     _write(folder / "python", _shim(record["executable"]), 0o700)
-    log = private_directory(settings.run_dir / "logs") / f"preload-{os.getpid()}.log"
-    with _listener(folder) as listener:
-        where = f"{folder}|{listener.fileno()}|1"
-        variables = _environment(record, {**environ, **added}, where)
-        _spawn(record, variables, log, listener.fileno())
+    variables = _environment(record, {**environ, **added})
+    if not _take_over(runs, folder, record["words"], variables):
+        log = private_directory(settings.run_dir / "logs") / f"preload-{os.getpid()}.log"
+        with _listener(folder) as listener:
+            variables[SERVER_VARIABLE] = f"{folder}|{listener.fileno()}|1"
+            _spawn(record, variables, log, listener.fileno())
     words = list(command)
     is_program = words[0] == record["executable"] and program_words(words) == record["words"]
     if not is_program or not os.access(folder / "python", os.X_OK):
@@ -70,19 +77,99 @@ def begin_preloader(
     return {**added, PYTHON_VARIABLE: record["executable"]}, str(folder / "python")
 
 
-def _environment(
-    record: Mapping[str, Any], environ: Mapping[str, str], where: str
-) -> dict[str, str]:
+def let_go(settings: Settings) -> None:
+    """End preloaders of the job that linger. Never raises."""
+    with contextlib.suppress(OSError):
+        for folder in _lingering(settings.run_dir / "preload", settings.job):
+            _ask(folder, {"adopt": "", "descriptors": []})
+
+
+def held(settings: Settings) -> Iterator[str]:
+    """A sentence for each preloader of the job that lingers."""
+    with contextlib.suppress(OSError):
+        for folder in _lingering(settings.run_dir / "preload", settings.job):
+            count, _, pid = (_ask(folder, {"status": True, "descriptors": []}) or "").partition(" ")
+            if count != "0" and pid:
+                yield f"imports: {count} modules are in process {pid}"
+            else:
+                yield "imports: not there yet"
+
+
+def _take_over(runs: Path, folder: Path, words: list[str], variables: Mapping[str, str]) -> bool:
+    """Have a preloader that lingers since the job's last start serve this one, at `folder`. One
+    that was made for something else ends."""
+    request = {
+        **situation(),
+        "adopt": str(folder),
+        "words": words,
+        "environment": {os.fsencode(name): os.fsencode(one) for name, one in variables.items()},
+        "descriptors": [],
+    }
+    for other in _lingering(runs, json.loads((folder / "plan").read_bytes())["job"]):
+        # Where the answer is yes, this is where its processes ask.
+        os.link(other / "socket", folder / "socket")
+        if _ask(other, request) is not None:
+            return True
+        (folder / "socket").unlink()
+    return False
+
+
+def _lingering(runs: Path, job: str) -> Iterator[Path]:
+    """Folders of the job's preloaders whose launcher has ended."""
+    for folder in runs.iterdir():
+        pid, _, started = folder.name.partition("-")
+        if not pid.isdigit() or start_time(int(pid)) == started:
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((folder / "plan").read_bytes())["job"] == job:
+                yield folder
+
+
+def _ask(folder: Path, request: dict[str, Any]) -> str | None:
+    """What a preloader answers this process; None where it refuses, or does not answer."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_TAKE_OVER_S)
+            with _opened(folder) as directory:
+                connection.connect(f"/proc/self/fd/{directory}/socket")
+            data = marshal.dumps(request)
+            with _opened(os.pidfd_open(os.getpid())) as process:
+                socket.send_fds(connection, [len(data).to_bytes(8, "big")], [process])
+            connection.sendall(data)
+            answer = connection.recv(4096)
+            if answer[:1] != b"F":
+                return None
+            if "adopt" in request:
+                connection.sendall(b"G")
+            return answer[1:].decode()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _opened(what: Path | int) -> Iterator[int]:
+    descriptor = what if isinstance(what, int) else os.open(what, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _environment(record: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of the last start's worker, as far as this start has not others."""
     missing = {name for name in record["missing"] if not is_of_process(name)}
     return {
         **{name: value for name, value in environ.items() if name not in missing},
         **record["extra"],
-        SERVER_VARIABLE: where,
     }
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def record_path(settings: Settings) -> Path:
+    """Where a worker of the job writes what it has imported."""
+    return settings.cache_dir / "preload" / f"{settings.job}.json"
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
     """The record of an earlier start; None where there is none that can be used."""
     try:
         with open(path, "rb", opener=private_opener) as file:
@@ -91,8 +178,27 @@ def _read(path: Path) -> dict[str, Any] | None:
             document = json.loads(file.read(_RECORD_BYTES_MAX))
     except (OSError, ValueError):
         return None
-    is_known = isinstance(document, dict) and document.get("version") == VERSION
-    return document if is_known else None
+    return document if _is_record(document) else None
+
+
+def _is_record(document: Any) -> bool:
+    """Whether it has all that is looked for in it: it may be another node's."""
+    if not isinstance(document, dict) or document.get("version") != VERSION:
+        return False
+    lists = [document.get(n) for n in ("words", "arguments", "varying", "missing", "modules")]
+    tables = [document.get(name) for name in ("extra", "changed")]
+    texts = [document.get("executable"), document.get("salt")]
+    return (
+        all(isinstance(one, list) for one in lists)
+        and all(isinstance(one, dict) for one in tables)
+        and all(
+            isinstance(text, str) and "\0" not in text
+            for part in (*lists, *tables, *(one.values() for one in tables if one), texts)
+            for text in part or ()
+        )
+        and bool(document["words"])
+        and os.path.isabs(document["executable"])
+    )
 
 
 def _is_startable(record: Mapping[str, Any]) -> bool:
@@ -113,23 +219,22 @@ def _write(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def _sweep(runs: Path) -> None:
-    """Remove what preloaders that were killed have left."""
+    """Remove what preloaders that were killed have left; one that lingers holds a lock."""
     for folder in runs.iterdir():
         pid, _, started = folder.name.partition("-")
         if pid.isdigit() and start_time(int(pid)) != started:
             with contextlib.suppress(OSError, BootseerError):
+                with _opened(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove_tree(folder)
 
 
 def _listener(folder: Path) -> socket.socket:
     """Listens before there is a preloader: who asks early waits."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
+    with _opened(folder) as directory:
         # The path of a socket has 108 bytes.
         listener.bind(f"/proc/self/fd/{directory}/socket")
-    finally:
-        os.close(directory)
     listener.listen(128)
     return listener
 

@@ -6,30 +6,33 @@ launcher's process. Standard library alone; one thread.
 """
 
 import contextlib
+import fcntl
 import json
-import marshal
 import os
 import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bootseer.served.preload import SERVER_VARIABLE, is_of_process
+from bootseer.served.preload import SERVER_VARIABLE
 from bootseer.served.preload.checks import Refusal
 from bootseer.served.preload.importing import Offence, preload
-from bootseer.served.preload.preloaded import NATIVE, Preloaded
+from bootseer.served.preload.preloaded import Preloaded
 from bootseer.served.preload.record import replace_document
+from bootseer.served.preload.requests import differing_situation, differing_variable, receive
 from bootseer.served.preload.shim import situation
 from bootseer.served.preload.worker import draw_anew, drawn_by, fork_worker, peer_of, show_as
 
 _NAME = b"bootseer-preload"
-_REQUEST_BYTES_MAX = 1 << 24
 _ANSWER_S = 2.0
 _LOOK_MS = 1000
 _ATTEMPTS_MAX = 20
+# A start that imports more than that beyond what was imported gets a preloader of its own.
+_NEW_SHARE_MAX = 0.05
 # What the interpreter's own start may bring that is no part of it.
 _OF_START = ("sitecustomize", "_distutils_hack", "_virtualenv", "__main__")
 
@@ -60,12 +63,14 @@ class _Server:
     ) -> None:
         self._attempt = attempt
         self._folder = folder
+        self._lock = _held(folder)
+        self._until_s = 0.0
         self._plan = plan
         self._visible = visible
         self._consulted = dict(consulted)
         self._began = began
         self._own = situation()
-        self._launcher = os.pidfd_open(plan["pid"])
+        self._launcher = _process(plan["pid"])
         self._listener = socket.socket(fileno=descriptor)
         self._refusal = ""
         self._directory = os.getcwd()
@@ -88,26 +93,83 @@ class _Server:
             self._refusal = str(refusal)
         except Offence as offence:
             self._begin_again(words, offence)
-        poll = select.poll()
-        poll.register(self._listener.fileno(), select.POLLIN)
-        poll.register(self._launcher, select.POLLIN)
         while True:
+            poll = select.poll()
+            poll.register(self._listener.fileno(), select.POLLIN)
+            if self._launcher >= 0:
+                poll.register(self._launcher, select.POLLIN)
             for ready, _ in poll.poll(_LOOK_MS):
                 if ready == self._launcher:
-                    self._end()
-                if self._answer():
+                    os.close(ready)
+                    self._launcher = -1
+                elif self._answer():
                     return
+            self._age()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
+    def _age(self) -> None:
+        """End some time after the launcher, unless another start of the job has come."""
+        if self._launcher >= 0:
+            self._until_s = 0.0
+        elif not self._until_s:
+            self._until_s = time.monotonic() + self._plan["linger_s"]
+        if self._until_s and time.monotonic() >= self._until_s:
+            self._end()
+
     def _end(self) -> NoReturn:
+        self._leave()
+        os._exit(0)
+
+    def _leave(self) -> None:
         for name in ("socket", "python", "plan"):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._folder, name))
         with contextlib.suppress(OSError):
             os.rmdir(self._folder)
-        os._exit(0)
+        os.close(self._lock)
+
+    def _adopt(self, connection: socket.socket, request: Mapping[str, Any], launcher: int) -> None:
+        """Serve another start of the job, if it is what this process was made for; else, or where
+        it asks for that, end. Nobody else is served any more: the last launcher has ended."""
+        if self._launcher >= 0:
+            connection.sendall(b"Rit serves another start")
+            return
+        try:
+            folder = request["adopt"]
+            plan = json.loads(Path(folder, "plan").read_bytes())
+            if refusal := self._cannot_serve(request, plan["program"]):
+                raise Refusal(refusal)
+            connection.sendall(b"F")
+            if connection.recv(1) != b"G":
+                raise Refusal("it has begun one of its own")
+        except (OSError, ValueError, Refusal) as reason:
+            with contextlib.suppress(OSError):
+                connection.sendall(f"R{reason}".encode()[:4000])
+            self._end()
+        self._leave()
+        self._folder, self._plan = folder, plan
+        self._lock = _held(folder)
+        self._launcher = os.dup(launcher)
+
+    def _status(self) -> bytes:
+        count = len(self._preloaded.modules) if self._preloaded is not None else 0
+        return f"F{count} {os.getpid()}".encode()
+
+    def _cannot_serve(self, request: Mapping[str, Any], program: Mapping[str, Any]) -> str:
+        """Why a start cannot have this preloader; or nothing."""
+        if self._preloaded is None:
+            return self._refusal
+        ours = self._plan["program"]
+        known = {*ours["modules"], *self._refused()}
+        if program["executable"] != ours["executable"]:
+            return "another interpreter was started last"
+        if sum(name not in known for name in program["modules"]) > _NEW_SHARE_MAX * len(known):
+            return "more is imported by now"
+        if stale := self._preloaded.stale():
+            return f"{stale} was changed since it was imported"
+        return self._differs(request, program)
 
     # -- imports
 
@@ -188,8 +250,14 @@ class _Server:
                 connection.settimeout(_ANSWER_S)
                 if peer_of(connection)[1] != os.geteuid():
                     return False
-                request, descriptors = _receive(connection)
-                refusal = self._refusal or self._differs(request)
+                request, descriptors = receive(connection)
+                if "status" in request:
+                    connection.sendall(self._status())
+                    return False
+                if "adopt" in request:
+                    self._adopt(connection, request, descriptors[0])
+                    return False
+                refusal = self._refusal or self._differs(request, self._plan["program"])
                 if refusal:
                     connection.sendall(f"R{refusal}".encode()[:4000])
                     return False
@@ -204,28 +272,19 @@ class _Server:
             for descriptor in descriptors if not is_worker else ():
                 os.close(descriptor)
 
-    def _differs(self, request: Mapping[str, Any]) -> str:
-        """Why a process cannot be a fork of this one; or nothing."""
-        for what, value in request["fixed"].items():
-            if self._own["fixed"].get(what) != value:
-                return f"its {what} differs from the preloader's"
+    def _differs(self, request: Mapping[str, Any], program: Mapping[str, Any]) -> str:
+        """Why a process of `program` cannot be a fork of this one; or nothing."""
         words = self._plan["program"]["words"]
-        if request["words"][: len(words)] != words:
-            return "another program was started last"
-        return self._variables_differ(request["environment"])
-
-    def _variables_differ(self, environment: Mapping[bytes, bytes]) -> str:
         ours = {n: v for n, v in self._began.items() if n != SERVER_VARIABLE.encode()}
-        for raw in sorted({*ours, *environment}):
-            if ours.get(raw) == environment.get(raw):
-                continue
-            name = os.fsdecode(raw)
-            if name in self._consulted:
-                return f"the variable {name} differs, which was read by an import"
-            varies = is_of_process(name) or name in self._plan["program"]["varying"]
-            if name.startswith(NATIVE) or not varies:
-                return f"the variable {name} differs"
-        return ""
+        return (
+            differing_situation(self._own["fixed"], request["fixed"])
+            or (
+                ""
+                if request["words"][: len(words)] == words
+                else "another program was started last"
+            )
+            or differing_variable(ours, request["environment"], self._consulted, program["varying"])
+        )
 
     def _fork(
         self, connection: socket.socket, request: Mapping[str, Any], descriptors: list[int]
@@ -258,23 +317,16 @@ class _Server:
         return True
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    data, descriptors, _, _ = socket.recv_fds(connection, 8, 256)
+def _held(folder: str) -> int:
+    """A descriptor that tells others, by its lock, that this folder is in use."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _process(pid: int) -> int:
+    """A descriptor of the process; -1 where it has ended."""
     try:
-        size = int.from_bytes(data, "big")
-        if len(data) != 8 or size > _REQUEST_BYTES_MAX or not descriptors:
-            raise ValueError("it is not understood")
-        text = b""
-        while len(text) < size:
-            piece = connection.recv(min(size - len(text), 1 << 20))
-            if not piece:
-                raise EOFError("it ended")
-            text += piece
-        request = marshal.loads(text)
-        if len(request["descriptors"]) + 1 != len(descriptors):
-            raise ValueError("files are missing")
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-    return request, descriptors
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1

@@ -20,8 +20,6 @@ from bootseer.profile.collect import watched
 from bootseer.settings.config import load_settings
 
 environ = watched(os.environ)
-limit = os.environ.get("BOOTSEER_TEST_PRELOAD_BYTES")
-launching._MEMORY_BYTES = int(limit) if limit else launching._MEMORY_BYTES
 added, program = launching.begin_preloader(load_settings(), environ, tuple(json.loads(sys.argv[1])))
 print(json.dumps({**environ, **added}), flush=True)
 sys.stdin.read()

@@ -1,5 +1,6 @@
 """`bootseer run --preload -- python ...`: the wrapper becomes the stand-in of the program."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ sys.exit(6)
 """
 
 
-def _start(folder: Path, *options: str) -> "subprocess.Popen[str]":
+def _start(folder: Path, *options: str, node: str = "a") -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "bootseer", "--job", "j", "run", *options, "--"),
@@ -30,8 +31,9 @@ def _start(folder: Path, *options: str) -> "subprocess.Popen[str]":
             "PYTHONUSERBASE": str(folder),
             "BOOTSEER_TIMELINE_DIR": str(folder / "timeline"),
             "BOOTSEER_STORE": str(folder / "store"),
-            "BOOTSEER_CACHE_DIR": str(folder / "cache"),
-            "BOOTSEER_RUN_DIR": str(folder / "run"),
+            "BOOTSEER_CACHE_DIR": str(folder / node / "cache"),
+            "BOOTSEER_RUN_DIR": str(folder / node / "run"),
+            "BOOTSEER_NODE": node,
         },
         cwd=folder,
         start_new_session=True,
@@ -58,13 +60,13 @@ def _outcome(process: "subprocess.Popen[str]") -> tuple[list[str], str, int]:
 def test_a_program_is_forked_from_its_second_start_on(folder: Path) -> None:
     words = f"False ['train.py', '{os.getpid()}'] None"
     assert _outcome(_start(folder)) == ([words, "5 True"], "", 6), "without --preload"
-    assert not (folder / "cache/preload").exists()
+    assert not (folder / "a/cache/preload").exists()
     assert _outcome(_start(folder, "--preload")) == ([words, "5 True"], "", 6)
-    assert (folder / "cache/preload/j.json").exists()
+    assert (folder / "a/cache/preload/j.json").exists()
     # Its parent is the guard now.
     assert _outcome(_start(folder, "--preload")) == ([words, "5 False"], "", 6)
     assert _outcome(_start(folder, "--preload", "--no-preload")) == ([words, "5 True"], "", 6)
-    wait_for(lambda: not any((folder / "run/preload").iterdir()), "the end of the preloaders")
+    wait_for(lambda: not any((folder / "a/run/preload").iterdir()), "the end of the preloaders")
 
 
 def test_two_starts_of_one_job_have_preloaders_of_their_own(folder: Path) -> None:
@@ -73,4 +75,34 @@ def test_two_starts_of_one_job_have_preloaders_of_their_own(folder: Path) -> Non
     for process in both:
         lines, errors, code = _outcome(process)
         assert (lines[1], errors, code) == ("5 False", "", 6)
-    wait_for(lambda: not any((folder / "run/preload").iterdir()), "the end of the preloaders")
+    wait_for(lambda: not any((folder / "a/run/preload").iterdir()), "the end of the preloaders")
+
+
+def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
+    """By the store: the process that publishes kept caches publishes the record as well."""
+    (folder / "kept").mkdir()
+    shared = folder / "store/preload/j.json"
+    options = ("--preload", "--keep", str(folder / "kept"))
+    assert _outcome(_start(folder, *options))[0][1] == "5 True"
+    wait_for(shared.exists, "the record in the store")
+    # Nor does another one publish: what is written here stays.
+    wait_for(lambda: not _keepers(folder), "the end of the process that publishes")
+    assert _outcome(_start(folder, "--preload", "--no-keep", node="b"))[0][1] == "5 False"
+    # What is none there is no reason not to start.
+    for text in ("[]", "{", '{"version": 1, "executable": "/bin/sh", "words": 7}'):
+        shared.write_text(text)
+        started = _start(folder, "--preload", "--no-keep", node=f"node-{len(text)}")
+        assert _outcome(started)[0][1] == "5 True"
+
+
+def _keepers(folder: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes()
+            if (
+                b"caches.keeper" in words
+                and str(folder).encode() in (path / "environ").read_bytes()
+            ):
+                found.append(path.name)
+    return found

@@ -262,7 +262,7 @@ def test_a_module_of_the_programs_own_is_taken(node: Node) -> None:
 def test_memory_has_a_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.write("modules/good.py", "kept = b'x' * (300 << 20)")
     node.write("program.py", "print('ran')")
-    node.begin("good", launcher={"BOOTSEER_TEST_PRELOAD_BYTES": str(200 << 20)})
+    node.begin("good", launcher={"BOOTSEER_PRELOAD_LIMIT": str(200 << 20)})
     assert "more than 200 MiB" in _one_line(node.run())
 
 

@@ -1,0 +1,155 @@
+"""What was imported stays for the job's next start: after a start that lingers, and by standby."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import wait_for
+
+TRAIN = """
+import sys
+from pathlib import Path
+import large
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+# Behind the guard is the preloader.
+print(large.VALUE, parent(parent("self")), flush=True)
+"""
+
+
+class _Job:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # As a package that is installed for this user.
+        (folder / "lib").mkdir()
+        self.module = folder / "lib/large.py"
+        self.module.write_text("import time; time.sleep(0.15); VALUE = 5")
+        (folder / "train.py").write_text(TRAIN)
+
+    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "bootseer", "--job", "j", *words],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(self.folder / "lib"),
+                "PYTHONUSERBASE": str(self.folder),
+                "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
+                "BOOTSEER_STORE": str(self.folder / "store"),
+                "BOOTSEER_CACHE_DIR": str(self.folder / "cache"),
+                "BOOTSEER_RUN_DIR": str(self.folder / "run"),
+            },
+            cwd=self.folder,
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    def prepare(self, *words: str) -> None:
+        done = self.call(*words, "--preload", "--", sys.executable, "-u", "train.py")
+        assert done.returncode == 0, done.stderr
+
+    def run(self, linger: str = "10m") -> tuple[str, int]:
+        """What the program finds, and its preloader."""
+        words = ("run", "--preload", "--linger", linger, "--", sys.executable, "-u", "train.py")
+        done = self.call(*words)
+        assert (done.returncode, done.stderr) == (0, "")
+        value, pid = done.stdout.split()
+        return value, int(pid)
+
+    def folders(self) -> list[Path]:
+        return list((self.folder / "run/preload").iterdir())
+
+    def wait_clean(self) -> None:
+        wait_for(lambda: not self.folders(), "the end of the preloaders")
+
+
+def _is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> _Job:
+    job = _Job(tmp_path)
+    job.prepare("run")
+    return job
+
+
+def test_the_next_start_is_forked_from_the_same_process(job: _Job) -> None:
+    value, pid = job.run()
+    assert value == "5"
+    assert job.run() == ("5", pid)
+    assert job.run() == ("5", pid)
+    assert len(job.folders()) == 1
+    # Without the option it is taken over as well, and goes with the job.
+    assert job.run(linger="off") == ("5", pid)
+    job.wait_clean()
+    wait_for(lambda: not _is_alive(pid), "its end")
+
+
+def test_it_goes_by_itself(job: _Job) -> None:
+    job.run(linger="1s")
+    job.wait_clean()
+
+
+def test_a_changed_module_ends_it(job: _Job) -> None:
+    _, pid = job.run()
+    job.module.write_text("import time; time.sleep(0.15); VALUE = 678")
+    value, other = job.run()
+    assert value == "678"
+    assert other != pid
+    wait_for(lambda: not _is_alive(pid), "the end of the one that lingered")
+    assert job.call("standby", "--end").returncode == 0
+    job.wait_clean()
+
+
+def test_a_killed_one_costs_nothing_but_time(job: _Job) -> None:
+    _, pid = job.run()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not _is_alive(pid), "its end")
+    value, other = job.run(linger="off")
+    assert (value, other != pid) == ("5", True)
+    job.wait_clean()
+
+
+def test_one_that_does_not_answer_is_left(job: _Job) -> None:
+    _, pid = job.run()
+    os.kill(pid, signal.SIGSTOP)
+    value, other = job.run(linger="off")
+    assert (value, other != pid) == ("5", True)
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not _is_alive(pid), "its end")
+    job.wait_clean()
+
+
+def test_a_start_is_forked_from_what_stands_by(job: _Job) -> None:
+    job.prepare("standby", "--for", "10m")
+    (folder,) = job.folders()
+
+    def shown() -> str:
+        done = job.call("standby", "--status")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    wait_for(lambda: " modules are in process " in shown(), "the imports")
+    assert "\nexpected: 0." in shown()
+    value, pid = job.run(linger="off")
+    assert value == "5"
+    # Nobody else's folder is there, and so it was the one that stood by.
+    assert not folder.exists()
+    logs = [one.name for one in (job.folder / "run/logs").glob("preload-*")]
+    assert sorted(logs) == [f"preload-{folder.name.partition('-')[0]}.log"]
+    job.wait_clean()
+    wait_for(lambda: not _is_alive(pid), "its end")
+
+
+def test_standby_names_what_it_needs(job: _Job) -> None:
+    done = job.call("standby", "--preload")
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr
