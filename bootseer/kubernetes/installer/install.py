@@ -17,6 +17,7 @@ from bootseer.kubernetes.installer.block import (
     check_change,
     lines_for,
     new_file,
+    parse,
     runtime_in,
     with_block,
     without_block,
@@ -105,18 +106,15 @@ def _have_loaded(daemon: Daemon, address: str, runtime: Table) -> bool:
 
 
 class _Files:
-    """The file that we write: containerd's own, or, where k3s writes that, what k3s makes it of."""
+    """The file that we write: containerd's own, or the template that k3s makes that of."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._main = daemon.on_node(daemon.config)
         self._is_k3s = "rancher" in daemon.config.parts
         shown = daemon.config
         if self._is_k3s:
-            drop_ins = shown.with_name("config-v3.toml.d")
-            is_version_3 = drop_ins.name in self.loaded_text()
-            shown = (
-                drop_ins / "bootseer.toml" if is_version_3 else shown.with_name("config.toml.tmpl")
-            )
+            version = parse(self.loaded_text(), str(shown)).get("version")
+            shown = shown.with_name(f"config{'-v3' if version == 3 else ''}.toml.tmpl")
         self.path = shown
         self._file = daemon.on_node(shown)
 
@@ -134,14 +132,11 @@ class _Files:
 
     def is_only_ours(self, plain: str) -> bool:
         """Whether there was no file before us, when this is left without our lines."""
-        return plain in (("", _K3S_TEMPLATE) if self._is_k3s else map(new_file, (2, 3)))
+        return plain in ((_K3S_TEMPLATE,) if self._is_k3s else map(new_file, (2, 3)))
 
     def head(self, plain: str) -> str:
         """What stands before our lines in the file that we write."""
-        if not self._is_k3s:
-            return plain
-        empty = _K3S_TEMPLATE if self.path.suffix == ".tmpl" else ""
-        return without_block(self.read() or empty)
+        return without_block(self.read() or _K3S_TEMPLATE) if self._is_k3s else plain
 
     def read(self) -> str | None:
         """The file; None where there is none."""

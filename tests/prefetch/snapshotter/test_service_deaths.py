@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.served.folders import live_mounts
@@ -84,29 +83,6 @@ def test_mounts_outlive_the_snapshotter(node: Node, tmp_path: Path, sign: signal
     for key in ("c1", "c2", *reversed(CHAINS)):
         node.call("Remove", key=key)
     wait_for(lambda: not node.trees() and not list(live_mounts(node.settings.run_dir)))
-
-
-def test_a_deleted_pod_of_the_snapshotter_leaves_no_dead_mount(node: Node, tmp_path: Path) -> None:
-    """A kubelet runs the manifest's `preStop`, then ends every process of the pod."""
-    add_image(node, tmp_path)
-    pull(node)
-    node.call("Prepare", key="c1", parent=CHAINS[-1])
-    text = (REPOSITORY / "docker/kubernetes/snapshotter-daemonset.yaml").read_text()
-    *_, daemon = yaml.safe_load_all(text)
-    (container,) = daemon["spec"]["template"]["spec"]["containers"]
-    (folder,) = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "snapshots"]
-    hook = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert folder in hook[-1]
-    assert node.trees()
-    for _ in range(2):
-        # The second time there is none.
-        subprocess.run([*hook[:-1], hook[-1].replace(folder, str(node.root))], check=True)
-        assert node.trees() == []
-    node.stop(node.snapshotter, signal.SIGKILL)
-    wait_for(lambda: not node.image_server_ids())
-    node.snapshotter = node.start_snapshotter()
-    lower = lower_of(node.call("Mounts", key="c1"))
-    assert checksums_outside([lower / "top"]) == [digest(b"t")[7:]]
 
 
 @pytest.mark.parametrize("run_dir", ["on disk", "in memory"])

@@ -50,7 +50,17 @@ for name in etc:/etc/containerd lib:/var/lib/containerd run:/run/containerd opt:
     mkdir -p ${name#*:} {base}/${name%%:*}
     mount --bind {base}/${name%%:*} ${name#*:}
 done
-while [ ! -e {base}/end ]; do {program} >> {base}/log 2>&1; sleep 0.1; done
+while [ ! -e {base}/end ]; do {before}{program} >> {base}/log 2>&1; sleep 0.1; done
+"""
+# What k3s writes whenever it starts, by its documentation: a file of its own, or of a template.
+K3S = """
+folder=/etc/containerd/rancher
+base='{base_text}'
+if [ -e $folder/{template} ]; then
+    tail -n +2 $folder/{template} | { echo "$base"; cat; } > $folder/config.toml
+else
+    echo "$base" > $folder/config.toml
+fi
 """
 
 
@@ -66,12 +76,11 @@ class Machine:
         self.restarts.touch()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, config: str | None) -> Daemon:
+    def start(self, config: str | None, *, before: str = "", options: str = "") -> Daemon:
         if config is not None:
             self.config.write_text(config)
-        text = START.replace("{base}", str(self.base)).replace(
-            "{program}", str(self.folder / "containerd")
-        )
+        text = START.replace("{base}", str(self.base)).replace("{before}", before)
+        text = text.replace("{program}", f"{self.folder / 'containerd'} {options}")
         self._process = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", text],
             stdin=subprocess.DEVNULL,
@@ -257,3 +266,28 @@ def test_a_containerd_that_knows_no_class_s_snapshotter_is_named(short_folder: P
         assert found.restart_count() == 0
     finally:
         found.end()
+
+
+def test_where_k3s_writes_the_file_its_own_ways_are_used(machine: Machine) -> None:
+    folder = machine.config.parent / "rancher"
+    folder.mkdir()
+    is_version_3 = "v2" in version_of(machine.folder)
+    expected = "config-v3.toml.tmpl" if is_version_3 else "config.toml.tmpl"
+    text = "version = 3" if is_version_3 else "version = 2"
+    before = K3S.replace("{base_text}", text).replace("{template}", expected)
+    options = "--config /etc/containerd/rancher/config.toml"
+    change = install(machine.start(None, before=before, options=options), ADDRESS, PLATFORM)
+    assert change.file == Path("/etc/containerd/rancher") / expected
+    assert change.is_restarted
+    plugin, runtime = machine.daemon().loaded()
+    assert (plugin, runtime["snapshotter"]) == (ADDRESS, "bootseer")
+    again = install(machine.daemon(), ADDRESS, PLATFORM)
+    assert (again.is_file_changed, again.is_restarted) == (False, False)
+    assert remove(machine.daemon(), ADDRESS).is_restarted
+    assert not (folder / expected).exists()
+    assert machine.daemon().loaded() == ("", {})
+
+
+def version_of(folder: Path) -> str:
+    command = [str(folder / "containerd"), "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

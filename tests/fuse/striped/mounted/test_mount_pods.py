@@ -1,5 +1,5 @@
-"""The checkpoint recipes for Kubernetes, run as a kubelet would: mount namespaces stand for the
-containers of a pod, with the volumes, propagation and commands that the manifests say."""
+"""The checkpoint sidecar for Kubernetes, run as a kubelet would: mount namespaces stand for the
+containers of a pod, with the volumes, propagation and commands that the manifest says."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
-KUBERNETES = REPOSITORY / "docker" / "kubernetes"
+RECIPE = REPOSITORY / "docker" / "kubernetes" / "checkpoints-sidecar.yaml"
 MOUNTED = "/mnt/checkpoints"
 _PROPAGATION = {"Bidirectional": "rshared", "HostToContainer": "rslave"}
 
@@ -40,13 +40,10 @@ os.close(old)
 class Node:
     """A node with one shared volume, and the containers that are started on it."""
 
-    def __init__(self, folder: Path, recipe: str) -> None:
-        documents = list(yaml.safe_load_all((KUBERNETES / recipe).read_text(encoding="utf-8")))
-        self.containers: dict[str, Any] = {
-            container["name"]: container
-            for document in documents
-            for container in self._containers_of(document)
-        }
+    def __init__(self, folder: Path) -> None:
+        pod = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["spec"]["template"]["spec"]
+        containers = [*pod["initContainers"], *pod["containers"]]
+        self.containers: dict[str, Any] = {one["name"]: one for one in containers}
         self.folder = folder
         self.volume = folder / "volume"
         self.volume.mkdir(parents=True)
@@ -57,11 +54,6 @@ class Node:
         self._enter = ["nsenter", f"--target={holder.pid}", "--mount"]
         self.on_node("mount", "--bind", self.volume, self.volume)
         self.on_node("mount", "--make-rshared", self.volume)
-
-    @staticmethod
-    def _containers_of(document: Any) -> list[Any]:
-        pod = document.get("spec", {}).get("template", {}).get("spec", {})
-        return [*pod.get("initContainers", ()), *pod.get("containers", ())]
 
     def _start(self, prefix: list[str], command: str = "echo; read end") -> "subprocess.Popen[str]":
         """Run `command` in a namespace of its own until its standard input ends."""
@@ -139,36 +131,30 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def node_with(folder: Path, recipe: str) -> Iterator[Node]:
-    node = Node(folder, recipe)
+def node_with(folder: Path) -> Iterator[Node]:
+    node = Node(folder)
     try:
         yield node
     finally:
         node.end()
 
 
-RECIPES = [("checkpoints-sidecar.yaml", "checkpoints"), ("checkpoints-daemonset.yaml", "mount")]
-
-
-@pytest.mark.parametrize(("recipe", "server"), RECIPES)
-def test_a_pod_that_is_killed_and_ended_loses_nothing(
-    folder: Path, recipe: str, server: str
-) -> None:
-    with node_with(folder, recipe) as node:
+def test_a_pod_that_is_killed_and_ended_loses_nothing(folder: Path) -> None:
+    with node_with(folder) as node:
         trainer = node.container("trainer", "sh -c 'echo; read end'")
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "\n"
         write = ("sh", "-c", f"mkdir -p {MOUNTED}; echo saved > {MOUNTED}/model")
         # Before the mount is there, a save does not land on the node's disk.
         assert node.in_container(trainer, *write).returncode != 0
-        container = node.container(server)
+        container = node.container("checkpoints")
         wait_for(node.is_mounted, "the mount")
         done = node.in_container(trainer, "setpriv", "--reuid=1000", "--clear-groups", *write)
         assert done.returncode == 0, done.stderr
         node.kill_all(container)
         # Nor when the server was killed.
         assert node.in_container(trainer, *write).returncode != 0
-        container = node.container(server)
+        container = node.container("checkpoints")
         check = ("grep", "-q", "saved", f"{MOUNTED}/model")
         wait_for(lambda: node.in_container(trainer, *check).returncode == 0, "the next mount")
         saving = subprocess.Popen(
@@ -195,19 +181,9 @@ def test_a_pod_that_is_killed_and_ended_loses_nothing(
     assert (folder / "model").read_bytes() == b"a" * 3_000_000 + b"b" * 3_000_000
 
 
-def test_a_trainer_waits_for_the_mount_of_its_node(folder: Path) -> None:
-    with node_with(folder, "checkpoints-daemonset.yaml") as node:
-        waiting = node.container("wait")
-        assert waiting.poll() is None
-        node.container("mount")
-        wait_for(node.is_mounted, "the mount")
-        assert waiting.wait(60) == 0
-
-
-@pytest.mark.parametrize("recipe", ["checkpoints-sidecar.yaml"])
-def test_a_sidecar_leaves_a_folder_that_can_be_removed(folder: Path, recipe: str) -> None:
+def test_a_sidecar_leaves_a_folder_that_can_be_removed(folder: Path) -> None:
     """Not immutable: a kubelet that cannot remove the pod's volume never lets the pod go."""
-    with node_with(folder, recipe) as node:
+    with node_with(folder) as node:
         container = node.container("checkpoints")
         wait_for(node.is_mounted, "the mount")
         container.send_signal(signal.SIGTERM)

@@ -1,7 +1,5 @@
 """The ways to have a mount on nodes: fstab's helper, the systemd unit, the Kubernetes manifests."""
 
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -10,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from bootseer.cli import cli
 from bootseer.cli.checkpoint.mount_helper import parse_options
 from bootseer.errors import InvalidInputError
-from tests.support.cli_reference import root_context
 from tests.support.mounts.fuse_mount import REPOSITORY, require_root, run
 
 DOCKER = REPOSITORY / "docker"
@@ -105,47 +101,8 @@ def test_the_systemd_unit(tmp_path: Path) -> None:
     assert not ours
 
 
-def commands_of(unit: str) -> list[list[str]]:
-    return [shlex.split(line) for line in re.findall(r"^Exec\w+=-?(.*)$", unit, re.M)]
-
-
 def manifests() -> list[Path]:
     return sorted((DOCKER / "kubernetes").glob("checkpoints-*.yaml"))
-
-
-def bootseer_calls(document: Any) -> list[list[str]]:
-    """Every command line of ours anywhere in a manifest."""
-    found: list[list[str]] = []
-    if isinstance(document, dict):
-        for key, value in document.items():
-            if key == "command":
-                text = value[2] if value[0] == "sh" else shlex.join(value)
-                parts = re.split(r"&&|\|\||;", text)
-                words = [shlex.split(part.replace("exec ", "")) for part in parts]
-                found += [line[1:] for line in words if line and line[0] == "bootseer"]
-            else:
-                found += bootseer_calls(value)
-    elif isinstance(document, list):
-        for value in document:
-            found += bootseer_calls(value)
-    return found
-
-
-def test_the_commands_in_recipes_can_be_parsed() -> None:
-    yaml = pytest.importorskip("yaml")
-    calls = []
-    for path in manifests():
-        for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
-            assert {"apiVersion", "kind", "metadata"} <= set(document)
-            calls += bootseer_calls(document)
-    assert len(calls) >= 4
-    unit = (DOCKER / "systemd" / "bootseer-checkpoints@.service").read_text(encoding="utf-8")
-    calls += [[word for word in words[1:] if word != "$OPTIONS"] for words in commands_of(unit)]
-    for words in calls:
-        command = cli.get_command(None, words[0])  # type: ignore[arg-type]
-        assert command is not None, words
-        # Parsed, not run.
-        command.make_context(words[0], words[1:], parent=root_context())
 
 
 def test_mounts_propagate_from_the_one_that_mounts_to_those_that_use_it() -> None:

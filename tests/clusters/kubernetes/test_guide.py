@@ -1,0 +1,133 @@
+"""docs/kubernetes.md as it stands: every command of it, in order, on a cluster without Bootseer.
+
+Changed are the names that stand for the reader's own: registry, store, node. `helm` is a stand-in
+(helm.py), and `docker` builds nothing, since the image is built by the tests' own recipe.
+"""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bench.model import SkippedError
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.machine import Node
+from tests.clusters.kubernetes.bed.programs import cache_folder
+from tests.clusters.kubernetes.bed.settings import REGISTRY
+from tests.support.containers.chart import MANIFESTS
+from tests.support.containers.node_image import NAME, node_image
+from tests.support.mounts.fuse_mount import REPOSITORY
+from tests.support.waiting import wait_for
+
+GUIDE = REPOSITORY / "docs" / "kubernetes.md"
+TRAINER = "team/trainer:v7"
+# What the tests' nodes have otherwise than a reader's: no systemd, a registry over plain HTTP.
+VALUES = {
+    "containerd": {"restartCommand": "kill {pid}"},
+    "extraVolumes": [{"name": "registries", "hostPath": {"path": "/etc/containerd/certs.d"}}],
+    "extraVolumeMounts": [
+        {"name": "registries", "mountPath": "/etc/containerd/certs.d", "readOnly": True}
+    ],
+}
+HELM = """#!/bin/sh
+exec {python} -m tests.clusters.kubernetes.helm "$@"
+"""
+
+
+def blocks() -> list[str]:
+    text = GUIDE.read_text()
+    found = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(re.findall("^```", text, re.MULTILINE)) == 2 * len(found), "blocks of another kind"
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster of its own: others share one that has Bootseer."""
+    try:
+        running = Cluster()
+    except SkippedError as reason:
+        pytest.skip(f"no Kubernetes here: {reason}")
+    with running:
+        image = (node_image(cache_folder() / "images"), NAME)
+        running.push(image, f"{NAME}:0.1.0")
+        running.push(image, TRAINER)
+        yield running
+
+
+class Reader:
+    """Does what the guide says."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster = cluster
+        programs = folder / "programs"
+        programs.mkdir()
+        for name, text in (("helm", HELM.format(python=sys.executable)), ("docker", "#!/bin/sh\n")):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        (folder / "values.json").write_text(json.dumps(VALUES))
+        self._environment = {
+            **cluster._environment,
+            "PATH": f"{programs}:{cluster._environment['PATH']}",
+            "HELM_VALUES": str(folder / "values.json"),
+            "HELM_STATE": str(folder / "state.json"),
+        }
+        self._names = {
+            "registry.example.com": REGISTRY,
+            "hdfs://namenode:8020": cluster.hdfs.url,
+            "gpu-1": cluster.nodes[0].name,
+        }
+
+    def do(self, block: str) -> str:
+        for name, ours in self._names.items():
+            block = block.replace(name, ours)
+        script = f"set -euo pipefail; cd {REPOSITORY}\n{block}"
+        lan = self._cluster.lan
+        done = lan.run("bash", "-c", script, timeout_s=900, check=False, env=self._environment)
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+
+def test_every_command_of_the_guide(cluster: Cluster, tmp_path: Path) -> None:
+    before = {node.name: files(node.disk / "etc/containerd") for node in cluster.nodes}
+    reader = Reader(cluster, tmp_path)
+    printed = {}
+    for block in blocks():
+        printed[block] = reader.do(block)
+    said = "\n".join(printed.values())
+    for words in ("trained", "step 1", "bootseer", "containerd runs with the snapshotter"):
+        assert words in said, words
+    # Removed is removed: nothing runs, nothing is mounted, containerd is as it was.
+    wait_for(
+        lambda: not cluster.list("pods", "--namespace", "bootseer-system"), "the end of all pods"
+    )
+    for node in cluster.nodes:
+        wait_for(partial(is_as_before, node, before[node.name]), "containerd's old file")
+        shown = node.run("cat", "/proc/self/mounts").stdout
+        assert "fuse" not in shown
+        assert "bootseer" not in shown
+
+
+def is_as_before(node: Node, before: dict[str, str]) -> bool:
+    return files(node.disk / "etc/containerd") == before
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_api_server_takes_the_plain_manifests(cluster: Cluster, tmp_path: Path) -> None:
+    """All but the version of one kind: this Kubernetes is older than policy/v1."""
+    folder = tmp_path / "manifests"
+    shutil.copytree(MANIFESTS, folder)
+    text = cluster.kubectl("kustomize", folder).replace("policy/v1\n", "policy/v1beta1\n")
+    cluster.kubectl("create", "namespace", "bootseer-system")
+    try:
+        cluster.kubectl("apply", "--dry-run=server", "--filename", "-", text=text)
+    finally:
+        cluster.kubectl("delete", "namespace", "bootseer-system")
