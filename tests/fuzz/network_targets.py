@@ -1,5 +1,6 @@
 """What registries, HDFS and the kernel send, and the files that say how to reach them."""
 
+import json
 import socket
 import struct
 from pathlib import Path
@@ -12,6 +13,8 @@ from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.name_requests import Answer
 from bootseer.fuse.kernel.operations import Caller, Operations
+from bootseer.kubernetes.webhook.plan import Cluster
+from bootseer.kubernetes.webhook.review import answer
 from bootseer.prefetch.sources import documents
 from bootseer.registry.documents import parse_object
 from bootseer.registry.hosts import parse_hosts
@@ -23,6 +26,7 @@ from bootseer.store.hdfs.rpc.frames import result_of
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock
 from bootseer.store.hdfs.rpc.protobuf import delimited
 from bootseer.transfer.attempt import Attempt
+from tests.bootseer.kubernetes.webhook.pod_objects import pod_object, review_of
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes
@@ -202,7 +206,21 @@ def _read_request(data: bytes) -> None:
         assert not (answer.error and answer.body)
 
 
+def _read_review(data: bytes) -> None:
+    cluster = Cluster(has_driver=True, handler="bootseer", store_url="hdfs://namenode/store")
+    found = json.loads(answer(data, lambda: cluster))["response"]
+    assert found["allowed"] is True
+    assert len(found.get("warnings", ())) <= 8
+
+
+_ASKED = {"replay": "auto", "environment": "llm", "checkpoint": "hdfs://namenode/ckpt"}
+_REVIEWS = [
+    json.loads(review_of(pod_object({f"bootseer.io/{name}": text for name, text in asked})))
+    for asked in (_ASKED.items(), list(_ASKED.items())[:1], ())
+]
+
 NETWORK_TARGETS = (
+    Target("webhook-review", mutated_json_bytes(_REVIEWS), _read_review, (CorruptError,)),
     Target("hdfs-answer", mutated(_answers()), _read_answer, (BootseerError,)),
     Target("hdfs-transfer", _transfers(), _read_transfer, ()),
     Target("registry-document", mutated_json_bytes(_DOCUMENTS), _read_document, ()),

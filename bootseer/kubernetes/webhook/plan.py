@@ -273,8 +273,9 @@ def _mounts(
 
 def _has_room(pod: Pod, more: str) -> bool:
     """Whether the API takes two more annotations with such a value."""
-    size = sum(len(f"{key}{text}".encode()) for key, text in pod.metadata.annotations.items())
-    return size + len(more.encode()) + _ROOM_BYTES <= _ANNOTATIONS_BYTES_MAX
+    texts = (more, *pod.metadata.annotations, *pod.metadata.annotations.values())
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    return size + _ROOM_BYTES <= _ANNOTATIONS_BYTES_MAX
 
 
 def _append(path: str, is_there: bool, items: list[dict[str, Any]]) -> Iterator[Operation]:
