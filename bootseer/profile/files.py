@@ -129,7 +129,7 @@ class StartFiles(Struct, frozen=True):
         starts apart, it begins another start."""
         chosen: dict[tuple[str, str], TimelineFile] = {}
         for file in sorted(self.files, key=_when):
-            place = _place(file)
+            place = place_of(file)
             if place in chosen and not self.submission:
                 chosen.clear()
             chosen[place] = file
@@ -309,7 +309,7 @@ def _when(file: TimelineFile) -> tuple[str, int]:
     return file.name.partition("-")[0], file.modified_ns
 
 
-def _place(file: TimelineFile) -> tuple[str, str]:
+def place_of(file: TimelineFile) -> tuple[str, str]:
     """Node and rank, from `TIME-PID-NODE-RANK`."""
     node, _, rank = file.name.split("-", 2)[-1].rpartition("-")
     return node, rank

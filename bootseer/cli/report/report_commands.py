@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.cli.output import current_config, emit_json, json_option
@@ -25,9 +27,10 @@ from bootseer.cli.report.report_output import (
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.profile.adapters.known import Known
 from bootseer.profile.adapters.placing import Placement
-from bootseer.profile.adapters.registry import ADAPTERS, NAME_NO_NODE, ask_slurm, read_known
+from bootseer.profile.adapters.registry import ADAPTERS, NAME_NO_NODE, ask_slurm, read_other
 from bootseer.profile.files import Source, StartFiles, find_start, list_starts
 from bootseer.profile.parquet import ParquetFile, write_parquet
+from bootseer.profile.pods import WithPods
 from bootseer.profile.reading import read_events
 from bootseer.profile.views.page import imports_of, to_page
 from bootseer.profile.views.perfetto_trace import to_perfetto
@@ -118,14 +121,18 @@ def report(
     config = current_config()
     settings = config.settings
     job = job or settings.job
-    source = ParquetFile(from_file) if from_file is not None else current_timelines()
+    source: Source = ParquetFile(from_file) if from_file is not None else current_timelines()
+    known = [_other_of(one) for one in others]
+    for one in known:
+        if one.kind == "kubernetes":
+            source = WithPods(source, one.data)
     if lists or history:
         show_starts(source, job, history, as_json)
         return
     if wanted is None and config.sources["attempt"] == "flag":
         wanted = settings.attempt
     files = find_start(source, job, wanted, submission)
-    start = explained(files, _others(files, others))
+    start = explained(files, _others(files, known))
     if start is None:
         raise NotFoundError(f"the timelines of job {job!r} hold no stage")
     other = _other(source, job, start, compare) if compare else None
@@ -146,26 +153,44 @@ def report(
         show_comparison(other, start)
 
 
-def _others(files: StartFiles, named: Sequence[str]) -> Placement:
+class _Other(Struct, dict=True):
+    """What another program knows, as `--with` names it."""
+
+    kind: str
+    node: str
+    file: str
+
+    @cached_property
+    def data(self) -> bytes:
+        """Raises: InvalidInputError, NotFoundError."""
+        return read_other(Path("/dev/stdin" if self.file == "-" else self.file))
+
+
+def _other_of(option: str) -> _Other:
+    """Raises: BadParameter."""
+    what, _, name = option.partition("=")
+    kind, _, node = what.partition("@")
+    if kind not in ADAPTERS or not name:
+        raise click.BadParameter(
+            f"{option!r} is not KIND[@NODE]=FILE with KIND one of {', '.join(ADAPTERS)}",
+            param_hint="--with",
+        )
+    return _Other(kind, node, name)
+
+
+def _others(files: StartFiles, read: Sequence[_Other]) -> Placement:
     """What other programs know: Slurm is asked, where nobody gives its answer."""
     known: dict[str, list[Known]] = {}
-    for one in named:
-        what, _, name = one.partition("=")
-        kind, _, node = what.partition("@")
-        if kind not in ADAPTERS or not name:
+    for one in read:
+        if one.kind in NAME_NO_NODE and not one.node and len(files.parts(1)) > 1:
             raise click.BadParameter(
-                f"{one!r} is not KIND[@NODE]=FILE with KIND one of {', '.join(ADAPTERS)}",
+                f"{one.kind} does not say of which node it speaks: write "
+                f"{one.kind}@NODE={one.file}",
                 param_hint="--with",
             )
-        if kind in NAME_NO_NODE and not node and len(files.parts(1)) > 1:
-            raise click.BadParameter(
-                f"{kind} does not say of which node it speaks: write {kind}@NODE={name}",
-                param_hint="--with",
-            )
-        path = Path("/dev/stdin" if name == "-" else name)
-        found = read_known(kind, path)
-        known.setdefault(kind, []).extend(
-            replace(stage, nodes=(node,)) if node else stage for stage in found
+        known.setdefault(one.kind, []).extend(
+            replace(stage, nodes=(one.node,)) if one.node else stage
+            for stage in ADAPTERS[one.kind](one.data)
         )
     if "slurm" not in known:
         known["slurm"] = [*ask_slurm(files.submission)]

@@ -41,7 +41,7 @@ def parse_kubernetes(data: bytes) -> list[Known]:
     """
     document = parse(data, "the output of kubectl", SIZE_MAX, is_foreign=True)
     pods: dict[str, _Pod] = {}
-    for item in _items(document):
+    for item in items(document):
         if item.get("kind") == "Pod":
             _take_pod(item, pods)
         else:
@@ -54,14 +54,16 @@ def parse_kubernetes(data: bytes) -> list[Known]:
     return found
 
 
-def _items(document: Any) -> Iterator[dict[str, Any]]:
+def items(document: Any) -> Iterator[dict[str, Any]]:
+    """The objects of a list, or the one that is there alone."""
     if not isinstance(document, dict):
         return
-    items = document.get("items", [document])
-    yield from (item for item in items if isinstance(item, dict)) if isinstance(items, list) else ()
+    found = document.get("items", [document])
+    yield from (item for item in found if isinstance(item, dict)) if isinstance(found, list) else ()
 
 
-def _member(value: Any, *names: str) -> Any:
+def member(value: Any, *names: str) -> Any:
+    """What lies below these names; None where one of them is missing."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
@@ -75,17 +77,17 @@ def _pod(pods: dict[str, _Pod], uid: object, name: object) -> _Pod:
 
 def _take_pod(item: dict[str, Any], pods: dict[str, _Pod]) -> None:
     metadata = item.get("metadata")
-    pod = _pod(pods, _member(metadata, "uid"), _member(metadata, "name"))
-    pod.node = clean(_member(item, "spec", "nodeName")) or pod.node
-    owners = _member(metadata, "ownerReferences")
+    pod = _pod(pods, member(metadata, "uid"), member(metadata, "name"))
+    pod.node = clean(member(item, "spec", "nodeName")) or pod.node
+    owners = member(metadata, "ownerReferences")
     owner = owners[0] if isinstance(owners, list) and owners else None
     # A JobSet has a Job for each of its roles.
-    job_set = _member(metadata, "labels", "jobset.sigs.k8s.io/jobset-uid")
-    pod.owner = clean(job_set) or clean(_member(owner, "uid"))
-    pod.created_ns = instant(_member(metadata, "creationTimestamp"))
-    conditions = _member(item, "status", "conditions")
+    job_set = member(metadata, "labels", "jobset.sigs.k8s.io/jobset-uid")
+    pod.owner = clean(job_set) or clean(member(owner, "uid"))
+    pod.created_ns = instant(member(metadata, "creationTimestamp"))
+    conditions = member(item, "status", "conditions")
     for condition in conditions if isinstance(conditions, list) else ():
-        if _member(condition, "type") == "PodScheduled" and condition.get("status") == "True":
+        if member(condition, "type") == "PodScheduled" and condition.get("status") == "True":
             when = instant(condition.get("lastTransitionTime"))
             if when is not None:
                 pod.events.append((when, _REASONS.index("Scheduled"), "Scheduled", "", ""))
@@ -96,18 +98,18 @@ def _take_event(item: dict[str, Any], pods: dict[str, _Pod]) -> None:
     reason = item.get("reason")
     times = ("eventTime", "firstTimestamp", "deprecatedFirstTimestamp", "lastTimestamp")
     when = next((found for name in times if (found := instant(item.get(name)))), None)
-    if _member(about, "kind") != "Pod" or reason not in _REASONS or when is None:
+    if member(about, "kind") != "Pod" or reason not in _REASONS or when is None:
         return
-    pod = _pod(pods, _member(about, "uid"), _member(about, "name"))
+    pod = _pod(pods, member(about, "uid"), member(about, "name"))
     message = item.get("message") or item.get("note")
     message = message[:1024] if isinstance(message, str) else ""
     if reason == "Scheduled":
         assigned = _ASSIGNED.match(message)
         pod.node = assigned[1] if assigned else pod.node
     elif reason != "FailedScheduling":
-        host = _member(item, "source", "host") or _member(item, "deprecatedSource", "host")
+        host = member(item, "source", "host") or member(item, "deprecatedSource", "host")
         pod.node = clean(host or item.get("reportingInstance")) or pod.node
-    field = _member(about, "fieldPath")
+    field = member(about, "fieldPath")
     pod.events.append((when, _REASONS.index(reason), reason, clean(field), message))
 
 

@@ -84,6 +84,8 @@ class Placement:
         began = min(stage.start_ns for stage in stages)
         node = node_of(stages[0])
         submission = str(stages[0].resource.get("bootseer.submission", ""))
+        # A pod that a stage was noted for is known by name, whatever the clocks say.
+        pods = {stage.resource.get("k8s.pod.uid") for stage in stages}
         latest: dict[str, tuple[int, str]] = {}
         # What names no submission, as containerd, is of the only node.
         wide = {_OF_SUBMISSION + submission, _OF_SUBMISSION}
@@ -92,7 +94,7 @@ class Placement:
             if any(one.end_ns is None for one in found):
                 continue
             end = max(one.end_ns or 0 for one in found)
-            if -_GAP_MAX_NS <= end - began <= _SLACK_NS:
+            if unit in pods or -_GAP_MAX_NS <= end - began <= _SLACK_NS:
                 latest[adapter] = max(latest.get(adapter, (end, unit)), (end, unit))
         for adapter, (_, unit) in latest.items():
             for one in self._units[adapter, unit]:

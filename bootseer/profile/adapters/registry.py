@@ -41,8 +41,8 @@ _ASKING_S = 5.0
 """What a busy slurmdbd is given: a report without its answer is better than one that waits."""
 
 
-def read_known(adapter: str, path: Path) -> Sequence[Known]:
-    """The stages in a file. Raises: InvalidInputError, CorruptError, NotFoundError."""
+def read_other(path: Path) -> bytes:
+    """What another program wrote. Raises: InvalidInputError, NotFoundError."""
     try:
         with path.open("rb") as file:
             data = file.read(SIZE_MAX + 1)
@@ -52,7 +52,7 @@ def read_known(adapter: str, path: Path) -> Sequence[Known]:
         raise InvalidInputError(
             f"{path} is larger than {SIZE_MAX // 2**20} MiB; cut out the part about this start"
         )
-    return ADAPTERS[adapter](data)
+    return data
 
 
 def ask_slurm(submission: str) -> Sequence[Known]:
