@@ -29,6 +29,11 @@ EVERYTHING = {
     "warm": {"images": ["registry://registry.example.com/team/trainer:v7"]},
     "metrics": {"directory": "/var/lib/node_exporter"},
 }
+LEAST = {
+    "snapshotter": {"enabled": False},
+    "webhook": {"enabled": False},
+    "containerd": {"install": False},
+}
 SECURITY = REPOSITORY / "SECURITY.md"
 Object = dict[str, Any]
 
@@ -48,11 +53,10 @@ def rendered(values: Object, **changes: Any) -> list[Object]:
 def installed(request: pytest.FixtureRequest) -> list[Object]:
     if request.param == "manifests":
         return [one for one in manifests() if one["kind"] != "Kustomization"]
-    least = {name: {"enabled": False} for name in ("snapshotter", "webhook")}
     values: Object = {
         "chart": {},
         "chart with everything": EVERYTHING,
-        "chart with least": {**least, "containerd": {"install": False}},
+        "chart with least": LEAST,
     }
     return rendered(values[request.param])
 

@@ -6,7 +6,6 @@ Changed are the names that stand for the reader's own: registry, store, node. `h
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,13 +18,13 @@ from tests.clusters.kubernetes.bed.cluster import Cluster
 from tests.clusters.kubernetes.bed.machine import Node
 from tests.clusters.kubernetes.bed.programs import cache_folder
 from tests.clusters.kubernetes.bed.settings import REGISTRY
-from tests.support.containers.chart import MANIFESTS
 from tests.support.containers.node_image import NAME, node_image
 from tests.support.mounts.fuse_mount import REPOSITORY
 from tests.support.waiting import wait_for
 
 GUIDE = REPOSITORY / "docs" / "kubernetes.md"
 TRAINER = "team/trainer:v7"
+WARM_LOG = "kubectl logs --namespace bootseer-system daemonset/bootseer-warm"
 # What the tests' nodes have otherwise than a reader's: no systemd, a registry over plain HTTP.
 VALUES = {
     "containerd": {"restartCommand": "kill {pid}"},
@@ -99,6 +98,8 @@ def test_every_command_of_the_guide(cluster: Cluster, tmp_path: Path) -> None:
     printed = {}
     for block in blocks():
         printed[block] = reader.do(block)
+        if "warm.images" in block:
+            wait_for(lambda: f"{TRAINER} is here" in reader.do(WARM_LOG), "the image on the node")
     said = "\n".join(printed.values())
     for words in ("trained", "step 1", "bootseer", "containerd runs with the snapshotter"):
         assert words in said, words
@@ -119,15 +120,3 @@ def is_as_before(node: Node, before: dict[str, str]) -> bool:
 
 def files(folder: Path) -> dict[str, str]:
     return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_the_api_server_takes_the_plain_manifests(cluster: Cluster, tmp_path: Path) -> None:
-    """All but the version of one kind: this Kubernetes is older than policy/v1."""
-    folder = tmp_path / "manifests"
-    shutil.copytree(MANIFESTS, folder)
-    text = cluster.kubectl("kustomize", folder).replace("policy/v1\n", "policy/v1beta1\n")
-    cluster.kubectl("create", "namespace", "bootseer-system")
-    try:
-        cluster.kubectl("apply", "--dry-run=server", "--filename", "-", text=text)
-    finally:
-        cluster.kubectl("delete", "namespace", "bootseer-system")

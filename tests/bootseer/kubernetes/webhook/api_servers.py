@@ -236,7 +236,8 @@ def real(folder: Path) -> Iterator[ApiServer]:
             *(binary, f"--etcd-servers={url}", f"--secure-port={port}", "--bind-address=127.0.0.1"),
             *(f"--tls-cert-file={pair}", f"--tls-private-key-file={pair}"),
             f"--token-auth-file={folder / 'tokens.csv'}",
-            *("--authorization-mode=RBAC", "--service-cluster-ip-range=10.99.0.0/24"),
+            *("--authorization-mode=RBAC", "--allow-privileged=true"),
+            "--service-cluster-ip-range=10.99.0.0/24",
             *("--service-account-issuer=https://k8s", "--api-audiences=api"),
             *(f"--service-account-signing-key-file={pair}", f"--service-account-key-file={pair}"),
             # It then calls the endpoints of a service, without a kube-proxy.

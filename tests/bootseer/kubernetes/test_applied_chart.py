@@ -1,0 +1,46 @@
+"""The chart and the plain manifests as a real API server takes them: each field of each object."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.kubernetes.webhook.api_servers import NAMESPACE, ApiServer, real
+from tests.clusters.kubernetes.bed.programs import KEPT, cache_folder
+from tests.docs.test_chart import EVERYTHING, LEAST, rendered
+from tests.support.containers.chart import MANIFESTS
+
+KUBECTL = cache_folder() / KEPT / "kubectl"
+
+
+def test_an_api_server_takes_every_object(tmp_path: Path) -> None:
+    """Kubectl compares them with the server's schema, and the server validates them."""
+    with real(tmp_path) as server:
+        server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        for values in ({}, EVERYTHING, LEAST):
+            found = rendered(values, apis=())
+            text = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
+            assert kubectl(server, tmp_path, text).count("(server dry run)") == len(found)
+        with pytest.raises(AssertionError, match="privilege"):
+            kubectl(server, tmp_path, text.replace('"privileged"', '"privilege"'))
+        # This server is older than one version in them.
+        text = kubectl(server, tmp_path, "", "kustomize", str(MANIFESTS))
+        text = text.replace("apiVersion: policy/v1\n", "apiVersion: policy/v1beta1\n")
+        assert "bootseer-mounts created" in kubectl(server, tmp_path, text)
+
+
+def kubectl(server: ApiServer, folder: Path, text: str, *words: str) -> str:
+    command = [str(KUBECTL), f"--server=https://localhost:{server.port}", "--token=admin-token"]
+    command += [f"--certificate-authority={folder / 'ca.pem'}"]
+    done = subprocess.run(
+        [*command, *(words or ("apply", "--dry-run=server", "--filename", "-"))],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "KUBECONFIG": "/dev/null", "HOME": str(folder)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
