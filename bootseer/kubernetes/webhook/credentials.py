@@ -114,20 +114,19 @@ class Credentials:
         bundle = base64.b64encode(pair.authorities).decode()
         client = hook.get("clientConfig")
         told = isinstance(client, dict) and client.get("caBundle") == bundle
-        operations: list[dict[str, Any]] = []
         if not told:
-            path = f"{at}/clientConfig/caBundle"
-            operations.append({"op": "add", "path": path, "value": bundle})
-        if "matchConditions" not in hook and not self._has_asked_for_conditions:
-            # Those that do not know the member leave it out; they are asked once.
-            path = f"{at}/matchConditions"
-            operations.append({"op": "add", "path": path, "value": [_CONDITION]})
-        if operations:
-            version = configuration["metadata"]["resourceVersion"]
-            test = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
-            self._api.patch(self._configuration, [test, *operations])
+            self._set(configuration, f"{at}/clientConfig/caBundle", bundle)
+        elif "matchConditions" not in hook and not self._has_asked_for_conditions:
+            # Those that do not know the member leave it out. Asked once: nothing depends on it.
             self._has_asked_for_conditions = True
+            self._set(configuration, f"{at}/matchConditions", [_CONDITION])
         return told
+
+    def _set(self, configuration: dict[str, Any], path: str, value: Any) -> None:
+        """Raises: BusyError, where somebody has changed the configuration since."""
+        version = configuration["metadata"]["resourceVersion"]
+        test = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
+        self._api.patch(self._configuration, [test, {"op": "add", "path": path, "value": value}])
 
 
 def look_quietly(credentials: Credentials) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.bootseer.kubernetes.webhook.api_servers import (
     NAMESPACE,
     SECRET,
     ApiServer,
+    stand_in,
 )
 
 
@@ -53,11 +55,25 @@ def test_replicas_serve_with_one_pair_that_the_api_server_believes(api_server: A
     assert len(one.used) == 1
     assert api_server.bundle() == _bundle(one.used[0])
     assert one.credentials.is_ready
+    one.look()
     versions = _versions(api_server)
     one.look(3)
     # Nothing is written where nothing changes.
     assert _versions(api_server) == versions
     assert len(one.used) == 1
+
+
+def test_pods_without_annotations_are_not_sent_where_that_can_be_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes 1.28 knows conditions; 1.20 leaves the member out."""
+    with stand_in(tmp_path) as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        server.install()
+        _Replica(server).look(2)
+        (condition,) = server.ask("GET", CONFIGURATION)["webhooks"][0]["matchConditions"]
+        assert "'bootseer.io/checkpoint'].exists(" in condition["expression"]
 
 
 def test_of_two_that_renew_at_once_one_wins(api_server: ApiServer) -> None:

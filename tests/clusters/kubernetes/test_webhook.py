@@ -1,0 +1,208 @@
+"""The webhook on a cluster: annotated Jobs and StatefulSets, other pods, and its absence."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.images import bootseer_image
+from tests.clusters.kubernetes.objects import pod
+from tests.support.containers.chart import NAMESPACE, objects, render
+from tests.support.mounts.fuse_mount import REPOSITORY
+from tests.support.waiting import wait_for
+
+_NAME = "bootseer-webhook"
+_SPACE = "training"
+_RECIPES = REPOSITORY / "docker/kubernetes/recipes"
+_SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+class _Site:
+    """A cluster with the webhook, and a namespace for users."""
+
+    def __init__(self, cluster: Cluster, image: str) -> None:
+        self.cluster = cluster
+        self.image = image
+        repository, _, tag = image.rpartition(":")
+        values = {
+            "createNamespace": True,
+            "image": {"repository": repository, "tag": tag},
+            "settings": {"store": "hdfs://namenode:8020/bootseer"},
+        }
+        # Kubernetes 1.20 has none of the newer versions.
+        found = objects(render(values, apis=()))
+        named = [one for one in found if one["metadata"]["name"] in (NAMESPACE, _NAME)]
+        # Whatever the nodes' containerd has: pods of the class start.
+        handler = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "runc"}
+        space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": _SPACE}}
+        self.objects = [
+            *sorted(named, key=lambda one: one["kind"] != "Namespace"),
+            {**handler, "metadata": {"name": "bootseer"}},
+            space,
+        ]
+
+    def install(self) -> None:
+        self._kubectl("apply")
+        self.scale(2)
+
+    def remove(self) -> None:
+        self._kubectl("delete", "--ignore-not-found", "--timeout=120s")
+
+    def _kubectl(self, *words: str) -> None:
+        document = json.dumps({"apiVersion": "v1", "kind": "List", "items": self.objects})
+        self.cluster.kubectl(*words, "--filename", "-", text=document, timeout_s=180)
+
+    def scale(self, count: int) -> None:
+        """Run so many replicas of the webhook, and wait until they can be asked."""
+        where = ("--namespace", NAMESPACE)
+        self.cluster.kubectl("scale", "deployment", _NAME, f"--replicas={count}", *where)
+
+        def are_ready() -> bool:
+            endpoints = self.cluster.get("endpoints", _NAME, NAMESPACE)
+            subsets = endpoints.get("subsets") or [{}]
+            return len(subsets[0].get("addresses") or ()) == count
+
+        wait_for(are_ready, f"{count} replicas of the webhook", timeout_s=120, look_s=0.5)
+
+    def run(self, name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+        """A pod that shows its variables, when it has ended."""
+        self.cluster.apply(self._pod(name, annotations))
+        return self.cluster.wait_pod(name, "Succeeded", namespace=_SPACE)
+
+    def _pod(self, name: str, annotations: dict[str, str] | None) -> dict[str, Any]:
+        found = pod(name, self.image, "", annotations=annotations)
+        found["metadata"]["namespace"] = _SPACE
+        found["spec"]["containers"][0]["command"] = ["python3", "-c", _SHOW]
+        return found
+
+    def variables(self, name: str) -> dict[str, str]:
+        """What a pod has shown."""
+        shown: dict[str, str] = json.loads(
+            self.cluster.kubectl("logs", name, "--namespace", _SPACE)
+        )
+        return shown
+
+    def recipe(self, name: str) -> dict[str, Any]:
+        """Apply a recipe with an image of this cluster, and without what its pods cannot have
+        here; returns its owner of pods."""
+        documents = list(yaml.safe_load_all((_RECIPES / f"{name}.yaml").read_text()))
+        owner: dict[str, Any] = documents[-1]
+        template = owner["spec"]["template"]
+        for volume in ("environment", "checkpoint"):
+            template["metadata"]["annotations"].pop(f"bootseer.io/{volume}", None)
+        container = template["spec"]["containers"][0]
+        container.pop("args", None)
+        wait = "; import time; time.sleep(3600)" if owner["kind"] == "StatefulSet" else ""
+        container |= {"image": self.image, "command": ["python3", "-uc", _SHOW + wait]}
+        # Fields that this Kubernetes does not know, as completionMode, are left out by it.
+        words = ("apply", "--validate=false", "--namespace", _SPACE, "--filename", "-")
+        self.cluster.kubectl(*words, text=json.dumps({"kind": "List", "apiVersion": "v1",
+                                                      "items": documents}))  # fmt: skip
+        return self.cluster.get(owner["kind"], owner["metadata"]["name"], _SPACE)
+
+    def pods_of(self, owner: dict[str, Any], count: int) -> list[dict[str, Any]]:
+        """The pods of an owner, when so many have shown their variables."""
+        uid = owner["metadata"]["uid"]
+
+        def found() -> list[dict[str, Any]]:
+            pods = self.cluster.list("pods", "--namespace", _SPACE)
+            owned = [
+                one
+                for one in pods
+                if uid in [ref["uid"] for ref in one["metadata"].get("ownerReferences", ())]
+                and one["status"].get("phase") in ("Running", "Succeeded")
+            ]
+            logs = [
+                self.cluster.try_kubectl("logs", one["metadata"]["name"], "--namespace", _SPACE)
+                for one in owned
+            ]
+            return owned if all(log.stdout.strip() for log in logs) else []
+
+        wait_for(lambda: len(found()) >= count, "the owner's pods", timeout_s=180, look_s=0.5)
+        return sorted(found(), key=lambda one: str(one["metadata"]["name"]))
+
+
+@pytest.fixture(scope="module")
+def site(cluster: Cluster) -> Iterator[_Site]:
+    found = _Site(cluster, cluster.push(bootseer_image(), "bootseer-node:test"))
+    try:
+        found.install()
+        yield found
+    finally:
+        found.remove()
+
+
+def _comparable(found: dict[str, Any]) -> dict[str, Any]:
+    """A pod's own words and defaults, without what differs between any two."""
+    names = ("annotations", "labels", "ownerReferences")
+    metadata = {name: found["metadata"].get(name) for name in names}
+    metadata["annotations"] = {
+        name: text
+        for name, text in (metadata["annotations"] or {}).items()
+        if not name.startswith("kubectl.kubernetes.io/")
+    }
+    metadata["labels"].pop("name", None)
+    spec = {name: value for name, value in found["spec"].items() if name != "nodeName"}
+    return {"metadata": metadata, "spec": spec}
+
+
+def test_pods_of_a_job_are_told_their_start(site: _Site) -> None:
+    job = site.recipe("job")
+    (found,) = site.pods_of(job, 1)
+    assert found["spec"]["runtimeClassName"] == "bootseer"
+    assert found["metadata"]["annotations"]["io.containerd.cri.runtime-handler"] == "runc"
+    told = site.variables(found["metadata"]["name"])
+    assert told["BOOTSEER_JOB"] == "train"
+    assert told["BOOTSEER_SUBMISSION"] == job["metadata"]["uid"]
+    assert told["BOOTSEER_NODE"] == found["spec"]["nodeName"]
+    assert told["BOOTSEER_STORE"] == "hdfs://namenode:8020/bootseer"
+
+
+def test_pods_of_an_indexed_job_share_a_submission(site: _Site) -> None:
+    """Kubernetes 1.20 has no indexes, and runs it as a Job of four pods."""
+    job = site.recipe("indexed-job")
+    pods = site.pods_of(job, 4)
+    told = [site.variables(one["metadata"]["name"]) for one in pods]
+    assert {one["BOOTSEER_SUBMISSION"] for one in told} == {job["metadata"]["uid"]}
+    assert {one["BOOTSEER_JOB"] for one in told} == {"train-indexed"}
+
+
+def test_pods_of_a_stateful_set_have_their_ordinals_as_ranks(site: _Site) -> None:
+    found = site.recipe("statefulset")
+    pods = site.pods_of(found, 2)
+    told = [site.variables(one["metadata"]["name"]) for one in pods]
+    assert [one["BOOTSEER_RANK"] for one in told] == ["0", "1"]
+    assert {one["BOOTSEER_SUBMISSION"] for one in told} == {found["metadata"]["uid"]}
+    # Another submission is another set.
+    site.cluster.kubectl("delete", "statefulset", "train-set", "--namespace", _SPACE)
+
+
+def test_a_pod_by_itself_is_its_own_submission(site: _Site) -> None:
+    found = site.run("alone", {"bootseer.io/replay": "auto"})
+    assert site.variables("alone")["BOOTSEER_SUBMISSION"] == found["metadata"]["uid"]
+
+
+def test_what_cannot_be_done_is_said_at_the_pod(site: _Site) -> None:
+    asked = {"bootseer.io/replay": "auto", "bootseer.io/environment": "no/name"}
+    found = site.run("warned", asked)
+    assert "no name of a snapshot" in found["metadata"]["annotations"]["bootseer.io/warnings"]
+
+
+def test_other_pods_are_the_same_with_and_without_the_webhook(site: _Site) -> None:
+    before = site.run("plain-1", {"example.com/replay": "auto"})
+    site.scale(0)
+    after = site.run("plain-2", {"example.com/replay": "auto"})
+    assert _comparable(before) == _comparable(after)
+    assert "BOOTSEER_JOB" not in site.variables("plain-1")
+
+
+def test_without_the_webhook_annotated_pods_start_the_ordinary_way(site: _Site) -> None:
+    site.scale(0)
+    found = site.run("ordinary", {"bootseer.io/replay": "auto"})
+    assert "runtimeClassName" not in found["spec"]
+    site.scale(1)
+    found = site.run("again", {"bootseer.io/replay": "auto"})
+    assert found["spec"]["runtimeClassName"] == "bootseer"
