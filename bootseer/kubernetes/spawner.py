@@ -202,6 +202,8 @@ class Spawner:
         }
         writers = [state.processes[0] for state in servers if state.purpose == CHECKPOINT]
         self._end_all(writers, self._grace_s)
+        # Of servers that did not end in time.
+        self._end_all([state.processes[1] for state in servers if state.purpose == CHECKPOINT], 0)
         rest = [state.processes[0] for state in servers if state.purpose != CHECKPOINT]
         rest += [(pid, start_time(pid)) for pid in child_processes()]
         self._end_all(rest, _TREES_END_S)

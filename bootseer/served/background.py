@@ -15,10 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from msgspec import Struct
 
@@ -32,6 +32,8 @@ from bootseer.served.forked import Forked, fork_into, may_fork
 
 if TYPE_CHECKING:
     from bootseer.served.spawned import Spawned
+
+    _Process: TypeAlias = subprocess.Popen[bytes] | Forked | Spawned
 
 SPAWNER = "BOOTSEER_SPAWNER"
 """The variable that names the socket of the process that starts servers in this one's place."""
@@ -53,13 +55,7 @@ class _Message(Struct, frozen=True):
 class ServerProcess:
     """A process that waits to be told what to do. A `with` block ends it unless it was told."""
 
-    def __init__(
-        self,
-        process: "subprocess.Popen[bytes] | Forked | Spawned",
-        report_fd: int,
-        what: str,
-        log: Path,
-    ) -> None:
+    def __init__(self, process: "_Process", report_fd: int, what: str, log: Path) -> None:
         self.identity = ""
         """The identity of the mount that it will serve."""
         self.log = log
@@ -160,12 +156,20 @@ class ServerProcess:
         self.abandon()
 
 
-def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> ServerProcess:
+def begin(
+    module: str,
+    what: str,
+    log: Path | None,
+    *,
+    forks: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> ServerProcess:
     """Start `module`, whose `main` is `life.run_server`, in a session of its own; its output goes
     to the end of the file `log`, or nowhere until it calls `write_to`. It ends when it gets no plan
     because we have ended.
 
     `what` names the process in messages. `forks`: it may be a copy of this one (see `forked`).
+    `variables`: what its environment has beside ours, such as credentials.
     Raises: BootseerError; no process is left then.
     """
     log = log or Path(os.devnull)
@@ -175,11 +179,13 @@ def begin(module: str, what: str, log: Path | None, *, forks: bool = False) -> S
         raise from_oserror(error, f"open the log {log}") from error
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
-        process: subprocess.Popen[bytes] | Forked | Spawned
+        process: _Process
         if forks and may_fork() and not os.environ.get(SPAWNER):
             process = fork_into(module, [str(theirs)], python_environment(), sink.fileno(), theirs)
         else:
-            process = spawn(module, (), sink.fileno(), theirs, stdin=subprocess.PIPE)
+            process = spawn(
+                module, (), sink.fileno(), theirs, stdin=subprocess.PIPE, variables=variables
+            )
     except BaseException as error:
         os.close(ours)
         if isinstance(error, OSError):
@@ -199,6 +205,7 @@ def spawn(
     *,
     stdin: int = subprocess.DEVNULL,
     is_orphan: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> "subprocess.Popen[bytes] | Spawned":
     """Start a program of ours in a session of its own, where the spawner is if there is one (see
     `spawned`). It inherits the descriptor `fd`, whose number is its last argument; its output goes
@@ -211,7 +218,9 @@ def spawn(
         from bootseer.served.spawned import ask_spawner
 
         has_input = stdin == subprocess.PIPE
-        spawned = ask_spawner(Path(address), module, arguments, sink, fd, has_input=has_input)
+        spawned = ask_spawner(
+            Path(address), module, arguments, sink, fd, variables, has_input=has_input
+        )
         if spawned is not None:
             return spawned
     # The shell ends at once, and what it began has no parent any more.
@@ -223,7 +232,7 @@ def spawn(
         stderr=sink,
         pass_fds=[fd],
         start_new_session=True,
-        env=python_environment(),
+        env={**python_environment(), **variables},
         cwd="/",
     )
     if is_orphan:
@@ -232,7 +241,13 @@ def spawn(
 
 
 def begin_server(
-    run_dir: Path, module: str, what: str, *, identity: str | None = None, forks: bool = False
+    run_dir: Path,
+    module: str,
+    what: str,
+    *,
+    identity: str | None = None,
+    forks: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> ServerProcess:
     """`begin` a process that will serve a mount, by default one that has no name yet. What
     `begin_early` began is as good as a new one. Raises: BootseerError."""
@@ -247,7 +262,7 @@ def begin_server(
         # It opens it itself, once it is told what to serve.
         process.log = log
     else:
-        process = begin(module, what, log, forks=forks)
+        process = begin(module, what, log, forks=forks, variables=variables)
     process.identity = identity
     return process
 

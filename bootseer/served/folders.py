@@ -31,6 +31,8 @@ LINGER = "linger"
 """The purpose of a process for which what a job has used stays after it."""
 LINK = "link"
 """The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
+VOLUME = "volume"
+"""The purpose of a tree that volumes of pods show."""
 
 _STATE = "state.json"
 # A look at a lock holds it for as long as one system call.

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -91,7 +91,14 @@ class Spawned:
 
 
 def ask_spawner(
-    address: Path, module: str, arguments: Sequence[str], sink: int, fd: int, *, has_input: bool
+    address: Path,
+    module: str,
+    arguments: Sequence[str],
+    sink: int,
+    fd: int,
+    variables: Mapping[str, str],
+    *,
+    has_input: bool,
 ) -> Spawned | None:
     """Have the spawner at `address` start `module`, with the inherited descriptor's number as its
     last argument; None where none answers, which costs one warning.
@@ -101,7 +108,8 @@ def ask_spawner(
     theirs, ours = os.pipe2(os.O_CLOEXEC) if has_input else (_open_nothing(), -1)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        environment = {k: v for k, v in python_environment().items() if k != SPAWNER}
+        environment = {**python_environment(), **variables}
+        del environment[SPAWNER]
         request = SpawnRequest(module, tuple(arguments), environment)
         connection.settimeout(_ANSWER_S)
         with short_address(address) as short:

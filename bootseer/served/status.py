@@ -24,6 +24,7 @@ from bootseer.served.folders import (
     CHECKPOINT,
     LINGER,
     PUBLISH,
+    VOLUME,
     MountState,
     is_alive,
     log_path,
@@ -39,8 +40,9 @@ _KINDS = {
     CHECKPOINT: "checkpoints",
     PUBLISH: "publisher",
     LINGER: "lingering",
+    VOLUME: "volume",
 }
-IMAGES = frozenset(("image", "container", "environment", "containerd image"))
+IMAGES = frozenset(("image", "container", "environment", "containerd image", "volume"))
 """Kinds whose trees are served as images are."""
 _ANSWER_S = 2.0
 _RECENT_S = 600.0

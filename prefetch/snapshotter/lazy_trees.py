@@ -36,7 +36,10 @@ _WAIT_S = 60.0
 class LazyTrees:
     """The mounts below one folder."""
 
-    def __init__(self, settings: Settings, folder: Path, *, window_s: float) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, *, window_s: float, purpose: str = PURPOSE
+    ) -> None:
+        self._purpose = purpose
         self._settings = settings
         self._folder = mounts.absolute(folder)
         self._window_s = window_s
@@ -47,10 +50,11 @@ class LazyTrees:
         self._unused_since_s: dict[TreeKey, float] = {}
 
     @contextlib.contextmanager
-    def using(self, key: TreeKey, name: str) -> Iterator[Path]:
+    def using(self, key: TreeKey, name: str, *, is_local: bool = False) -> Iterator[Path]:
         """Where the tree is mounted; it is not taken off before the block ends.
 
-        `name` is what people will see. Raises: UnavailableError.
+        `name` is what people will see; `is_local`: as `ServeOptions` has it. Raises:
+        UnavailableError.
         """
         with self._lock:
             self._holds[key] += 1
@@ -59,7 +63,7 @@ class LazyTrees:
             if not lock.acquire(timeout=_WAIT_S):
                 raise UnavailableError(f"others have been mounting {name} for {_WAIT_S:g} s")
             try:
-                path = self._mounted().get(key) or self._mount(key, name)
+                path = self.mounted().get(key) or self._mount(key, name, is_local)
             finally:
                 lock.release()
             yield path
@@ -76,7 +80,7 @@ class LazyTrees:
         """
         sweep(self._settings.run_dir)
         now_s = time.monotonic()
-        mounted = self._mounted()
+        mounted = self.mounted()
         unused = mounted.keys() - in_use()
         self._unused_since_s = {key: self._unused_since_s.get(key, now_s) for key in unused}
         for key in unused:
@@ -100,7 +104,7 @@ class LazyTrees:
             except BootseerError as error:
                 _log.warning("cannot unmount %s, which no snapshot uses: %s", path, error)
 
-    def _mounted(self) -> dict[TreeKey, Path]:
+    def mounted(self) -> dict[TreeKey, Path]:
         """What is mounted and served now."""
         there = {mount.path for mount in mounts.find_mounts("bootseer-image")}
         found: dict[TreeKey, Path] = {}
@@ -111,9 +115,9 @@ class LazyTrees:
         return found
 
     def _is_ours(self, state: MountState) -> bool:
-        return state.purpose == PURPOSE and Path(state.directory).parent == self._folder
+        return state.purpose == self._purpose and Path(state.directory).parent == self._folder
 
-    def _mount(self, key: TreeKey, name: str) -> Path:
+    def _mount(self, key: TreeKey, name: str, is_local: bool) -> Path:
         path = self._folder / secrets.token_hex(8)
         with self._lock:
             self._mounting.add(path)
@@ -124,7 +128,12 @@ class LazyTrees:
                 name,
                 key.index_digest,
                 path,
-                ServeOptions(workload=key.workload, window_s=self._window_s, purpose=PURPOSE),
+                ServeOptions(
+                    workload=key.workload,
+                    window_s=self._window_s,
+                    purpose=self._purpose,
+                    is_local=is_local,
+                ),
             ).wait()
         except (BootseerError, OSError) as error:
             with contextlib.suppress(OSError):

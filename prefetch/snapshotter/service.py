@@ -1,24 +1,14 @@
 """The gRPC service: each method takes a message apart, calls `core` once, and puts one together.
 
-Alone knows which status tells containerd what. Called from the threads of the gRPC server.
+Called from the threads of the gRPC server.
 """
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
-from bootseer.errors import (
-    AlreadyExistsError,
-    BootseerError,
-    BusyError,
-    DeadlineError,
-    InvalidInputError,
-    NoSpaceError,
-    NotFoundError,
-    UnavailableError,
-)
+from bootseer.linux import grpc_service
 from bootseer.prefetch.snapshotter.core import Snapshotter
 from bootseer.prefetch.snapshotter.snapshot import Kind, Mount, Snapshot
 from bootseer.prefetch.snapshotter.wire import (
@@ -30,56 +20,15 @@ from bootseer.prefetch.snapshotter.wire import (
     SERVICE,
 )
 
-_log = logging.getLogger(__name__)
-
-_STATUS = (
-    (NotFoundError, grpc.StatusCode.NOT_FOUND),
-    (AlreadyExistsError, grpc.StatusCode.ALREADY_EXISTS),
-    (InvalidInputError, grpc.StatusCode.INVALID_ARGUMENT),
-    (BusyError, grpc.StatusCode.FAILED_PRECONDITION),
-    (NoSpaceError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineError, grpc.StatusCode.UNAVAILABLE),
-)
 _KINDS = {Kind.VIEW: KIND_VIEW, Kind.ACTIVE: KIND_ACTIVE, Kind.COMMITTED: KIND_COMMITTED}
 _INFOS_PER_MESSAGE = 100
-
-Method = Callable[[Any, grpc.ServicerContext], Any]
 
 
 def handler_of(snapshotter: Snapshotter) -> grpc.GenericRpcHandler:
     """What a gRPC server needs to offer `snapshotter`."""
     methods = _Methods(snapshotter)
-    handlers = {}
-    for name, (request, response) in METHODS.items():
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if name == "List"
-            else grpc.unary_unary_rpc_method_handler
-        )
-        handlers[name] = make(
-            _translated(getattr(methods, name.lower()), name),
-            request_deserializer=MESSAGES[request].FromString,
-            response_serializer=MESSAGES[response].SerializeToString,
-        )
-    return grpc.method_handlers_generic_handler(SERVICE, handlers)
-
-
-def _translated(method: Callable[[Any], Any], name: str) -> Method:
-    def call(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return method(request)
-        except Exception as error:
-            # Each becomes a status: containerd would only see that the call failed.
-            fitting = (status for kind, status in _STATUS if isinstance(error, kind))
-            status = next(fitting, grpc.StatusCode.INTERNAL)
-            if status is grpc.StatusCode.UNAVAILABLE:
-                _log.warning("%s: %s", name, error)
-            elif not isinstance(error, BootseerError):
-                _log.exception("%s failed", name)
-            context.abort(status, str(error))
-
-    return call
+    implementation = {name: getattr(methods, name.lower()) for name in METHODS}
+    return grpc_service.handler_of(SERVICE, METHODS, MESSAGES, implementation, streaming=["List"])
 
 
 class _Methods:

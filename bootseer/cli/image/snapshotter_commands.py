@@ -58,7 +58,8 @@ def snapshotter(
     containerd's configuration.
     """
     try:
-        from bootseer.prefetch.snapshotter.process import serve
+        from bootseer.linux.grpc_service import serve
+        from bootseer.prefetch.snapshotter.service import handler_of
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"the snapshotter needs the Python module {error.name}: pip install "
@@ -76,7 +77,12 @@ def snapshotter(
     root = root.absolute()
     content = content.absolute() if content else root.parent / CONTENT_FOLDER
     core = Snapshotter(settings, root, content, linger_s=linger_s, window_s=window_s)
+
+    def start() -> None:
+        core.start()
+        click.echo(f"serving on {address}", err=True)
+
     try:
-        serve(core, address, lambda: click.echo(f"serving on {address}", err=True))
+        serve([handler_of(core)], [address], start)
     finally:
         core.close()

@@ -9,6 +9,7 @@ from bootseer.cli.lazy_group import LazyGroup
     cls=LazyGroup,
     elsewhere={
         "containerd": ("kubernetes.containerd_commands", "containerd"),
+        "csi": ("kubernetes.csi_command", "csi"),
         "spawner": ("kubernetes.spawner_command", "spawner"),
         "webhook": ("kubernetes.webhook_command", "webhook"),
     },

@@ -17,25 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pool, message_factory
 
+from bootseer.base.protobuf_messages import LABELS, Messages, build, describe
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.kubernetes.installer.block import NAME, Table, parse
-from bootseer.prefetch.snapshotter.wire import describe
 
 _CALL_S = 5.0
 _COMMAND_S = 60.0
 _DEFAULT_CONFIG = "/etc/containerd/config.toml"
 _CREDENTIALS = struct.Struct("3i")
 _CRI, _INTROSPECTION = "runtime.v1", "containerd.services.introspection.v1"
-_MAP = "map<string, string>"
 # Field numbers are those of k8s.io/cri-api and of containerd's api/services/introspection/v1.
-_FILES: dict[str, dict[str, tuple[tuple[int, str, str], ...]]] = {
-    _CRI: {"StatusRequest": ((1, "bool", "verbose"),), "StatusResponse": ((2, _MAP, "info"),)},
+_FILES: dict[str, Messages] = {
+    _CRI: {"StatusRequest": ((1, "bool", "verbose"),), "StatusResponse": ((2, LABELS, "info"),)},
     _INTROSPECTION: {
         "PluginsRequest": ((1, "*string", "filters"),),
         "PluginsResponse": ((1, f"*.{_INTROSPECTION}.Plugin", "plugins"),),
-        "Plugin": ((1, "string", "type"), (2, "string", "id"), (5, _MAP, "exports")),
+        "Plugin": ((1, "string", "type"), (2, "string", "id"), (5, LABELS, "exports")),
     },
 }
 
@@ -170,18 +168,7 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it says nothing"])[-1][:500]
 
 
-def _build() -> dict[str, Any]:
-    pool = descriptor_pool.DescriptorPool()
-    for package, messages in _FILES.items():
-        pool.AddSerializedFile(describe(package, messages, ()).SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}"))
-        for package, messages in _FILES.items()
-        for name in messages
-    }
-
-
-_CLASSES = _build()
+_CLASSES = build(describe(package, messages) for package, messages in _FILES.items())
 
 
 def _call(channel: grpc.Channel, service: str, method: str, /, **fields: Any) -> Any:

@@ -28,7 +28,7 @@ from bootseer.served.folders import new_mount_dir
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import decode_tree, find_cut_blob, read_encoded_tree
-from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.catalogue.manifest import Manifest, Target
 from bootseer.snapshots.restoring import modes
 from bootseer.snapshots.restoring.mounting.mounted import MountedTree, cover_all, scratch_of
 from bootseer.snapshots.restoring.restore import Placed
@@ -73,7 +73,7 @@ def mount_snapshot(
             undo.callback(_give_up, all_serving[-1])
         indexes = []
         for item, serving in zip(placed, all_serving, strict=True):
-            indexes.append(_have_index(settings, store, item))
+            indexes.append(have_index(settings, store, item.target))
             serving.go()
         # Meanwhile: half of what a server would take until it can serve.
         for item, index in zip(placed, indexes, strict=True):
@@ -97,27 +97,29 @@ def mount_snapshot(
     return MountOutcome(moved, tuple(one.ready_name for one in served))
 
 
-class _Index(Struct, frozen=True):
+class Index(Struct, frozen=True):
+    """The encoded tree of a target."""
+
     data: bytes
     """Verified against its digest."""
     is_fetched: bool
 
 
-def _have_index(settings: Settings, store: Store, item: Placed) -> _Index:
-    """Have the target's index where its server looks for it."""
+def have_index(settings: Settings, store: Store, target: Target) -> Index:
+    """Have the target's index where its server looks for it. Raises: BootseerError."""
     # Better known now than at a read of the job.
-    check_known_damage(settings.cache_dir, store, item.target.index.digest)
-    if blob := find_cut_blob(store, item.target):
+    check_known_damage(settings.cache_dir, store, target.index.digest)
+    if blob := find_cut_blob(store, target):
         raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
-    digest = item.target.index.digest
+    digest = target.index.digest
     with contextlib.suppress(BootseerError):
         # A damaged copy is no fault of the snapshot's.
-        return _Index(
+        return Index(
             read_index(settings.cache_dir, digest, run_dir=settings.run_dir), is_fetched=False
         )
-    data = read_encoded_tree(store, item.target)
+    data = read_encoded_tree(store, target)
     keep_index(settings.cache_dir, digest, data, run_dir=settings.run_dir)
-    return _Index(data, is_fetched=True)
+    return Index(data, is_fetched=True)
 
 
 def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:

@@ -171,7 +171,7 @@ def test_without_root_the_command_says_so_and_makes_nothing(tmp_path: Path) -> N
     skip_unless_root()
     code = """
 import os, sys
-import bootseer.cli.image.snapshotter_commands, bootseer.prefetch.snapshotter.process
+import bootseer.cli.image.snapshotter_commands, bootseer.prefetch.snapshotter.service
 import bootseer.prefetch.snapshotter.core
 from bootseer.cli import main
 os.setuid(65534)

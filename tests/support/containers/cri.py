@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pool, message_factory
 
-from bootseer.prefetch.snapshotter.wire import describe
+from bootseer.base.protobuf_messages import describe
 from tests.support.mounts.image_mounts import TIMEOUT_S
 
 _PACKAGE = "runtime.v1"

@@ -7,7 +7,9 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from msgspec import Struct
@@ -154,8 +156,11 @@ def take_over(spec: MountSpec) -> str:
     return "changed"
 
 
-def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
-    """Mount as `spec` says, served by a background process. The mount works when this returns.
+def mount_checkpoints(
+    spec: MountSpec, variables: Mapping[str, str] = MappingProxyType({})
+) -> MountedCheckpoints:
+    """Mount as `spec` says, served by a background process, whose environment has `variables`
+    beside ours. The mount works when this returns.
 
     Raises: BootseerError; nothing is mounted then.
     """
@@ -163,7 +168,9 @@ def mount_checkpoints(spec: MountSpec) -> MountedCheckpoints:
     state_dir = new_mount_dir(run_dir)
     what = f"the server of {spec.directory}"
     try:
-        with begin_server(run_dir, MODULE, what, identity=state_dir.name) as process:
+        with begin_server(
+            run_dir, MODULE, what, identity=state_dir.name, variables=variables
+        ) as process:
             process.serve(to_line(CheckpointPlan(spec, state_dir)), spec.deadline_s + _START_S)
     except BaseException:
         give_up(state_dir)

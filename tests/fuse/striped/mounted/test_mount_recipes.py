@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bootseer.cli.checkpoint.mount_helper import parse_options
 from bootseer.errors import InvalidInputError
+from bootseer.fuse.striped.mounted.life.mount_options import parse_options
 from tests.support.mounts.fuse_mount import REPOSITORY, require_root, run
 
 DOCKER = REPOSITORY / "docker"

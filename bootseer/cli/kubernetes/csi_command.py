@@ -1,0 +1,98 @@
+"""`bootseer kubernetes csi`: the CSI driver."""
+
+import os
+from pathlib import Path
+
+import click
+
+from bootseer.cli.output import Seconds, current_settings
+from bootseer.errors import UnavailableError, UnsupportedError
+
+_CHECK_S = 5.0
+
+
+@click.command(epilog="Example: bootseer kubernetes csi --source hdfs://namenode:8020/checkpoints")
+@click.option(
+    "--kubelet-dir",
+    type=click.Path(path_type=Path),
+    default=Path("/var/lib/kubelet"),
+    show_default=True,
+    help="The kubelet's folder, which has the same path in here as on the node.",
+)
+@click.option(
+    "--endpoint", type=click.Path(path_type=Path), help="The driver's socket, in that folder."
+)
+@click.option(
+    "--registration",
+    type=click.Path(path_type=Path),
+    help="The socket by which the kubelet finds the driver, in that folder.",
+)
+@click.option(
+    "--source",
+    "sources",
+    multiple=True,
+    metavar="URL",
+    envvar="BOOTSEER_CSI_SOURCE",
+    help="Where checkpoint volumes may lie; may be repeated. Default: any remote URL.",
+)
+@click.option(
+    "--window",
+    "window_s",
+    type=Seconds(0.1, 86_400),
+    default=120.0,
+    show_default=True,
+    help="How long what a start touches of a tree is recorded.",
+)
+@click.option("--check", is_flag=True, help="Ask the driver that runs whether it answers.")
+def csi(
+    kubelet_dir: Path,
+    endpoint: Path | None,
+    registration: Path | None,
+    sources: tuple[str, ...],
+    window_s: float,
+    check: bool,
+) -> None:
+    """Serve images, environments and checkpoints as volumes of pods.
+
+    Registers itself with the kubelet. Runs until it is told to end; volumes and their mounts stay.
+    docs/csi.md has the kinds of volumes.
+    """
+    try:
+        import grpc
+
+        from bootseer.linux.grpc_service import serve
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"the driver needs the Python module {error.name}: pip install 'bootseer[kubernetes]'"
+        ) from error
+    from bootseer.kubernetes.csi.driver import NAME, Driver
+    from bootseer.kubernetes.csi.service import handlers_of
+    from bootseer.kubernetes.csi.wire import IDENTITY, MESSAGES
+
+    kubelet_dir = kubelet_dir.absolute()
+    endpoint = (endpoint or kubelet_dir / "plugins" / NAME / "csi.sock").absolute()
+    registration = registration or kubelet_dir / "plugins_registry" / f"{NAME}-reg.sock"
+    if check:
+        with grpc.insecure_channel(f"unix:{endpoint}") as channel:
+            probe = channel.unary_unary(
+                f"/{IDENTITY}/Probe",
+                request_serializer=MESSAGES["ProbeRequest"].SerializeToString,
+                response_deserializer=MESSAGES["ProbeResponse"].FromString,
+            )
+            try:
+                probe(MESSAGES["ProbeRequest"](), timeout=_CHECK_S)
+            except grpc.RpcError as error:
+                raise UnavailableError(f"no driver answers on {endpoint}") from error
+        return
+    if os.geteuid() != 0:
+        raise UnsupportedError("a driver mounts for a kubelet and needs root")
+    driver = Driver(current_settings(), kubelet_dir, sources, window_s=window_s)
+
+    def start() -> None:
+        driver.start()
+        click.echo(f"serving on {endpoint}", err=True)
+
+    try:
+        serve(handlers_of(driver, endpoint), [endpoint, registration.absolute()], start)
+    finally:
+        driver.close()

@@ -1,0 +1,204 @@
+"""A kubelet's folder with a real driver: what a kubelet does with it, and what it leaves behind."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from msgspec.structs import replace
+
+from bootseer.base.closing import Closing
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.kubernetes.csi.wire import IDENTITY, MESSAGES, METHODS, NODE
+from bootseer.served.folders import MountState, live_mounts
+from bootseer.settings.config import Settings
+from bootseer.snapshots.commands import create_snapshot
+from tests.support.mounts.image_mounts import (
+    REPOSITORY,
+    TIMEOUT_S,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+)
+from tests.support.waiting import wait_for
+
+CAPABILITY = {"mount": {}, "access_mode": {"mode": 5}}
+
+
+class Kubelet(Closing):
+    """A node's kubelet, as far as the driver sees it, until closed."""
+
+    def __init__(self, *options: str) -> None:
+        skip_unless_root()
+        skip_unless_fuse()
+        # A socket's path must be short.
+        self.base = Path(tempfile.mkdtemp(prefix="csi-", dir="/tmp"))
+        self.folder = self.base / "kubelet"
+        self.folder.mkdir()
+        self.settings: Settings = replace(settings_at(self.base), node="node-1", deadline_s=5.0)
+        self.settings.cache_dir.mkdir()
+        self._options = options
+        self.driver = self.start_driver()
+
+    def start_driver(self) -> "subprocess.Popen[bytes]":
+        """Start the driver, and wait until it answers."""
+        settings = self.settings
+        flags = ["--store", settings.store_url, "--cache-dir", str(settings.cache_dir)]
+        flags += ["--run-dir", str(settings.run_dir), "--workload", settings.workload]
+        flags += ["--timeline-dir", str(settings.timeline_dir), "-v", "kubernetes", "csi"]
+        flags += ["--kubelet-dir", str(self.folder), *self._options]
+        with (self.base / "driver.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bootseer", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+                env=_environment(settings),
+            )
+        wait_for(lambda: process.poll() is not None or self.answers())
+        assert process.poll() is None, self.log()
+        return process
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
+        """Signal the driver, and wait for its end."""
+        self.driver.send_signal(sign)
+        self.driver.wait(TIMEOUT_S)
+
+    def restart(self, sign: signal.Signals = signal.SIGKILL) -> None:
+        """Another driver, as after an upgrade or a crash."""
+        self.stop(sign)
+        self.driver = self.start_driver()
+
+    def log(self) -> str:
+        """What the driver has said."""
+        return (self.base / "driver.log").read_text()
+
+    @property
+    def socket(self) -> Path:
+        """The driver's socket."""
+        return self.folder / "plugins/csi.bootseer.io/csi.sock"
+
+    def call(
+        self, method: str, service: str = NODE, path: Path | None = None, **fields: Any
+    ) -> Any:
+        """One call. Raises: grpc.RpcError."""
+        request, response = METHODS[service][method]
+        with grpc.insecure_channel(f"unix:{path or self.socket}") as channel:
+            caller = channel.unary_unary(
+                f"/{service}/{method}",
+                request_serializer=MESSAGES[request].SerializeToString,
+                response_deserializer=MESSAGES[response].FromString,
+            )
+            return caller(MESSAGES[request](**fields), timeout=TIMEOUT_S)
+
+    def answers(self) -> bool:
+        """Whether the driver answers."""
+        try:
+            return bool(self.call("Probe", IDENTITY).ready.value)
+        except grpc.RpcError:
+            return False
+
+    def target(self, pod: str) -> Path:
+        """Where a pod's volume is to be; its parent is the kubelet's work."""
+        path = self.folder / f"pods/{pod}/volumes/kubernetes.io~csi/data/mount"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def publish(
+        self,
+        pod: str,
+        context: Mapping[str, str],
+        *,
+        readonly: bool = False,
+        secrets: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Have a volume for a pod. Raises: grpc.RpcError."""
+        target = self.target(pod)
+        self.call(
+            "NodePublishVolume",
+            volume_id=f"csi-{pod}",
+            target_path=str(target),
+            volume_capability=CAPABILITY,
+            readonly=readonly,
+            volume_context=context,
+            secrets=secrets or {},
+        )
+        return target
+
+    def unpublish(self, pod: str) -> None:
+        """Take a pod's volume off. Raises: grpc.RpcError."""
+        target = str(self.target(pod))
+        self.call("NodeUnpublishVolume", volume_id=f"csi-{pod}", target_path=target)
+
+    def stats(self, pod: str) -> Any:
+        """What the driver says of a pod's volume. Raises: grpc.RpcError."""
+        target = str(self.target(pod))
+        return self.call("NodeGetVolumeStats", volume_id=f"csi-{pod}", volume_path=target)
+
+    def servers(self) -> list[MountState]:
+        """The servers of this node, the oldest first."""
+        return [state for _, state in live_mounts(self.settings.run_dir)]
+
+    def mounted(self) -> list[Path]:
+        """What is mounted below the kubelet's folder."""
+        paths = [Path(point.path.decode()) for point in mounts.mount_points()]
+        return [path for path in paths if path.is_relative_to(self.folder)]
+
+    def make_environment(self, name: str, files: Mapping[str, bytes]) -> Path:
+        """A snapshot of a directory with these files; the directory."""
+        directory = self.base / "made" / name
+        for path, data in files.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_bytes(data)
+        create_snapshot(self.settings, [str(directory)], name)
+        return directory
+
+    def close(self) -> None:
+        """End everything."""
+        if self.driver.poll() is None:
+            self.stop()
+        for path in reversed(self.mounted()):
+            with contextlib.suppress(BootseerError):
+                mounts.detach(path, lazy=True)
+        wait_for(lambda: not self.servers())
+        shutil.rmtree(self.base, ignore_errors=True)
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    return {
+        **os.environ,
+        "BOOTSEER_NODE": settings.node,
+        "BOOTSEER_DEADLINE": str(settings.deadline_s),
+        "BOOTSEER_AUTO_INDEX": "off",
+    }
+
+
+@pytest.fixture
+def kubelet() -> Iterator[Kubelet]:
+    """A node with a driver that lets checkpoint volumes lie anywhere remote."""
+    with Kubelet() as started:
+        yield started
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Kubelet]:
+    """A node whose checkpoint volumes lie in a folder of the test's."""
+    with Kubelet("--source", (tmp_path / "stored").as_uri()) as started:
+        yield started
+
+
+def refused(call: Any, *arguments: Any, **fields: Any) -> tuple[grpc.StatusCode, str]:
+    """The status and the sentence of a call that must fail."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **fields)
+    return caught.value.code(), str(caught.value.details())

@@ -1,0 +1,181 @@
+"""What pods may not ask for: attributes, targets and secrets are not believed."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedError
+from bootseer.kubernetes.csi.attributes import (
+    CheckpointVolume,
+    EnvironmentVolume,
+    ImageVolume,
+    check_secrets,
+    parse_start,
+    parse_volume,
+)
+from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
+
+_KEPT = {"kind": "checkpoint", "source": "hdfs://namenode:8020/checkpoints/team"}
+_ENVIRONMENT = {"kind": "environment", "environment": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("context", "words"),
+    [
+        ({}, "use one of image, environment, checkpoint"),
+        ({"kind": "host"}, "'host'"),
+        ({"kind": "image"}, "needs the attribute image"),
+        ({"kind": "image", "image": "oci:/etc"}, "write registry://HOST/NAME:TAG"),
+        ({"kind": "image", "image": "docker-archive:/x"}, "write registry://"),
+        ({"kind": "image", "image": "/etc"}, "write registry://"),
+        ({"kind": "image", "image": "registry://h/../x"}, "write registry://"),
+        ({"kind": "image", "image": "app:1", "workload": "../x"}, "workload"),
+        ({"kind": "image", "image": "app:1", "source": "hdfs://x/y"}, "'source' is none of"),
+        ({**_ENVIRONMENT, "environment": "../x"}, "no snapshot's name"),
+        ({**_ENVIRONMENT, "writable": "yes"}, "true or false"),
+        ({**_ENVIRONMENT, "size": "1GiB"}, "only writable ones have"),
+        ({**_ENVIRONMENT, "writable": "true", "size": "12"}, "less than 1MiB"),
+        ({**_ENVIRONMENT, "writable": "true", "size": "-1GiB"}, "is not a size"),
+        ({**_ENVIRONMENT, "target": "opt"}, "no absolute path"),
+        ({**_ENVIRONMENT, "target": "/opt\n"}, "do not show"),
+        ({**_ENVIRONMENT, "x" * 5000: "y"}, "'xxxx"),
+        ({**_ENVIRONMENT, "environment": "x" * 5000}, "too long"),
+        ({"kind": "checkpoint"}, "needs the attribute source"),
+        ({**_KEPT, "run_dir": "/etc"}, "'run_dir' is none of"),
+        ({**_KEPT, "allow_other": "true"}, "'allow_other' is none of"),
+        ({**_KEPT, "uid": "1,run_dir=/etc"}, "uid"),
+        ({**_KEPT, "source": "hdfs://n/checkpoints/../../user"}, "a part . or .."),
+        ({**_KEPT, "source": "hdfs://n/checkpoints/%2e%2e/user"}, "a part . or .."),
+        ({**_KEPT, "source": "hdfs://me:secret@n/x"}, "nodePublishSecretRef"),
+    ],
+)
+def test_attributes_that_mean_nothing_are_refused(context: dict[str, str], words: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        parse_volume(context, ())
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert "secret@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("file:///etc", "/etc", "etc", "local:///etc", "memory://x", "http://169.254.169.254/x"),
+        *("simplecache::file:///etc", "zip://x::file:///etc", "limit+file:///etc", "hdfs://"),
+        *("hdfs://n/x?user=root", "java+file:///etc", "github://a:b@/", "sftp://localhost/etc"),
+    ],
+)
+def test_a_source_that_is_no_storage_of_the_cluster_is_refused(source: str) -> None:
+    with pytest.raises(BootseerError):
+        parse_volume({"kind": "checkpoint", "source": source}, ())
+
+
+def test_sources_may_be_limited() -> None:
+    allowed = ("hdfs://namenode:8020/checkpoints/", "file:///mnt/nfs")
+    for source in ("hdfs://namenode:8020/checkpoints/team", "file:///mnt/nfs", "file:///mnt/nfs/a"):
+        assert parse_volume({**_KEPT, "source": source}, allowed) == CheckpointVolume(source)
+    for source in (
+        *("hdfs://namenode:8020/checkpoints-of-others", "hdfs://namenode:8020/", "hdfs://other/"),
+        *("file:///mnt/nfs2", "s3://checkpoints"),
+    ):
+        with pytest.raises(PermissionDeniedError, match="is not below"):
+            parse_volume({**_KEPT, "source": source}, allowed)
+
+
+def test_what_a_kubelet_adds_is_no_attribute() -> None:
+    told = {
+        "csi.storage.k8s.io/ephemeral": "true",
+        "csi.storage.k8s.io/pod.name": "train-0",
+        "csi.storage.k8s.io/pod.uid": "0b",
+        "csi.storage.k8s.io/serviceAccount.tokens": "a secret",
+    }
+    assert parse_volume({**_ENVIRONMENT, **told}, ()) == EnvironmentVolume("torch")
+    image = {"kind": "image", "image": "registry://host:5000/team/app@sha256:0"}
+    assert parse_volume({**image, **told}, ()) == ImageVolume(image["image"])
+    start = parse_start({**told, "job": "../../etc", "attempt": "x", "rank": "3"})
+    assert (start.submission, start.attempt, start.rank) == ("0b", 0, 3)
+    assert start.job == "etc"
+
+
+def test_secrets_are_few_and_never_shown() -> None:
+    volume = parse_volume(_KEPT, ())
+    assert check_secrets(volume, {"HADOOP_USER_NAME": "team"}) == {"HADOOP_USER_NAME": "team"}
+    for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "BOOTSEER_STORE", "X\0"):
+        with pytest.raises(InvalidInputError) as caught:
+            check_secrets(volume, {name: "hunter2"})
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(InvalidInputError, match="only volumes of the kind checkpoint"):
+        check_secrets(parse_volume(_ENVIRONMENT, ()), {"AWS_REGION": "x"})
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
+    """Names with a slash are looked up in the working directory, by commands."""
+    assert Path("tests/bootseer").is_dir()
+    code, _ = refused(kubelet.publish, "a", {"kind": "image", "image": "tests/bootseer"})
+    assert code is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_no_path_leads_out_of_the_kubelets_folder(kubelet: Kubelet, tmp_path: Path) -> None:
+    kubelet.make_environment("torch", {"a": b"a"})
+    (tmp_path / "outside").mkdir()
+    (kubelet.folder / "pods").mkdir()
+    (kubelet.folder / "pods/link").symlink_to(tmp_path / "outside")
+    folder = str(kubelet.folder)
+    for target in (
+        *("/etc", "/", "etc", f"{folder}/pods/../../x", f"{folder}//pods/x", f"{folder}/./pods/x"),
+        *(f"{folder}/pods/link/mount", folder, f"{folder}/pods", f"{folder}-2/pods/x/mount"),
+    ):
+        fields = {"volume_id": "v", "target_path": target}
+        code, said = refused(
+            kubelet.call,
+            "NodePublishVolume",
+            volume_capability=CAPABILITY,
+            volume_context=_ENVIRONMENT,
+            **fields,
+        )
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, (target, said)
+        code, _ = refused(kubelet.call, "NodeUnpublishVolume", **fields)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, target
+    assert list((tmp_path / "outside").iterdir()) == []
+    assert kubelet.folder.is_dir()
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_other_forms_of_volumes_are_refused(kubelet: Kubelet) -> None:
+    for capability, words in (
+        ({"block": {}}, "no block device"),
+        ({"mount": {"mount_flags": ["exec"]}}, "as attributes of the volume"),
+    ):
+        code, said = refused(
+            kubelet.call,
+            "NodePublishVolume",
+            volume_id="v",
+            target_path=str(kubelet.target("a")),
+            volume_capability=capability,
+            volume_context=_ENVIRONMENT,
+        )
+        assert (code, words in said) == (grpc.StatusCode.INVALID_ARGUMENT, True), said
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_secrets_reach_no_log_and_no_record(local: Kubelet, tmp_path: Path) -> None:
+    (tmp_path / "stored").mkdir()
+    context = {"kind": "checkpoint", "source": (tmp_path / "stored").as_uri()}
+    secrets = {"HADOOP_USER_NAME": "team", "AWS_SECRET_ACCESS_KEY": "hunter2"}
+    local.publish("a", context, secrets=secrets)
+    local.publish("b", context)
+    assert len(local.servers()) == 2
+    (told, _) = local.servers()
+    environment = Path(f"/proc/{told.pid}/environ").read_bytes()
+    assert b"AWS_SECRET_ACCESS_KEY=hunter2" in environment.split(b"\0")
+    code, said = refused(local.publish, "c", context, secrets={"X": "hunter2"})
+    assert (code, "hunter2" in said) == (grpc.StatusCode.INVALID_ARGUMENT, False)
+    kept = [path for path in local.base.rglob("*") if path.is_file() and not path.is_socket()]
+    assert not [path for path in kept if b"hunter2" in path.read_bytes()]

@@ -1,0 +1,156 @@
+"""Volumes of the three kinds, published and taken off by a real driver."""
+
+import os
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
+from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
+from tests.support.images.building import Member, write_layout
+from tests.support.mounts.image_mounts import index
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+
+
+def _kept(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "stored").mkdir(exist_ok=True)
+    return {"kind": "checkpoint", "source": (tmp_path / "stored").as_uri()}
+
+
+def test_an_image_is_shown_read_only_and_served_once(kubelet: Kubelet, tmp_path: Path) -> None:
+    write_layout(tmp_path / "layout", [[Member("etc/", "d"), Member("etc/base", data=b"base")]])
+    index(kubelet.settings, tmp_path / "layout", "app:1")
+    context = {"kind": "image", "image": "app:1"}
+    for pod in ("a", "b"):
+        target = kubelet.publish(pod, context)
+        assert (target / "etc/base").read_bytes() == b"base"
+        with pytest.raises(OSError, match="Read-only"):
+            (target / "new").touch()
+    assert len(kubelet.servers()) == 1
+    usage = kubelet.stats("a")
+    assert not usage.volume_condition.abnormal, usage
+    for pod in ("a", "b"):
+        kubelet.unpublish(pod)
+        assert not kubelet.target(pod).exists()
+        kubelet.unpublish(pod)
+
+
+def test_an_environment_is_shared_or_has_a_private_layer_of_its_size(kubelet: Kubelet) -> None:
+    kubelet.make_environment("torch", {"lib/a.py": b"a = 1\n", "bin/run": b"#!/bin/sh\n"})
+    context = {"kind": "environment", "environment": "torch"}
+    shared = kubelet.publish("a", context)
+    assert (shared / "lib/a.py").read_bytes() == b"a = 1\n"
+    with pytest.raises(OSError, match="Read-only"):
+        (shared / "lib/a.py").write_bytes(b"")
+    writable = {**context, "writable": "true", "size": "8MiB"}
+    one, two = (kubelet.publish(pod, writable) for pod in ("b", "c"))
+    (one / "lib/a.py").write_bytes(b"a = 2\n")
+    (one / "lib").rename(one / "lib64")
+    assert (two / "lib/a.py").read_bytes() == b"a = 1\n"
+    with pytest.raises(OSError, match="No space"):
+        (one / "large").write_bytes(os.urandom(16 << 20))
+    usage = {one.unit: one for one in kubelet.stats("b").usage}
+    assert 4 << 20 < usage[1].total <= 8 << 20
+    assert usage[1].used > usage[1].available
+    assert len(kubelet.servers()) == 1
+    for pod in ("a", "b", "c"):
+        kubelet.unpublish(pod)
+    assert not kubelet.mounted() or "trees" in str(kubelet.mounted()[0])
+    assert not list((kubelet.folder / "plugins/csi.bootseer.io/layers").iterdir())
+
+
+def test_checkpoints_have_one_server_for_all_pods(local: Kubelet, tmp_path: Path) -> None:
+    context = _kept(tmp_path)
+    one = local.publish("a", context)
+    two = local.publish("b", context)
+    reader = local.publish("c", context, readonly=True)
+    (one / "step").write_bytes(b"s" * 5_000_000)
+    assert (two / "step").read_bytes() == b"s" * 5_000_000
+    with pytest.raises(OSError, match="Read-only"):
+        (reader / "step").unlink()
+    (server,) = local.servers()
+    # Pods run as any user.
+    as_nobody = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "touch"]
+    for part in (*one.parents,):
+        if part.is_relative_to(local.base):
+            part.chmod(0o755)
+    subprocess.run([*as_nobody, str(one / "mine")], check=True)
+    local.unpublish("a")
+    assert (two / "mine").exists()
+    local.unpublish("c")
+    local.unpublish("b")
+    assert not local.servers()
+    assert not local.mounted()
+    assert (tmp_path / "stored/mine").exists()
+    other = local.publish("a", {**context, "uid": "1000", "umask": "077"})
+    assert other.stat().st_uid == 1000
+    assert local.servers()[0].id != server.id
+
+
+def test_calls_may_be_repeated_and_come_at_once(local: Kubelet, tmp_path: Path) -> None:
+    context = _kept(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(local.publish, pod, context) for pod in ("a", "b", "a", "b", "a", "c")]
+        for call in calls:
+            call.result()
+    assert len(local.servers()) == 1
+    assert len(local.mounted()) == 4
+    with ThreadPoolExecutor(8) as pool:
+        ends = [pool.submit(local.unpublish, pod) for pod in ("a", "b", "a", "c", "b")]
+        for end in ends:
+            end.result()
+    assert local.mounted() == []
+    wait_for(lambda: not local.servers())
+
+
+def test_another_volume_at_the_same_target_is_refused(local: Kubelet, tmp_path: Path) -> None:
+    local.publish("a", _kept(tmp_path))
+    code, said = refused(local.publish, "a", _kept(tmp_path), readonly=True)
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert "csi-a" in said
+
+
+def test_a_volume_that_cannot_be_had_says_why_and_leaves_nothing(kubelet: Kubelet) -> None:
+    for context, code, words in (
+        ({"kind": "environment", "environment": "none"}, "NOT_FOUND", "no snapshot called 'none'"),
+        ({"kind": "image", "image": "none:1"}, "NOT_FOUND", "none:1"),
+        ({"kind": "checkpoint", "source": "hdfs://127.0.0.1:9/x"}, "UNAVAILABLE", "127.0.0.1:9"),
+    ):
+        found, said = refused(kubelet.publish, "a", context)
+        assert (found.name, words in said) == (code, True), said
+        assert "\n" not in said
+    assert not kubelet.mounted()
+    assert not kubelet.target("a").exists()
+    assert not kubelet.servers()
+
+
+def test_the_mount_is_a_stage_of_the_pods_start(kubelet: Kubelet) -> None:
+    kubelet.make_environment("torch", {"a": b"a"})
+    pod = {"name": "train-0", "namespace": "team", "uid": "0b-1"}
+    context = {f"csi.storage.k8s.io/pod.{name}": text for name, text in pod.items()}
+    context |= {"kind": "environment", "environment": "torch", "job": "train", "attempt": "2"}
+    kubelet.publish("a", context)
+    (file,) = kubelet.settings.timeline_dir.rglob("*.jsonl")
+    assert file.parent == kubelet.settings.timeline_dir / "train/2/0b-1"
+    written = file.read_text()
+    for said in ('"environment volume"', '"k8s.pod.uid"', '"0b-1"'):
+        assert said in written
+
+
+def test_the_driver_registers_itself(kubelet: Kubelet) -> None:
+    socket = kubelet.folder / "plugins_registry/csi.bootseer.io-reg.sock"
+    info = kubelet.call("GetInfo", REGISTRATION, socket)
+    assert (info.type, info.name) == ("CSIPlugin", "csi.bootseer.io")
+    assert info.endpoint == str(kubelet.socket)
+    kubelet.call("NotifyRegistrationStatus", REGISTRATION, socket, plugin_registered=True)
+    kubelet.call("NotifyRegistrationStatus", REGISTRATION, socket, error="it is called otherwise")
+    assert "it is called otherwise" in kubelet.log()
+    kubelet.stop(signal.SIGTERM)
+    assert not socket.exists()
+    assert MESSAGES["PluginInfo"]
