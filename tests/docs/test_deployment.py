@@ -20,7 +20,7 @@ DOCKER = Path(__file__).parent.parent.parent / "docker"
 UNITS = sorted((DOCKER / "systemd").iterdir())
 MANIFESTS = [
     *sorted((DOCKER / "kubernetes").glob("*.yaml")),
-    *(DOCKER / f"kubernetes/manifests/{name}.yaml" for name in ("mounts", "webhook")),
+    *(DOCKER / f"kubernetes/manifests/{name}.yaml" for name in ("mounts", "node", "webhook")),
 ]
 # These are no settings.
 OTHERS = {"BOOTSEER_CONFIG", "BOOTSEER_SPAWNER"}
