@@ -104,9 +104,15 @@ def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] |
     trace_id = trace_id_of(job, attempt, submission)
     ready_ns = _ready_ns(status, began_ns)
 
+    restart_count = max(
+        (one for one in _states(status, "restartCount") if type(one) is int), default=0
+    )
+    again = f"its container was started again {restart_count} times" if restart_count else ""
+
     def stage(name: str, begin_ns: int, end_ns: int | None) -> bytes:
-        span_id = trace_id_of(name, 0, clean(member(metadata, "uid")))[:16]
-        found = Stage(name, trace_id, span_id, "", begin_ns, end_ns, resource=resource)
+        span_id = trace_id_of(f"{name} {node} {rank}", attempt, submission)[:16]
+        message = again if name == START else ""
+        found = Stage(name, trace_id, span_id, "", begin_ns, end_ns, False, message, {}, resource)
         return encode_start(found) if end_ns is None else encode_end(found)
 
     lines = [stage(START, began_ns, ready_ns)]
@@ -138,13 +144,18 @@ def _number(told: dict[str, str], *names: str) -> int:
 
 def _began_ns(status: Any) -> int | None:
     """When the first of its containers that are no init containers began to run."""
-    listed = member(status, "containerStatuses")
     times = [
-        instant(member(one, "state", state, "startedAt"))
-        for one in (listed if isinstance(listed, list) else ())
+        instant(found)
         for state in ("running", "terminated")
+        for found in _states(status, "state", state, "startedAt")
     ]
     return min((time for time in times if time is not None), default=None)
+
+
+def _states(status: Any, *names: str) -> list[Any]:
+    """What the kubelet says of each of its containers that are no init containers."""
+    listed = member(status, "containerStatuses")
+    return [member(one, *names) for one in (listed if isinstance(listed, list) else ())]
 
 
 def _ready_ns(status: Any, began_ns: int) -> int | None:

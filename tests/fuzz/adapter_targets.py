@@ -12,8 +12,10 @@ from bootseer.errors import CorruptError
 from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.adapters.registry import ADAPTERS
 from bootseer.profile.breakdown import break_down
+from bootseer.profile.files import Folder
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.pods import WithPods
 from bootseer.profile.views.document import analysis_document
 from bootseer.timeline import otlp
 from tests.fuzz.harness import Target
@@ -77,7 +79,28 @@ def _logs(name: str) -> Sequence[bytes]:
     return ((_SAMPLES / name).read_bytes(),)
 
 
+def _pods() -> dict[str, Any]:
+    """As the adapter's, of a start that has no timeline."""
+    found: dict[str, Any] = json.loads((_SAMPLES / "kubernetes-v1.json").read_bytes())
+    told = [{"name": "BOOTSEER_JOB", "value": "llm"}, {"name": "RANK", "value": "1"}]
+    state = {"running": {"startedAt": "2026-11-23T12:05:39Z"}}
+    for item in found["items"]:
+        if item["kind"] == "Pod":
+            item["spec"] |= {"nodeName": _NODE, "containers": [{"env": told}]}
+            item["status"]["containerStatuses"] = [{"state": state, "restartCount": 1}]
+    return found
+
+
+def _read_pods(data: bytes) -> None:
+    for start in WithPods(Folder(_SAMPLES), data).starts("llm"):
+        graph = StartGraph()
+        for stages in start.nodes():
+            graph.add_node(stages, 0)
+        json.dumps(msgspec.to_builtins(break_down(graph)), allow_nan=False)
+
+
 ADAPTER_TARGETS = (
+    Target("pods", mutated_json_bytes([_pods()]), _read_pods, (CorruptError,)),
     _target("slurm", mutated_json_bytes([_SLURM]), mutated(_TABLE)),
     _target("kubernetes", mutated_json_bytes([_KUBERNETES])),
     _target("containerd", mutated(_CONTAINERD)),

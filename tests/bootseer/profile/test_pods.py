@@ -121,6 +121,12 @@ def test_one_that_is_not_ready_is_open_and_one_that_has_ended_was(tmp_path: Path
     assert ("n0", "ready") not in ends
 
 
+def test_how_often_a_container_was_started_again_is_noted(tmp_path: Path) -> None:
+    pod = _pod(0)
+    pod["status"]["containerStatuses"][0]["restartCount"] = 3
+    assert "its container was started again 3 times" in _report(tmp_path, _data(pod))
+
+
 @pytest.mark.parametrize(
     "change",
     [
