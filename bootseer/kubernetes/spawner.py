@@ -28,7 +28,7 @@ from bootseer.linux.scripts import python_environment
 from bootseer.linux.systemd import notify
 from bootseer.served.control import listen
 from bootseer.served.ending import sweep
-from bootseer.served.folders import CHECKPOINT, live_mounts
+from bootseer.served.folders import CHECKPOINT, MountState, live_mounts
 from bootseer.served.spawned import (
     answer_ended,
     answer_failed,
@@ -195,19 +195,16 @@ class Spawner:
         self._address.unlink(missing_ok=True)
         self._listener.close()
         servers = [state for _, state in live_mounts(self._run_dir)]
-        minors = {
-            mount.device_minor
-            for state in servers
-            if (mount := mounts.find_mount(Path(state.directory)))
-        }
-        writers = [state.processes[0] for state in servers if state.purpose == CHECKPOINT]
-        self._end_all(writers, self._grace_s)
-        # Of servers that did not end in time.
-        self._end_all([state.processes[1] for state in servers if state.purpose == CHECKPOINT], 0)
-        rest = [state.processes[0] for state in servers if state.purpose != CHECKPOINT]
-        rest += [(pid, start_time(pid)) for pid in child_processes()]
-        self._end_all(rest, _TREES_END_S)
-        _take_off(minors)
+        writers = [state for state in servers if state.purpose == CHECKPOINT]
+        trees = [state for state in servers if state.purpose != CHECKPOINT]
+        # First what shows them: then only pods that live keep a server waiting.
+        _take_off(writers, lambda line: False)
+        self._end_all([state.processes[0] for state in writers], self._grace_s)
+        # Of those that did not end in time.
+        self._end_all([state.processes[1] for state in writers], 0)
+        _take_off(trees, lambda line: line.source.startswith(MOUNT_SOURCE.encode()))
+        children = [(pid, start_time(pid)) for pid in child_processes()]
+        self._end_all([*(state.processes[0] for state in trees), *children], _TREES_END_S)
 
     def _end_all(self, processes: Iterable[Process], timeout_s: float) -> None:
         """SIGTERM, and SIGKILL where that does not help in time."""
@@ -228,12 +225,14 @@ class Spawner:
                 _log.warning("process %d has not ended after %g s", pid, wait_s)
 
 
-def _take_off(minors: set[int]) -> None:
-    """Take off what still shows the connections `minors`, such as pods' volumes, and what lies over
-    them, the newest first."""
+def _take_off(servers: Iterable[MountState], lies_over: Callable[[mounts.Line], bool]) -> None:
+    """Take off what shows the mounts of these servers, such as pods' volumes, and what lies over
+    them, the newest first. Files that are open there live on until they are closed."""
+    found = (mounts.find_mount(Path(state.directory)) for state in servers)
+    minors = {mount.device_minor for mount in found if mount is not None}
     text = Path("/proc/self/mountinfo").read_bytes()
     for line in reversed(list(mounts.parse_lines(text))):
         is_served = line.kind.startswith(b"fuse.bootseer") and line.minor in minors
-        if is_served or line.source.startswith(MOUNT_SOURCE.encode()):
+        if is_served or lies_over(line):
             with contextlib.suppress(OSError):
                 namespaces.unmount(line.path)

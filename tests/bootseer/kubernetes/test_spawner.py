@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,11 @@ pytestmark = pytest.mark.root
 
 
 @contextlib.contextmanager
-def running(run_dir: Path, address: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
+def running(
+    run_dir: Path, address: Path, *options: str, prefix: Sequence[str] = ()
+) -> Iterator["subprocess.Popen[bytes]"]:
     """A spawner, until it has ended all that it started."""
-    command = [sys.executable, "-m", "bootseer", "--run-dir", str(run_dir)]
+    command = [*prefix, sys.executable, "-m", "bootseer", "--run-dir", str(run_dir)]
     process = subprocess.Popen(
         [*command, "kubernetes", "spawner", "--address", str(address), *options], cwd=REPOSITORY
     )

@@ -31,13 +31,16 @@ from tests.support.mounts.image_mounts import (
 )
 from tests.support.waiting import wait_for
 
+CONTAINER = ["unshare", "--mount", "--propagation", "unchanged", "--"]
 CAPABILITY = {"mount": {}, "access_mode": {"mode": 5}}
 
 
 class Kubelet(Closing):
     """A node's kubelet, as far as the driver sees it, until closed."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, in_container: bool = False) -> None:
+        """`in_container`: the driver has a mount namespace of its own, to and from which mounts in
+        this folder are propagated (`Bidirectional`)."""
         skip_unless_root()
         skip_unless_fuse()
         # A socket's path must be short.
@@ -47,6 +50,9 @@ class Kubelet(Closing):
         self.settings: Settings = replace(settings_at(self.base), node="node-1", deadline_s=5.0)
         self.settings.cache_dir.mkdir()
         self._options = options
+        self._prefix = CONTAINER if in_container else []
+        if in_container:
+            subprocess.run(["mount", "--bind", "--make-shared", self.base, self.base], check=True)
         self.driver = self.start_driver()
 
     def start_driver(self) -> "subprocess.Popen[bytes]":
@@ -58,7 +64,7 @@ class Kubelet(Closing):
         flags += ["--kubelet-dir", str(self.folder), *self._options]
         with (self.base / "driver.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "bootseer", *flags],
+                [*self._prefix, sys.executable, "-m", "bootseer", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -171,6 +177,8 @@ class Kubelet(Closing):
             with contextlib.suppress(BootseerError):
                 mounts.detach(path, lazy=True)
         wait_for(lambda: not self.servers())
+        if self._prefix:
+            mounts.detach(self.base, lazy=True)
         shutil.rmtree(self.base, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import stat_fields
 from bootseer.served.background import SPAWNER
 from bootseer.store import open_store
-from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
+from tests.bootseer.kubernetes.csi.conftest import CONTAINER, Kubelet, refused
 from tests.bootseer.kubernetes.test_spawner import running
 from tests.hdfs.cluster import MiniHdfs
 from tests.support.cgroups import contained
@@ -94,6 +94,37 @@ def test_volumes_outlive_the_drivers_container(
         assert local.mounted() == []
         assert (tmp_path / "stored/step").read_bytes() == b"saved"
         local.unpublish("a")
+
+
+def test_driver_spawner_and_node_have_mount_namespaces_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in pods: what is mounted or unmounted in one of them is so in all."""
+    monkeypatch.setenv(SPAWNER, str(tmp_path / "spawner.sock"))
+    with Kubelet("--source", tmp_path.as_uri(), in_container=True) as node:
+        node.make_environment("torch", {"a": b"a"})
+        options = ("--grace", "5")
+        with running(node.settings.run_dir, tmp_path / "spawner.sock", *options, prefix=CONTAINER):
+            tree, kept = node.publish("a", _ENVIRONMENT), node.publish("b", _kept(tmp_path))
+            private = node.publish("c", {**_ENVIRONMENT, "writable": "true"})
+            (private / "mine").write_bytes(b"mine")
+            (kept / "step").write_bytes(b"saved")
+            node.restart()
+            assert (tree / "a").read_bytes() == b"a"
+            assert (private / "mine").read_bytes() == b"mine"
+            node.unpublish("b")
+            assert len(node.servers()) == 1
+            node.publish("b", _kept(tmp_path))
+            assert (kept / "step").read_bytes() == b"saved"
+            _kill_servers(node)
+            wait_for(lambda: not any(node.stats(pod).volume_condition.abnormal for pod in "abc"))
+            assert (tree / "a").read_bytes() == b"a"
+            for pod in "abc":
+                node.unpublish(pod)
+            assert not [path for path in node.mounted() if "trees" not in path.parts]
+            node.publish("a", {**_ENVIRONMENT, "writable": "true"})
+            node.publish("b", _kept(tmp_path))
+        assert node.mounted() == []
 
 
 def test_a_volume_whose_server_was_killed_is_mended(local: Kubelet, tmp_path: Path) -> None:
