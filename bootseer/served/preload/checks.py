@@ -17,6 +17,7 @@ _FILES = "/proc/self/fd"
 _TASKS = "/proc/self/task"
 # Lines of proc_pid_status(5) that an import could change for all that follows.
 _STATUS = (b"SigBlk:", b"SigIgn:", b"SigCgt:", b"Umask:")
+_OF_C_LIBRARY = 1 << (32 - 1) | 1 << (33 - 1)
 # They compare the number with the one that they find later, which is what a fork needs.
 _KNOW_FORKS = ("filelock", "torch")
 # What is drawn here is drawn anew in each worker (`worker.draw_anew`), or is a mere name.
@@ -198,7 +199,7 @@ def _state() -> dict[str, Any]:
     """What all that follows would inherit from an import."""
     # As bytes: a codec would be one more import.
     status = Path("/proc/self/status").read_bytes()
-    lines = [line for line in status.splitlines() if line.startswith(_STATUS)]
+    lines = [_without_own(line) for line in status.splitlines() if line.startswith(_STATUS)]
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         has_children = True
@@ -212,6 +213,15 @@ def _state() -> dict[str, Any]:
         "how modules are imported": builtins.__import__,
         "the signal that wakes it up": signal.getitimer(signal.ITIMER_REAL),
     }
+
+
+def _without_own(line: bytes) -> bytes:
+    """A line of `_STATUS` without the signals that the C library takes when a first thread is
+    made, as nptl(7) says: they are of no other process."""
+    name, _, value = line.partition(b":")
+    if name != b"SigCgt":
+        return line
+    return b"%b:%x" % (name, int(value, 16) & ~_OF_C_LIBRARY)
 
 
 def device_mapping() -> str:

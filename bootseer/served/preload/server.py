@@ -289,8 +289,6 @@ class _Server:
     def _fork(
         self, connection: socket.socket, request: Mapping[str, Any], descriptors: list[int]
     ) -> bool:
-        shim = os.path.join(self._folder, "python")
-        guard = [sys.executable, "-ISE", shim]
         preloaded = self._preloaded
         assert preloaded is not None
 
@@ -300,7 +298,7 @@ class _Server:
                 raise Refusal(f"{stale} was changed since it was imported")
 
         own = (self._own, self._name)
-        if not fork_worker(connection, request, descriptors, own, check, guard):
+        if not fork_worker(connection, request, descriptors, own, check):
             return False
         self._listener.detach()
         draw_anew(self._drawn, preloaded.checks.generators)

@@ -2,7 +2,6 @@
 
 Run by its first line as the job's interpreter with `-ISE`, and loads almost nothing: a worker waits
 for it. What is not served becomes the ordinary interpreter, with one line on standard error.
-`--guard` makes it the parent of the forked worker, which ends with whoever stands for it.
 """
 
 import marshal
@@ -14,11 +13,10 @@ _PYTHON = b"BOOTSEER_PRELOAD_PYTHON"
 _EXECUTABLE = b"PYTHON_EXEC"
 _FOLDER = b"BOOTSEER_PRELOAD"
 _WAIT_S = 30.0
-_SIGTERM, _SIGKILL, _SIGCONT, _SIGSTOP, _SIGCHLD = 15, 9, 18, 19, 17
+SIGTERM, SIGKILL, SIGCONT, SIGSTOP, SIGCHLD = 15, 9, 18, 19, 17
 # A launcher sends these to the group of a worker's processes.
-_OF_GROUP = (1, 2, 3, _SIGTERM, _SIGCONT)
+_OF_GROUP = (1, 2, 3, SIGTERM, SIGCONT)
 _DESCRIPTORS_MAX = 200
-_LOOK_MS = 200
 _STOPPING = bytes(2)
 """From the stand-in: it stops, as the guard has asked; what it sent before was sent before that."""
 
@@ -71,9 +69,7 @@ def situation() -> dict[str, Any]:
 
 
 def main() -> NoReturn:
-    """Be the worker that was started, or the guard of one."""
-    if sys.argv[1:2] == ["--guard"]:
-        _guard(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    """Be the worker that was started."""
     reason = "it has failed"
     connection = None
     try:
@@ -161,10 +157,10 @@ def _stand_for(connection: Any) -> NoReturn:
     reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
     _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in range(1, _signal.NSIG):
-        if number not in (_SIGKILL, _SIGSTOP, _SIGCHLD):
+        if number not in (SIGKILL, SIGSTOP, SIGCHLD):
             try:
                 # By SIGCONT the guard knows that we go on, also where it is ignored.
-                if _signal.getsignal(number) != _signal.SIG_IGN or number in (13, _SIGCONT, 25):
+                if _signal.getsignal(number) != _signal.SIG_IGN or number in (13, SIGCONT, 25):
                     _signal.signal(number, lambda *_: None)
             except (OSError, ValueError):
                 continue
@@ -185,17 +181,17 @@ def _stand_for(connection: Any) -> NoReturn:
         for descriptor, _ in poll.poll():
             if descriptor == reader:
                 for number in posix.read(reader, 512):
-                    _send(connection, bytes((number, number in _OF_GROUP)))
+                    send(connection, bytes((number, number in _OF_GROUP)))
             else:
                 answer = connection.recv(5)
                 if answer[:1] == b"S":
-                    _send(connection, _STOPPING)
-                    posix.kill(posix.getpid(), _SIGSTOP)
+                    send(connection, _STOPPING)
+                    posix.kill(posix.getpid(), SIGSTOP)
                 else:
                     _end_as(answer)
 
 
-def _send(connection: Any, data: bytes) -> None:
+def send(connection: Any, data: bytes) -> None:
     try:
         connection.sendall(data)
     except OSError:
@@ -206,7 +202,7 @@ def _end_as(answer: bytes) -> NoReturn:
     """End as the worker did; by SIGKILL where its guard was killed, and the worker with it."""
     import _signal
 
-    status = int.from_bytes(answer[1:5], "big") if answer[:1] == b"E" else _SIGKILL
+    status = int.from_bytes(answer[1:5], "big") if answer[:1] == b"E" else SIGKILL
     if not posix.WIFSIGNALED(status):
         posix._exit(posix.WEXITSTATUS(status))
     number = posix.WTERMSIG(status)
@@ -214,95 +210,11 @@ def _end_as(answer: bytes) -> NoReturn:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    if number not in (_SIGKILL, _SIGSTOP):
+    if number not in (SIGKILL, SIGSTOP):
         _signal.signal(number, _signal.SIG_DFL)
         _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [number])
     posix.kill(posix.getpid(), number)
     posix._exit(128 + number)
-
-
-# ---- the guard --------------------------------------------------------------------------------
-
-
-def _guard(descriptor: int, worker: int, stand_in: int) -> NoReturn:
-    """The worker's parent: tells its end, passes signals on, and ends it with its stand-in."""
-    import _signal
-    import _socket
-    import select
-
-    connection = _socket.socket(fileno=descriptor)
-    connection.setblocking(False)
-    reader, writer = posix.pipe2(posix.O_CLOEXEC | posix.O_NONBLOCK)
-    _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _signal.signal(_SIGCHLD, lambda *_: None)
-    for number in (1, 2, 3, _SIGTERM):
-        _signal.signal(number, _signal.SIG_IGN)
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    poll.register(reader, select.POLLIN)
-    # We have stopped the worker, others have; our stand-in was asked to stop, and has heard of it.
-    is_stopped = is_stopped_by_others = is_asked = has_heard = False
-    # So many SIGCONT that the stand-in passes on are our own.
-    own_count = 0
-    while True:
-        # Before it waits: the worker may have ended before there was a handler.
-        pid, status = posix.waitpid(worker, posix.WNOHANG | posix.WUNTRACED | posix.WCONTINUED)
-        if pid and posix.WIFSTOPPED(status):
-            if not is_stopped:
-                is_stopped_by_others, is_asked, has_heard = True, True, False
-                _send(connection, b"S\0\0\0\0")
-        elif pid and posix.WIFCONTINUED(status):
-            is_asked |= is_stopped
-            is_stopped = is_stopped_by_others = False
-        elif pid:
-            _send(connection, b"E" + status.to_bytes(4, "big"))
-            posix._exit(0)
-        # Nothing tells that another process was stopped.
-        state = read(f"/proc/{stand_in}/stat").rpartition(b")")[2].split()[:1]
-        if state == [b"T"] and not is_stopped_by_others:
-            if is_asked:
-                is_asked = False
-                own_count += 1
-                _kill(stand_in, _SIGCONT, of_group=False)
-            elif not is_stopped:
-                is_stopped = True
-                _kill(worker, _SIGSTOP, of_group=True)
-        for ready, _ in poll.poll(_LOOK_MS):
-            if ready == reader:
-                posix.read(reader, 512)
-                continue
-            try:
-                data = connection.recv(512)
-            except BlockingIOError:
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                _kill(worker, _SIGKILL, of_group=True)
-                posix.waitpid(worker, 0)
-                posix._exit(0)
-            for place in range(0, len(data) - 1, 2):
-                number = data[place]
-                if number == 0:
-                    has_heard = True
-                elif number == _SIGCONT and own_count:
-                    own_count -= 1
-                elif number == _SIGCONT and is_stopped_by_others and not has_heard:
-                    pass  # from before the worker was stopped
-                else:
-                    if number == _SIGCONT:
-                        is_stopped, is_asked = False, is_asked and not has_heard
-                    _kill(worker, number, of_group=bool(data[place + 1]))
-
-
-def _kill(worker: int, number: int, *, of_group: bool) -> None:
-    try:
-        if of_group and posix.getpgid(worker) == worker:
-            posix.killpg(worker, number)
-        else:
-            posix.kill(worker, number)
-    except OSError:
-        return
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer.served.preload.checks import Refusal
+from bootseer.served.preload.guard import guard
 
 _HANDSHAKE_S = 10.0
 _PREPARED = b"k"
+_GUARD = b"bootseer-guard"
 _PR_SET_PDEATHSIG = 1
 _ARGUMENTS = slice(45, 47)
 _LIMITS = {
@@ -53,14 +55,12 @@ def fork_worker(
     descriptors: Sequence[int],
     own: tuple[Mapping[str, Any], bytes],
     check: Callable[[], None],
-    guard: Sequence[str],
 ) -> bool:
     """Fork the guard, and from it the worker. True in the worker, once the other side wants it;
     False in the preloader. Raises: OSError, in the preloader alone.
 
     `own`: the situation of this process, and what the kernel calls an ordinary interpreter.
-    `check` is called in the worker, and raises what speaks against it. `guard`: the command that
-    the worker's parent becomes.
+    `check` is called in the worker, and raises what speaks against it.
     """
     if os.fork():
         return False
@@ -77,7 +77,7 @@ def fork_worker(
         try:
             for descriptor in (tell, wait, *descriptors):
                 os.close(descriptor)
-            _hand_over(connection, worker, told, go, guard)
+            _hand_over(connection, worker, told, go)
         except BaseException as error:
             _refuse(connection, str(error))
         finally:
@@ -98,9 +98,7 @@ def _refuse(connection: socket.socket, reason: str) -> None:
         connection.sendall(f"R{reason}".encode()[:4000])
 
 
-def _hand_over(
-    connection: socket.socket, worker: int, told: int, go: int, guard: Sequence[str]
-) -> NoReturn:
+def _hand_over(connection: socket.socket, worker: int, told: int, go: int) -> NoReturn:
     """Let the worker begin when the other side knows of it, and become its guard."""
     if (answer := os.read(told, 4096)) != _PREPARED:
         raise Refusal(answer.decode(errors="replace") or "the worker has ended")
@@ -109,13 +107,14 @@ def _hand_over(
     if connection.recv(1) != b"G":
         raise Refusal("nobody waits for it")
     stand_in = peer_of(connection)[0]
-    os.set_inheritable(connection.fileno(), True)
-    for number in (0, 1, 2):
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), number)
     os.write(go, b"G")
-    words = [*guard, "--guard", str(connection.fileno()), str(worker), str(stand_in)]
-    os.execve(words[0], words, {})
+    show_as(["bootseer guard", str(worker)], _GUARD)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    os.closerange(3, connection.fileno())
+    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    guard(connection, worker, stand_in)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int, int]:

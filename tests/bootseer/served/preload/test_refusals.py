@@ -293,3 +293,16 @@ def test_a_start_in_an_image_says_that_it_has_no_preloader(tmp_path: Path) -> No
     )
     assert done.stdout == "ran\n"
     assert "workers start without a preloader: it needs" in done.stderr
+
+
+def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(node: Node) -> None:
+    """As a library of linear algebra begins threads in its import, and ends them for forks."""
+    node.write(
+        "modules/heavy.py",
+        "import os, threading\none = threading.Thread(target=int)\none.start()\none.join()\n"
+        "caught = open('/proc/self/status').read().split('SigCgt:')[1].split()[0]",
+    )
+    node.write("program.py", "import heavy, sys; print(heavy.caught != '2', heavy.os.getppid())")
+    node.begin("heavy")
+    done = node.run()
+    assert (done.stdout.split()[0], done.stderr, node.log()) == ("True", "", "")

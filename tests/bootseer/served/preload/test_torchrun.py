@@ -128,3 +128,4 @@ def test_workers_of_torchrun_are_forked_also_when_it_restarts_them(
         record_property(key, [[one[key] for one in ranks] for ranks in (ordinary, forked)])
     logs = [path.read_text() for path in (tmp_path / "run/logs").glob("preload-*")]
     assert not any("Traceback" in text for text in logs), logs
+    assert not any("not preloaded: torch " in text for text in logs), logs
