@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -95,6 +96,8 @@ def test_interrupting_leaves_nothing(own_world: World, command: str) -> None:
     world.path("src/lib/data").write_bytes(os.urandom(3_000_000))
     if command.startswith("snapshot"):
         command += f" --target {world.path('src/lib')}"
+    temporaries = world.path("store/.tmp")
+    shutil.rmtree(temporaries, ignore_errors=True)  # of commands that were killed
     before = {str(path) for path in world.path("store").rglob("*") if path.is_file()}
     # So slow that it is sure to be under way when the signal comes.
     slow = f"limit+file://{world.path('store')}?stream_bytes_per_s=100000"
@@ -107,7 +110,9 @@ def test_interrupting_leaves_nothing(own_world: World, command: str) -> None:
         stderr=subprocess.PIPE,
     ) as process:
         try:
-            _wait_for_temporary(world.path("store/.tmp"))
+            wait_for(
+                lambda: temporaries.is_dir() and any(temporaries.iterdir()), "a temporary file"
+            )
             process.send_signal(signal.SIGINT)
             out, error = process.communicate(timeout=_TIMEOUT_S)
         finally:
@@ -116,10 +121,6 @@ def test_interrupting_leaves_nothing(own_world: World, command: str) -> None:
     assert (process.returncode, out, error.strip()) == (130, b"", b"bootseer: interrupted")
     assert {str(path) for path in world.path("store").rglob("*") if path.is_file()} == before
     assert not [path for path in world.path("cache/tmp").glob("*") if path.is_file()]
-
-
-def _wait_for_temporary(folder: Path) -> None:
-    wait_for(lambda: folder.is_dir() and any(folder.iterdir()), "a temporary file")
 
 
 _PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
