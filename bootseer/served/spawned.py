@@ -70,14 +70,18 @@ class Spawned:
             with contextlib.suppress(OSError):
                 self._connection.send(b"k")
 
-    def wait(self, timeout: float | None = _END_S) -> int:
-        """Its exit code; that of a killed one where the spawner is gone. Raises:
-        subprocess.TimeoutExpired."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; that of a killed one where the spawner is gone, or does not tell for
+        longer than it may take. Raises: subprocess.TimeoutExpired."""
         if self.returncode is None:
-            if not wait_readable([self._connection.fileno()], timeout):
-                raise subprocess.TimeoutExpired([], timeout or 0)
-            with contextlib.suppress(OSError, CorruptError):
-                self.returncode = _receive(self._connection).code
+            if not wait_readable(
+                [self._connection.fileno()], _END_S if timeout is None else timeout
+            ):
+                if timeout is not None:
+                    raise subprocess.TimeoutExpired([], timeout)
+            else:
+                with contextlib.suppress(OSError, CorruptError):
+                    self.returncode = _receive(self._connection).code
             self._connection.close()
             if self.returncode is None:
                 self.returncode = -signal.SIGKILL

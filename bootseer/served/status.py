@@ -124,7 +124,7 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
     """What is to be said of one. Asks its server, for two seconds at most."""
     state, kind = known.state, known.kind
     shown = tuple(str(cover.path) for cover in covers() if cover.id == state.id)
-    if not shown and kind in ("image", "containerd image", "checkpoints"):
+    if not shown and kind in ("image", "containerd image", "checkpoints", "volume"):
         shown = (state.directory,)
     log = log_path(run_dir, state.id)
     health, problem, remedy = _health(known, kind, log)
@@ -153,6 +153,7 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str]:
         "image": f"`bootseer image unmount {directory}` removes it",
         "checkpoints": f"`bootseer checkpoint unmount {directory}` removes it; mount it again",
         "publisher": "a later start publishes again",
+        "volume": "the CSI driver mounts it anew",
     }.get(kind, "the next start on this node removes it")
     if not known.is_running and serves_itself(known.folder):
         what = "the process that would remove it was killed"

@@ -10,9 +10,11 @@ import grpc
 import pytest
 
 from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
+from bootseer.served.status import entry_of, known_servers
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 from tests.support.images.building import Member, write_layout
 from tests.support.mounts.image_mounts import index
+from tests.support.servers.registry import Registry
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -32,13 +34,29 @@ def test_an_image_is_shown_read_only_and_served_once(kubelet: Kubelet, tmp_path:
         assert (target / "etc/base").read_bytes() == b"base"
         with pytest.raises(OSError, match="Read-only"):
             (target / "new").touch()
-    assert len(kubelet.servers()) == 1
+    (server,) = kubelet.servers()
+    (entry,) = [
+        entry_of(one, kubelet.settings.run_dir) for one in known_servers(kubelet.settings.run_dir)
+    ]
+    assert (entry.kind, entry.what, entry.health) == ("volume", "app:1", "ok")
+    assert entry.where == (server.directory,)
     usage = kubelet.stats("a")
     assert not usage.volume_condition.abnormal, usage
     for pod in ("a", "b"):
         kubelet.unpublish(pod)
         assert not kubelet.target(pod).exists()
         kubelet.unpublish(pod)
+
+
+def test_an_image_that_nobody_has_indexed_is_pulled(
+    kubelet: Kubelet, registry: Registry, tmp_path: Path
+) -> None:
+    write_layout(tmp_path / "layout", [[Member("data", data=b"data")]])
+    registry.push_layout(tmp_path / "layout", "latest", "csi:v1")
+    context = {"kind": "image", "image": f"registry://{registry.host}/csi:v1"}
+    for pod in ("a", "b"):
+        assert (kubelet.publish(pod, context) / "data").read_bytes() == b"data"
+    assert len(kubelet.servers()) == 1
 
 
 def test_an_environment_is_shared_or_has_a_private_layer_of_its_size(kubelet: Kubelet) -> None:
