@@ -26,7 +26,7 @@ _DRAWN_ANEW = (
     *("torch.distributed._composable.contract", "tempfile"),
 )
 # They list all variables to find those with a prefix of their own.
-_LISTS = {"tqdm.std": "TQDM_", "tqdm.utils": "TQDM_"}
+_LISTS = {"tqdm.std": "TQDM_", "tqdm.utils": "TQDM_", "networkx": "NETWORKX_"}
 
 
 class Refusal(BaseException):
@@ -55,6 +55,8 @@ class Checks:
         """Returns the module that is being imported; empty where none is."""
         self._memory_bytes = memory_bytes
         self._fault = ""
+        self.offender = ""
+        """The module that has done what `fault` returned; it may still be imported."""
         self._restore: list[Callable[[], None]] = []
         self.consulted: dict[str, str | None] = {}
         """Each variable that an import read, and what it had then."""
@@ -88,8 +90,9 @@ class Checks:
         self._restore.append(lambda: setattr(owner, name, original))
 
     def _note(self, fault: str) -> None:
-        if self._importing() and not self._fault:
-            self._fault = fault
+        by = self._importing()
+        if by and not self._fault:
+            self._fault, self.offender = fault, by
 
     # -- what tells one process from another
 
@@ -147,6 +150,8 @@ class Checks:
     def fault(self, *, is_outermost: bool) -> str:
         """What the module that was just imported has done that a fork cannot share; or nothing."""
         fault, self._fault = self._fault, ""
+        if not fault:
+            self.offender = ""
         fault = fault or self._opened() or self._threads()
         if not fault and is_outermost:
             fault = self._changed() or self._memory()

@@ -21,9 +21,10 @@ from bootseer.served.preload.record import digests_of
 class Offence(BaseException):
     """A module cannot be preloaded, nor can those whose imports lead to it."""
 
-    def __init__(self, modules: list[str], fault: str) -> None:
-        super().__init__(f"{modules[-1]} {fault} when it is imported")
-        self.modules = modules
+    def __init__(self, importers: Iterable[str], module: str, fault: str) -> None:
+        super().__init__(f"{module} {fault} when it is imported")
+        self.importers = set(importers)
+        self.module = module
 
 
 class _Importer:
@@ -42,6 +43,8 @@ class _Importer:
         self._changed: Mapping[str, str] = {}
         self._suspects: dict[str, list[str]] = {}
         self._offence: Offence | None = None
+        self._leading: set[str] = set()
+        """Modules that led to one that is refused."""
 
     def importing(self) -> str:
         return self._stack[-1] if self._stack else ""
@@ -62,9 +65,7 @@ class _Importer:
         _frozen_importlib._find_and_load = self._load  # type: ignore[attr-defined]
         self._preloaded.checks.begin()
         try:
-            for name in names:
-                if name not in sys.modules and not self._is_refused(name):
-                    self._import(name)
+            self._import_all(names)
         finally:
             self._preloaded.checks.end()
             _frozen_importlib._find_and_load = self._original  # type: ignore[attr-defined]
@@ -72,8 +73,30 @@ class _Importer:
         for variable, modules in self._suspects.items():
             # Where the imports themselves have set it, it is what the program had in the end.
             if digests.get(variable, "") != self._changed[variable]:
-                raise Offence(modules, f"reads {variable}, which the program sets itself,")
+                fault = f"reads {variable}, which the program sets itself,"
+                raise Offence(modules[:-1], modules[-1], fault)
         self._preloaded.modules = [(n, sys.modules[n]) for n in self._order if n in sys.modules]
+
+    def _import_all(self, names: Iterable[str]) -> None:
+        """Raises: Offence. A refused module does nothing, so that all which lead to one are found
+        before this process is given up; whatever else goes wrong then comes of that."""
+        known: Offence | None = None
+        for name in names:
+            if name in sys.modules or self._is_refused(name):
+                continue
+            try:
+                self._import(name)
+            except Offence as offence:
+                if known is None and offence.module not in self._refused:
+                    raise
+                known = known or offence
+                if offence.module not in self._refused:
+                    break
+                self._leading |= offence.importers
+                self._offence = None
+        if known is not None:
+            known.importers |= self._leading
+            raise known
 
     def _import(self, name: str) -> None:
         try:
@@ -82,18 +105,19 @@ class _Importer:
             raise
         except BaseException as error:
             fault = f"cannot be imported ({type(error).__name__}: {error})"
-            raise Offence([name], fault) from None
+            raise Offence([], name, fault) from None
         if self._offence is not None:
             raise self._offence  # some module has caught it
 
     def _is_refused(self, name: str) -> bool:
         parts = name.split(".")
-        return any(".".join(parts[: count + 1]) in self._refused for count in range(len(parts)))
+        above = (".".join(parts[: count + 1]) for count in range(len(parts)))
+        return any(one in self._refused or one in self._leading for one in above)
 
     def _load(self, name: str, import_: Any) -> Any:
         if self._refused.get(name):
             # Known already: whatever has led to it is refused as well.
-            self._offend([*self._stack, name], "cannot be preloaded, as was found before,")
+            self._offend(self._stack, name, "cannot be preloaded, as was found before,")
         self._stack.append(name)
         try:
             module = self._original(name, import_)
@@ -102,8 +126,8 @@ class _Importer:
             self._stack.pop()
         return module
 
-    def _offend(self, modules: list[str], fault: str) -> NoReturn:
-        self._offence = self._offence or Offence(modules, fault)
+    def _offend(self, importers: Iterable[str], module: str, fault: str) -> NoReturn:
+        self._offence = self._offence or Offence(importers, module, fault)
         raise self._offence
 
     def _complete(self, name: str) -> None:
@@ -113,7 +137,9 @@ class _Importer:
             if variable in self._changed:
                 self._suspects.setdefault(variable, list(self._stack))
         if fault:
-            self._offend(list(self._stack), fault)
+            # What was noted may be of a module that goes on being imported.
+            module = checks.offender if checks.offender in self._stack else name
+            self._offend(self._stack[: self._stack.index(module)], module, fault)
         # What is not complete itself comes later. Some modules are put there by others.
         new = list(sys.modules)[self._seen :]
         for one in new:

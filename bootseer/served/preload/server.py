@@ -222,9 +222,11 @@ class _Server:
 
     def _begin_again(self, words: list[str], offence: Offence) -> NoReturn:
         """A process that cannot be forked begins anew, without the modules that led to it."""
-        *importers, module = offence.modules
         known = self._refused()
-        self._refuse({**dict.fromkeys(importers, ""), module: known.get(module) or str(offence)})
+        why = known.get(offence.module) or str(offence)
+        self._refuse(
+            {**{one: known.get(one, "") for one in offence.importers}, offence.module: why}
+        )
         sys.stderr.write(f"not preloaded: {offence}\n")
         sys.stderr.flush()
         # As it was started, whatever a module has done.

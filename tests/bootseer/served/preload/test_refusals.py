@@ -306,3 +306,19 @@ def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(node
     node.begin("heavy")
     done = node.run()
     assert (done.stdout.split()[0], done.stderr, node.log()) == ("True", "", "")
+
+
+def test_all_that_lead_to_a_refused_module_are_found_at_once(node: Node) -> None:
+    """Each attempt imports everything anew, so that twenty of them are a minute."""
+    node.write("modules/lists.py", "import os\nfor name in os.environ: pass\nimport good")
+    names = [f"leads{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        node.write(f"modules/{name}.py", f"import {names[number - 1] if number % 2 else 'lists'}")
+    _program(node, "import good, " + ", ".join(names) + "; print('ran')")
+    node.begin("good", *reversed(names), "lists")
+    assert (node.run().stdout, node.run().stderr) == ("ran\n", "")
+    lines = node.log().splitlines()
+    assert [line.split()[2] for line in lines] == ["lists", "lists"], lines
+    known = json.loads((node.folder / "cache/preload/j.refused.json").read_text())
+    assert known.pop("lists").startswith("lists reads all variables")
+    assert known == dict.fromkeys(names, "")
