@@ -49,6 +49,7 @@ _STATUS = (
 _THREADS = 16
 """Calls at once. Most of them take a millisecond; those that mount wait for a server."""
 _GRACE_S = 10.0
+_ASK_S = 5.0
 _ADDRESS_BYTES_MAX = 107
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
 
@@ -126,6 +127,23 @@ def serve(
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+
+def ask(address: Path, method: str, request: Any, response: Any) -> Any:
+    """One call of the service on a socket: `method` as "/SERVICE/METHOD", its message, and the
+    class of the answer. Raises: NotFoundError where it says so, UnavailableError otherwise."""
+    with grpc.insecure_channel(f"unix:{address}") as channel:
+        caller: Callable[..., Any] = channel.unary_unary(
+            method,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        try:
+            return caller(request, timeout=_ASK_S)
+        except grpc.RpcError as error:
+            is_absent = error.code() is grpc.StatusCode.NOT_FOUND
+            kind = NotFoundError if is_absent else UnavailableError
+            raise kind(f"{method[1:]} on {address}: {error.details()}") from error
 
 
 def _bind(server: grpc.Server, path: Path) -> None:

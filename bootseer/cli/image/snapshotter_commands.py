@@ -1,5 +1,6 @@
 """`bootseer snapshotter`: the proxy snapshotter for containerd."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import click
 
 from bootseer.base.redact import redact
 from bootseer.cli.output import Seconds, current_config, current_settings, say
-from bootseer.errors import UnsupportedError
+from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.settings.config import variable_of
 
 
@@ -49,8 +50,14 @@ from bootseer.settings.config import variable_of
     show_default=True,
     help="How long what a start touches is recorded.",
 )
+@click.option("--check", is_flag=True, help="Ask the snapshotter that runs whether it answers.")
 def snapshotter(
-    address: Path, root: Path, content: Path | None, linger_s: float, window_s: float
+    address: Path,
+    root: Path,
+    content: Path | None,
+    linger_s: float,
+    window_s: float,
+    check: bool,
 ) -> None:
     """Serve images of the store to containerd, without pulling them.
 
@@ -58,13 +65,20 @@ def snapshotter(
     containerd's configuration.
     """
     try:
-        from bootseer.linux.grpc_service import serve
+        from bootseer.linux.grpc_service import ask, serve
         from bootseer.prefetch.snapshotter.service import handler_of
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"the snapshotter needs the Python module {error.name}: pip install "
             "'bootseer[containerd]'"
         ) from error
+    if check:
+        from bootseer.prefetch.snapshotter.wire import MESSAGES, SERVICE
+
+        question = MESSAGES["StatSnapshotRequest"](key="none")
+        with contextlib.suppress(NotFoundError):
+            ask(address, f"/{SERVICE}/Stat", question, MESSAGES["StatSnapshotResponse"])
+        return
     from bootseer.prefetch.snapshotter.core import Snapshotter
     from bootseer.prefetch.snapshotter.pulled import CONTENT_FOLDER
 

@@ -6,9 +6,7 @@ from pathlib import Path
 import click
 
 from bootseer.cli.output import Seconds, current_settings
-from bootseer.errors import UnavailableError, UnsupportedError
-
-_CHECK_S = 5.0
+from bootseer.errors import UnsupportedError
 
 
 @click.command(epilog="Example: bootseer kubernetes csi --source hdfs://namenode:8020/checkpoints")
@@ -58,9 +56,7 @@ def csi(
     docs/csi.md has the kinds of volumes.
     """
     try:
-        import grpc
-
-        from bootseer.linux.grpc_service import serve
+        from bootseer.linux.grpc_service import ask, serve
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"the driver needs the Python module {error.name}: pip install 'bootseer[kubernetes]'"
@@ -73,16 +69,7 @@ def csi(
     endpoint = (endpoint or kubelet_dir / "plugins" / NAME / "csi.sock").absolute()
     registration = registration or kubelet_dir / "plugins_registry" / f"{NAME}-reg.sock"
     if check:
-        with grpc.insecure_channel(f"unix:{endpoint}") as channel:
-            probe = channel.unary_unary(
-                f"/{IDENTITY}/Probe",
-                request_serializer=MESSAGES["ProbeRequest"].SerializeToString,
-                response_deserializer=MESSAGES["ProbeResponse"].FromString,
-            )
-            try:
-                probe(MESSAGES["ProbeRequest"](), timeout=_CHECK_S)
-            except grpc.RpcError as error:
-                raise UnavailableError(f"no driver answers on {endpoint}") from error
+        ask(endpoint, f"/{IDENTITY}/Probe", MESSAGES["ProbeRequest"](), MESSAGES["ProbeResponse"])
         return
     if os.geteuid() != 0:
         raise UnsupportedError("a driver mounts for a kubelet and needs root")

@@ -12,15 +12,13 @@ import re
 import socket
 import struct
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import grpc
 
 from bootseer.base.protobuf_messages import LABELS, Messages, build, describe
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.kubernetes.installer.block import NAME, Table, parse
+from bootseer.linux.grpc_service import ask
 
 _CALL_S = 5.0
 _COMMAND_S = 60.0
@@ -105,10 +103,9 @@ class Daemon:
 
         Raises: UnavailableError.
         """
-        with grpc.insecure_channel(f"unix:{self._address}") as channel:
-            service = f"{_INTROSPECTION}.Introspection"
-            plugins = _call(channel, service, "Plugins", filters=[f"id=={NAME}"]).plugins
-            status = _call(channel, f"{_CRI}.RuntimeService", "Status", verbose=True)
+        service = f"{_INTROSPECTION}.Introspection"
+        plugins = self._ask(service, "Plugins", filters=[f"id=={NAME}"]).plugins
+        status = self._ask(f"{_CRI}.RuntimeService", "Status", verbose=True)
         runtimes = json.loads(status.info["config"])["containerd"].get("runtimes") or {}
         address = [one.exports.get("address", "") for one in plugins]
         return (address or [""])[0], runtimes.get(NAME) or {}
@@ -129,6 +126,10 @@ class Daemon:
         done = self._on_node(command, "restart containerd")
         if done.returncode != 0:
             raise UnsupportedError(f"cannot restart containerd: {_last_line(done.stderr)}")
+
+    def _ask(self, service: str, method: str, **fields: Any) -> Any:
+        question = _CLASSES[f"{method}Request"](**fields)
+        return ask(self._address, f"/{service}/{method}", question, _CLASSES[f"{method}Response"])
 
     def _listener(self) -> int:
         try:
@@ -169,15 +170,3 @@ def _last_line(text: str) -> str:
 
 
 _CLASSES = build(describe(package, messages) for package, messages in _FILES.items())
-
-
-def _call(channel: grpc.Channel, service: str, method: str, /, **fields: Any) -> Any:
-    caller: Callable[..., Any] = channel.unary_unary(
-        f"/{service}/{method}",
-        request_serializer=_CLASSES[f"{method}Request"].SerializeToString,
-        response_deserializer=_CLASSES[f"{method}Response"].FromString,
-    )
-    try:
-        return caller(_CLASSES[f"{method}Request"](**fields), timeout=_CALL_S)
-    except grpc.RpcError as error:
-        raise UnavailableError(f"containerd does not answer {method}: {error.details()}") from error

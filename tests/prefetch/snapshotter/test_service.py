@@ -189,3 +189,11 @@ from bootseer.cli import main
 main(["snapshotter", "--root", sys.argv[1]])
 """
     assert "bootseer[containerd]" in refused(code, tmp_path / "root")
+
+
+def test_a_probe_is_told_whether_it_answers(node: Node) -> None:
+    command = ("snapshotter", "--check", "--address")
+    assert bootseer(node.settings, *command, node.base / "snapshotter.sock").returncode == 0
+    done = bootseer(node.settings, *command, node.base / "none.sock")
+    assert done.returncode == 17
+    assert "none.sock" in done.stderr

@@ -78,3 +78,17 @@ tolerations:
 {{ toYaml . }}
 {{- end }}
 {{- end }}
+
+{{- /* Ready once it has answered; asked seldom afterwards, since each question starts a Python. */ -}}
+{{- define "bootseer.probes" -}}
+startupProbe:
+  exec: {command: {{ toJson . }}}
+  periodSeconds: 3
+  timeoutSeconds: 10
+  failureThreshold: 100
+livenessProbe:
+  exec: {command: {{ toJson . }}}
+  periodSeconds: 120
+  timeoutSeconds: 30
+  failureThreshold: 5
+{{- end }}
