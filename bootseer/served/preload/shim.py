@@ -192,6 +192,7 @@ def _stand_for(connection: Any) -> NoReturn:
 
 
 def send(connection: Any, data: bytes) -> None:
+    """Send to the other side, if it is still there."""
     try:
         connection.sendall(data)
     except OSError:
