@@ -72,6 +72,8 @@ class MountState(Struct, frozen=True):
     """Of all that decides how a checkpoint folder is mounted."""
     until_ns: int = 0
     """When what lingers goes; 0: its job still runs."""
+    owner: tuple[int, int] | None = None
+    """The user and group as whose everything is shown."""
     unwritten: tuple[str, ...] = ()
     """Files that were being written when the mount ended; nothing of them is kept."""
 

@@ -88,6 +88,7 @@ def begin_serving(
         purpose=options.purpose,
         scratch=options.scratch,
         user_pid=options.watch_pid or 0,
+        owner=options.owner,
     )
     plan = ServePlan(
         settings=settings,

@@ -111,7 +111,7 @@ class LazyTrees:
         for _, state in live_mounts(self._settings.run_dir):
             path = Path(state.directory)
             if self._is_ours(state) and path in there and _serves(state):
-                found[TreeKey(state.index_digest, state.workload)] = path
+                found[TreeKey(state.index_digest, state.workload, state.owner)] = path
         return found
 
     def _is_ours(self, state: MountState) -> bool:
@@ -133,6 +133,7 @@ class LazyTrees:
                     window_s=self._window_s,
                     purpose=self._purpose,
                     is_local=is_local,
+                    owner=key.owner,
                 ),
             ).wait()
         except (BootseerError, OSError) as error:

@@ -77,6 +77,8 @@ class TreeKey(Struct, frozen=True):
 
     index_digest: str
     workload: str
+    owner: tuple[int, int] | None = None
+    """The user and group as whose everything is shown; None: as it is stored."""
 
 
 def check_key(key: str, what: str) -> str:

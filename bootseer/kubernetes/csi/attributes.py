@@ -28,7 +28,7 @@ _OPTIONS = (
 )
 _ATTRIBUTES = {
     "image": ("image", "workload"),
-    "environment": ("environment", "target", "writable", "size", "workload"),
+    "environment": ("environment", "target", "writable", "size", "uid", "gid", "workload"),
     "checkpoint": ("source", *_OPTIONS),
 }
 _IN_REGISTRY = re.compile(rf"{REGISTRY}[A-Za-z0-9][A-Za-z0-9._:@/-]*")
@@ -77,6 +77,8 @@ class EnvironmentVolume(Struct, frozen=True, tag_field="kind", tag="environment"
     writable_bytes: int = 0
     """What the pod may write on top of it; 0: nothing."""
     workload: str = ""
+    owner: tuple[int, int] | None = None
+    """The user and group as whose everything is shown; None: as it was captured."""
 
 
 class CheckpointVolume(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
@@ -194,7 +196,17 @@ def _environment(given: Mapping[str, str]) -> EnvironmentVolume:
     target = given.get("target", "")
     if target and not target.startswith("/"):
         raise InvalidInputError(f"the volume's target {_shown(target)} is no absolute path")
-    return EnvironmentVolume(name, target, size_bytes, _workload(given))
+    return EnvironmentVolume(name, target, size_bytes, _workload(given), _owner(given))
+
+
+def _owner(given: Mapping[str, str]) -> tuple[int, int] | None:
+    if "uid" not in given and "gid" not in given:
+        return None
+    ids = [given.get(name, given.get("uid", "0")) for name in ("uid", "gid")]
+    if not all(map(_NUMBER.fullmatch, ids)):
+        raise InvalidInputError("the volume's uid or gid is no number")
+    uid, gid = map(int, ids)
+    return uid, gid
 
 
 def _switch(given: Mapping[str, str], name: str) -> bool:

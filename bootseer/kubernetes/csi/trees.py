@@ -84,7 +84,7 @@ class Trees:
     def show(self, record: Record, found: Found, target: Path) -> int:
         """Mount the tree if need be, and show it on `target`; which mount that is. Raises:
         BootseerError."""
-        key = TreeKey(found.digest, record.workload)
+        key = _key_of(record)
         with self._lazy.using(key, found.name, is_local=found.is_local) as path:
             if found.image is not None:
                 publish_later(self._settings, found.image)
@@ -100,14 +100,20 @@ class Trees:
 
     def is_served(self, record: Record) -> bool:
         """Whether what the volume shows is served."""
-        path = self._lazy.mounted().get(TreeKey(record.behind, record.workload))
+        path = self._lazy.mounted().get(_key_of(record))
         mount = mounts.find_mount(path) if path is not None else None
         return mount is not None and mount.device_minor == record.device_minor
 
     def retire(self, records: list[Record], linger_s: float) -> None:
         """Take off what no volume has shown for so long. Never raises."""
-        in_use = frozenset(TreeKey(record.behind, record.workload) for record in records)
+        in_use = frozenset(map(_key_of, records))
         self._lazy.retire(lambda: in_use, linger_s)
+
+
+def _key_of(record: Record) -> TreeKey:
+    volume = record.volume
+    owner = volume.owner if isinstance(volume, EnvironmentVolume) else None
+    return TreeKey(record.behind, record.workload, owner)
 
 
 def _target_of(manifest: Manifest, volume: EnvironmentVolume) -> Target:

@@ -70,18 +70,26 @@ def test_volumes_in_pods_while_the_driver_is_replaced(site: _Site) -> None:
     environment = {"kind": "environment", "environment": "torch"}
     volumes = {
         "env": environment,
-        "private": {**environment, "writable": "true", "size": "16MiB"},
+        "private": {**environment, "writable": "true", "size": "16MiB", "uid": "1000"},
         "ckpt": {"kind": "checkpoint", "source": site.checkpoints},
     }
     cluster.apply(site.pod("trainer", script, **volumes))
     cluster.wait_pod("trainer", "Running")
-    wait_for(lambda: "mine" in cluster.kubectl("logs", "trainer"))
+    wait_for(lambda: "mine" in cluster.kubectl("logs", "trainer").split())
     old = _driver_of(site)
     cluster.kubectl("delete", "pod", old, "--namespace", NAMESPACE, timeout_s=180)
     cluster.apply(site.pod("other", "echo > /ckpt/go; cat /ckpt/step-1", ckpt=volumes["ckpt"]))
     cluster.wait_pod("other", "Succeeded", timeout_s=180)
     cluster.wait_pod("trainer", "Succeeded")
-    assert cluster.kubectl("logs", "trainer").split() == ["2.6", "2.6", "mine", "2.6", "mine"]
+    said = cluster.kubectl("logs", "trainer").split("\n")
+    assert [one for one in said if "Read-only" not in one] == [
+        "2.6",
+        "2.6",
+        "mine",
+        "2.6",
+        "mine",
+        "",
+    ]
     cluster.kubectl("delete", "pod", "trainer", "other", timeout_s=180)
     wait_for(lambda: not site.volumes(), "the end of the volumes", timeout_s=60)
 

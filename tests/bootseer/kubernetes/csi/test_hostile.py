@@ -37,6 +37,7 @@ _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
         ({**_ENVIRONMENT, "size": "1GiB"}, "only writable ones have"),
         ({**_ENVIRONMENT, "writable": "true", "size": "12"}, "less than 1MiB"),
         ({**_ENVIRONMENT, "writable": "true", "size": "-1GiB"}, "is not a size"),
+        ({**_ENVIRONMENT, "uid": "-1"}, "no number"),
         ({**_ENVIRONMENT, "target": "opt"}, "no absolute path"),
         ({**_ENVIRONMENT, "target": "/opt\n"}, "do not show"),
         ({**_ENVIRONMENT, "x" * 5000: "y"}, "'xxxx"),

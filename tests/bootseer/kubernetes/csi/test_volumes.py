@@ -83,6 +83,26 @@ def test_an_environment_is_shared_or_has_a_private_layer_of_its_size(kubelet: Ku
     assert not list((kubelet.folder / "plugins/csi.bootseer.io/layers").iterdir())
 
 
+def test_a_pod_that_is_not_root_writes_to_an_environment_of_its_own(kubelet: Kubelet) -> None:
+    """What is captured is mostly root's."""
+    kubelet.make_environment("torch", {"lib/a.py": b"a = 1\n"})
+    context = {"kind": "environment", "environment": "torch", "writable": "true", "uid": "1000"}
+    mine, other = kubelet.publish("a", context), kubelet.publish("b", {**context, "uid": "1001"})
+    kubelet.restart()
+    assert kubelet.publish("a", context) == mine
+    kubelet.let_others_in()
+    for path in ("lib/a.py", "lib/b.py", "c.py"):
+        as_user("1000", "dd", "if=/dev/null", "status=none", f"of={mine / path}")
+    assert (mine / "lib").stat().st_gid == 1000
+    assert (other / "lib/a.py").stat().st_uid == 1001
+    assert len(kubelet.servers()) == 2
+
+
+def as_user(user: str, *command: str) -> None:
+    drop = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    subprocess.run([*drop, *command], check=True)
+
+
 def test_checkpoints_have_one_server_for_all_pods(local: Kubelet, tmp_path: Path) -> None:
     context = _kept(tmp_path)
     one = local.publish("a", context)
@@ -94,11 +114,8 @@ def test_checkpoints_have_one_server_for_all_pods(local: Kubelet, tmp_path: Path
         (reader / "step").unlink()
     (server,) = local.servers()
     # Pods run as any user.
-    as_nobody = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "touch"]
-    for part in (*one.parents,):
-        if part.is_relative_to(local.base):
-            part.chmod(0o755)
-    subprocess.run([*as_nobody, str(one / "mine")], check=True)
+    local.let_others_in()
+    as_user("1000", "touch", str(one / "mine"))
     local.unpublish("a")
     assert (two / "mine").exists()
     local.unpublish("c")
