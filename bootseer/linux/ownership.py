@@ -20,6 +20,8 @@ from bootseer.errors import InvalidInputError
 # As the kernel counts (MAXSYMLINKS).
 _LINKS_MAX = 40
 _ALL = "all"
+FOR_ALL_USERS = "is for all users"
+"""What is wrong with a folder in which each user may have a part (/scratch, mode 1777)."""
 
 
 class Owners(Struct, frozen=True):
@@ -93,7 +95,7 @@ def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> s
     if is_shared or here != os.path.realpath(path):
         return ""
     if _is_sticky(status):
-        return f"{here} is for all users"
+        return f"{here} {FOR_ALL_USERS}"
     return _fault_of_entries(here, owners)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bootseer.errors import PermissionDeniedError
-from bootseer.linux.ownership import Owners, fault_of_folder
+from bootseer.linux.ownership import FOR_ALL_USERS, Owners, fault_of_folder
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ def trusted_folders(
                 f"the folder {path} of the setting {name} cannot be used: {fault}; name one of "
                 "your own"
             )
+        replaced[name] = other
+        if fault.endswith(FOR_ALL_USERS) and other == _own_part(path):
+            continue  # it is what such a folder is for
         _log.warning(
             "warning: %s %s is not used, but %s: %s; see trusted_owners in docs/operations.md",
             name,
@@ -59,18 +62,22 @@ def trusted_folders(
             other,
             fault,
         )
-        replaced[name] = other
     return replaced
 
 
+def _own_part(path: Path) -> Path:
+    """This user's folder in one that is for all users."""
+    return path / f"bootseer-{os.geteuid()}"
+
+
 def _others(name: str, path: Path, default: Path, owners: Owners) -> Iterator[Path]:
-    user = f"bootseer-{os.geteuid()}"
+    own = _own_part(path)
     if not fault_of_folder(path, owners, is_shared=True):
         # Meant for all users (/scratch, mode 1777): each has a part of it.
-        yield path / user
+        yield own
     yield default
     if name in _OF_ROOT:
-        yield Path(_OF_ROOT[name]) if os.geteuid() == 0 else Path("/var/tmp", user, name)
+        yield Path(_OF_ROOT[name]) if os.geteuid() == 0 else Path("/var/tmp", own.name, name)
     else:
         # Nothing is there, which is what most nodes have.
         yield Path("/etc/bootseer/none")

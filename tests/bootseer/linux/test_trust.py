@@ -143,7 +143,9 @@ def test_owners_are_names_numbers_and_groups() -> None:
             parse_owners(text)
 
 
-def test_of_a_folder_for_all_users_each_has_a_part(tmp_path: Path, home: Path) -> None:
+def test_of_a_folder_for_all_users_each_has_a_part(
+    tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     scratch.chmod(0o1777)
@@ -151,6 +153,8 @@ def test_of_a_folder_for_all_users_each_has_a_part(tmp_path: Path, home: Path) -
     assert settings.cache_dir == scratch / f"bootseer-{os.geteuid()}"
     assert stat.S_IMODE(settings.cache_dir.stat().st_mode) == 0o700
     assert settings.timeline_dir == scratch
+    # It is what such a folder is for, at each start.
+    assert not caplog.messages
 
 
 @root_only
