@@ -43,6 +43,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "kubernetes.kubernetes_commands",
         "What Bootseer's own pods run on a cluster.",
     ),
+    "slurm": ("node.slurm_commands", "What prolog and epilog of Slurm do on a node."),
     "status": (
         "node.status_commands",
         "What is mounted, or runs in the background, on this node.",
