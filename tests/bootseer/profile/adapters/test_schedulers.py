@@ -1,11 +1,10 @@
-"""What Slurm and Kubernetes know of a start. Slurm runs in these tests, and its samples are its own
-(22.05), as those of Kubernetes (1.20, cut); made up events have the form that its API documents.
+"""What Slurm and Kubernetes know of a start. The samples are Slurm's own (22.05), as those of
+Kubernetes (1.20, cut); made up events have the form that its API documents. tests/clusters asks a
+real Slurm.
 """
 
 import contextlib
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,6 @@ from bootseer.profile.adapters.kubernetes import parse_kubernetes
 from bootseer.profile.adapters.registry import ADAPTERS, ask_slurm
 from bootseer.profile.adapters.slurm import parse_slurm
 from tests.bootseer.profile.adapters.conftest import Start, path_of, rows_of
-from tests.support.servers.slurm import Slurm, require_slurm
-from tests.support.waiting import wait_for
 
 MakeStart = Callable[..., Start]
 
@@ -86,67 +83,6 @@ def test_a_job_of_another_number_or_another_day_is_another_start(a_start: MakeSt
     assert other.analysis.before_s == 0
     later = a_start(1795432593.0 + 86400, "2").explained(slurm=parse_slurm(SACCT))
     assert later.analysis.before_s == 0
-
-
-def _run(slurm: Slurm, *command: str) -> str:
-    done = subprocess.run(
-        command, env=slurm.environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr + slurm.output()
-    return done.stdout
-
-
-@pytest.mark.root
-@pytest.mark.timeout(300)
-def test_a_real_slurm_is_asked_for_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its accounting has what every format says of one job, and the report asks by itself."""
-    require_slurm(accounting=True)
-    with Slurm(tmp_path, accounting=True) as slurm:
-        (tmp_path / "train.py").write_text("import bootseer\nbootseer.ready()\n")
-        run = f"{sys.executable} -m bootseer --timeline-dir {tmp_path}/timelines run --"
-        run += f" {sys.executable} {tmp_path}/train.py"
-        first = _run(slurm, "sbatch", "-N2", "-J", "first", "-o", "/dev/null", "--wrap", "sleep 3")
-        wait_for(lambda: slurm.run("squeue", "-h", "-o", "%t").strip() == "R", "the first job")
-        options = ["-N1", "-J", "llama", "-o", str(tmp_path / "out.log"), "--begin=now+2"]
-        _run(slurm, "sbatch", *options, "--wait", "--wrap", f"srun {run}")
-        number = str(int(first.split()[-1]) + 1)
-        wait_for(
-            lambda: "COMPLETED" in slurm.run("sacct", "-n", "-X", "-o", "State", "-j", number),
-            "the accounting of the job",
-        )
-        monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
-        monkeypatch.setenv("PATH", slurm.environment["PATH"])
-        asked = ask_slurm(number)
-        assert [one.name for one in asked] == ["held", "queued"]
-        epoch = {**slurm.environment, "SLURM_TIME_FORMAT": "%s"}
-        forms: list[tuple[dict[str, str], list[str]]] = [
-            (epoch, ["sacct", "-D", "-P", "-j", number, "-o", "ALL"]),
-            (dict(slurm.environment), ["sacct", "-D", "-X", "-P", "-o", "ALL", "-j", number]),
-            (dict(slurm.environment), ["sacct", "-D", "--json", "-j", number]),
-            (dict(slurm.environment), ["scontrol", "show", "job", number]),
-        ]
-        for environment, command in forms:
-            done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
-            found = parse_slurm(done.stdout)
-            ends = [(one.name, one.begin_ns, one.end_ns) for one in found]
-            assert ends == [(one.name, one.begin_ns, one.end_ns) for one in asked], command
-        report = [sys.executable, "-m", "bootseer", "--timeline-dir", f"{tmp_path}/timelines"]
-        shown = subprocess.run(
-            [*report, "report", "llama", "--json"], capture_output=True, text=True, timeout=60
-        )
-        assert shown.returncode == 0, shown.stderr + slurm.output()
-        analysis = json.loads(shown.stdout)["analysis"]
-        path = [one["stage"] for one in analysis["critical_path"]]
-        assert path[:2] == ["held", "queued"]
-        assert analysis["since_submission_s"] == pytest.approx(
-            analysis["before_s"] + analysis["ready_s"]
-        )
-        text = subprocess.run(
-            [*report, "report", "llama"], capture_output=True, text=True, timeout=60
-        ).stdout
-        assert "after it was submitted" in text
 
 
 def test_a_scheduler_that_does_not_answer_costs_nothing(

@@ -1,0 +1,256 @@
+"""A machine of a cluster: namespaces of mounts, processes, host name, IPC and control groups on
+this machine, and disks of its own. The network is this machine's.
+
+It ends with the process that made it, however that ends, and takes every process and mount along.
+Nothing of the real machine changes: what differs in /etc is a layer over it. Run as a program, this
+file is a machine's first process.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bootseer.linux import namespaces
+
+REPOSITORY = Path(__file__).parents[3]
+OWN = ("/tmp", "/run", "/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var/lib", "/mnt")
+"""Folders of a machine's own, in memory, empty at first."""
+HOMES = "/home"
+"""The folder that all machines share."""
+ETC = "/etc"
+_FREEZER = Path("/sys/fs/cgroup/freezer")
+_END_S = 20.0
+
+
+def has_freezer() -> bool:
+    """Whether this machine has the control groups (version 1) by which slurmd finds processes."""
+    return (_FREEZER / "cgroup.procs").exists()
+
+
+class Machine:
+    """One of them. `folder` is the cluster's, with `etc` (what is added to /etc) and `home`."""
+
+    def __init__(self, name: str, folder: Path, prefix: str) -> None:
+        self.name = name
+        self._folder = folder
+        self._group = f"{prefix}-{name}"
+        self._first: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+
+    def start(self) -> None:
+        """Begin its first process, which waits for nothing but what it adopts."""
+        group = _FREEZER / self._group
+        enter = ""
+        if has_freezer():
+            group.mkdir(exist_ok=True)
+            enter = f"echo $$ > {group}/cgroup.procs; "
+        plan = {
+            "name": self.name,
+            "folder": str(self._folder),
+            "shown": [str(REPOSITORY), sys.base_prefix, sys.prefix, str(self._folder)],
+        }
+        apart = ["--mount", "--uts", "--ipc", "--pid", "--propagation", "private"]
+        apart += ["--cgroup"] if has_freezer() else []
+        log = (self._folder / f"{self.name}.log").open("wb")
+        with log:
+            self._first = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "sh", "-ec", f'{enter}exec "$@"', "sh",
+                 "unshare", *apart, "--fork", "--kill-child=KILL",
+                 sys.executable, "-m", "tests.clusters.slurm.machine", json.dumps(plan)],
+                cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        assert self._first.stdout is not None
+        said = self._first.stdout.readline()
+        if said != b"ready\n":
+            log_text = (self._folder / f"{self.name}.log").read_text()
+            raise RuntimeError(f"the machine {self.name} did not start: {log_text}")
+        children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children")
+        self._pid = int(children.read_text().split()[0])
+
+    def command(self, *command: str, user: str = "root") -> list[str]:
+        """The words by which `command` runs on it, as a log-in of this user would."""
+        words = ["nsenter", "--target", str(self._pid), "--all", f"--wdns={_home(user)}"]
+        if user != "root":
+            words += ["setpriv", "--reuid", user, "--regid", user, "--init-groups"]
+        return [*words, *command]
+
+    def start_process(
+        self, *command: str, user: str = "root", log: Path | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """Start a command on it."""
+        output: Any = subprocess.DEVNULL
+        with contextlib.ExitStack() as stack:
+            if log is not None:
+                output = stack.enter_context(log.open("ab"))
+            return subprocess.Popen(
+                self.command(*command, user=user),
+                env=environment_of(user),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def run(
+        self,
+        *command: str,
+        user: str = "root",
+        timeout_s: float = 60.0,
+        variables: Mapping[str, str] | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on it, and wait for its end."""
+        return subprocess.run(
+            self.command(*command, user=user),
+            env={**environment_of(user), **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def processes(self) -> list[str]:
+        """The command lines of all that runs on it but its first process and `ps` itself."""
+        shown = self.run("ps", "-eo", "pid=,args=").stdout.splitlines()
+        lines = [line.strip().partition(" ") for line in shown]
+        return [args.strip() for pid, _, args in lines if pid != "1" and "ps -eo" not in args]
+
+    def mounts(self) -> list[str]:
+        """Where FUSE file systems and overlays are mounted on it, but that of /etc."""
+        return [where for where in _mounted(self._pid) if where != ETC]
+
+    def path(self, inside: str) -> Path:
+        """How this machine's root user reaches a path of it."""
+        return Path(f"/proc/{self._pid}/root") / inside.lstrip("/")
+
+    def end(self) -> None:
+        """End all that runs on it."""
+        first, self._first = self._first, None
+        if first is not None:
+            first.kill()
+            first.wait()
+            assert first.stdout is not None
+            first.stdout.close()
+        remove_groups(self._group)
+
+
+def _home(user: str) -> str:
+    return "/" if user == "root" else f"{HOMES}/{user}"
+
+
+def environment_of(user: str) -> dict[str, str]:
+    """What a log-in of this user has."""
+    programs = Path(sys.executable).parent
+    return {
+        "HOME": "/tmp" if user == "root" else _home(user),
+        "USER": user,
+        "LOGNAME": user,
+        "SHELL": "/bin/sh",
+        "LC_ALL": "C.UTF-8",
+        "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+    }
+
+
+# ---- control groups ---------------------------------------------------------------------------
+
+
+def remove_groups(name: str) -> None:
+    """Remove control groups in which nothing runs any more; `name` may be a pattern."""
+    deadline_s = time.monotonic() + _END_S
+    while time.monotonic() < deadline_s:
+        left = list(_FREEZER.glob(name))
+        for group in left:
+            for folder, _, _ in os.walk(group, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+        if not any(group.exists() for group in left):
+            return
+        time.sleep(0.05)
+
+
+# ---- a machine's first process ----------------------------------------------------------------
+
+
+def _main(plan: dict[str, Any]) -> None:
+    """Furnish the namespaces, say so, and reap."""
+    folder = Path(plan["folder"])
+    subprocess.run(["hostname", plan["name"]], check=True)
+    # What lies below a folder that gets another content is shown again.
+    shown = [(Path(path), os.open(path, os.O_PATH)) for path in plan["shown"]]
+    sources = {name: os.open(folder / name, os.O_PATH) for name in ("home", "etc")}
+    for where in reversed(_mounted("self")):
+        namespaces.unmount(where)  # what this machine has mounted, which goes on there
+    if has_freezer():
+        namespaces.unmount(_FREEZER)
+        namespaces.mount("none", _FREEZER, "cgroup", 0, "freezer")
+    closed = {_closed_above(path) for path, _ in shown} - {None}
+    for place in sorted({*OWN, *filter(None, closed)}):
+        mode = "1777" if place in ("/tmp", "/var/tmp") else "755"
+        namespaces.mount("none", place, "tmpfs", 0, f"mode={mode}")
+    for path, descriptor in shown:
+        if not path.exists():
+            path.mkdir(parents=True)
+            _bind(descriptor, path)
+    _bind(sources["home"], Path(HOMES))
+    for name in ("upper", "work"):
+        Path(f"/run/etc/{name}").mkdir(parents=True)
+    layer = "lowerdir=/etc,upperdir=/run/etc/upper,workdir=/run/etc/work"
+    namespaces.mount("etc", ETC, "overlay", 0, layer)
+    added = f"/proc/self/fd/{sources['etc']}/."
+    subprocess.run(["cp", "-a", added, ETC], check=True, pass_fds=[sources["etc"]])
+    for descriptor in (*sources.values(), *(fd for _, fd in shown)):
+        os.close(descriptor)
+    namespaces.mount("proc", "/proc", "proc", 0, "")
+    # This machine's own may be for its root user alone.
+    os.mknod("/run/fuse", 0o020666, os.stat("/dev/fuse").st_rdev)
+    os.chmod("/run/fuse", 0o666)
+    namespaces.mount("/run/fuse", "/dev/fuse", "", namespaces.MS_BIND, "")
+    for name in ("spool/slurmd", "spool/slurmctld"):
+        Path("/var", name).mkdir()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            time.sleep(0.2)
+
+
+def _mounted(pid: int | str) -> list[str]:
+    """Where FUSE file systems and overlays are mounted for this process."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
+    kinds = [(row[4], row[row.index("-") + 1]) for row in rows]
+    return [where for where, kind in kinds if kind.startswith("fuse") or kind == "overlay"]
+
+
+def _bind(descriptor: int, target: Path) -> None:
+    namespaces.mount(f"/proc/self/fd/{descriptor}", target, "", namespaces.MS_BIND, "")
+
+
+def _closed_above(path: Path) -> str | None:
+    """The first folder on the way to `path` that only root may enter."""
+    for parent in reversed(path.parents):
+        if not parent.stat().st_mode & 0o001:
+            return str(parent)
+    return None
+
+
+@contextlib.contextmanager
+def machines(names: Sequence[str], folder: Path, prefix: str) -> Iterator[dict[str, Machine]]:
+    """So many of them, until the block ends."""
+    found = {name: Machine(name, folder, prefix) for name in names}
+    try:
+        for machine in found.values():
+            machine.start()
+        yield found
+    finally:
+        for machine in found.values():
+            machine.end()
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

@@ -1,0 +1,155 @@
+"""What is left after jobs that were cancelled, killed, or whose node was lost."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clusters.slurm.cluster import SlurmCluster
+from tests.hdfs.cluster import MiniHdfs
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+
+# Saves a whole file, then begins another one, which it writes until it is killed.
+SAVING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = sys.argv[1]
+with open(f"{folder}/whole", "wb") as file:
+    file.write(b"w" * (3 << 20))
+with open(f"{folder}/half", "wb") as file:
+    while True:
+        file.write(os.urandom(1 << 20))
+        open("/home/alice/saving", "w").close()
+        time.sleep(0.01)
+"""
+# Counts on from the newest checkpoint, slowly.
+COUNTING = """
+import os, sys, time
+folder, until = sys.argv[1], int(sys.argv[2])
+step = max((int(name) for name in os.listdir(folder)), default=0)
+print("attempt", os.environ["BOOTSEER_ATTEMPT"], "begins at", step, flush=True)
+while step < until:
+    time.sleep(0.5)
+    step += 1
+    with open(f"{folder}/{step}", "w") as file:
+        file.write(str(step))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean(cluster: SlurmCluster) -> Iterator[None]:
+    for name, text in (("saving.py", SAVING), ("counting.py", COUNTING)):
+        (cluster.home / name).write_text(text)
+    (cluster.home / "alice/saving").unlink(missing_ok=True)
+    yield
+    cluster.run("scancel", "--full", "--user=alice")
+    cluster.run("scancel", "--full", "--user=bob")
+    cluster.wait_for_idle()
+
+
+def assert_clean(cluster: SlurmCluster) -> None:
+    """No node has a mount or a process of a job, and none is drained."""
+    cluster.wait_for_idle()
+    for name in cluster.nodes:
+        machine = cluster.machines[name]
+        assert machine.mounts() == [], cluster.logs()
+        ours = [line for line in machine.processes() if not re.match(r"(munged|slurmd) |\[", line)]
+        assert ours == []
+
+
+def script(*lines: str) -> str:
+    return "\n".join(["#!/bin/sh", *lines, ""])
+
+
+def listed(cluster: SlurmCluster, url: str) -> str:
+    return cluster.run("bootseer", "checkpoint", "ls", url, user="alice")
+
+
+def test_a_job_that_is_cancelled_in_a_set_up_leaves_nothing(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    set_up = "touch /home/alice/saving; sleep 600; mkdir -p /tmp/env; touch /tmp/env/x"
+    run = f"bootseer run --setup '{set_up}' --target /tmp/env --checkpoint {hdfs_url}:/tmp/ckpt"
+    job = cluster.submit("-N1", "-o", "set-up.out", script=script(f"srun {run} -- true"))
+    wait_for((cluster.home / "alice/saving").exists, "the set-up")
+    cluster.run("scancel", str(job))
+    assert cluster.wait_for_state(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED"
+    assert_clean(cluster)
+    # Nobody holds what the next one needs, and nothing was stored.
+    again = f"sed s/sleep\\ 600/true/ > /dev/null; {run.replace('sleep 600', 'true')}"
+    job = cluster.submit("-N1", "-o", "again.out", script=script(f"{again} -- ls /tmp/env/x"))
+    assert cluster.wait_for_state(job, "FAILED", "COMPLETED") == "COMPLETED", cluster.logs()
+    assert_clean(cluster)
+
+
+def test_a_job_that_is_cancelled_in_a_save_leaves_no_half_of_a_file(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- python /home/saving.py /tmp/ckpt"
+    job = cluster.submit("-N1", "-o", "save.out", script=script(f"srun {run}"))
+    wait_for((cluster.home / "alice/saving").exists, "the save")
+    cluster.run("scancel", str(job))
+    cluster.wait_for_state(job, "CANCELLED")
+    assert_clean(cluster)
+    assert "whole" in listed(cluster, hdfs_url)
+    assert "half" not in listed(cluster, hdfs_url)
+
+
+def test_everything_of_a_job_is_killed_and_its_epilog_cleans_up(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- python /home/saving.py /tmp/ckpt"
+    job = cluster.submit("-wn1", "-o", "kill.out", script=script(f"srun {run}"))
+    wait_for((cluster.home / "alice/saving").exists, "the save")
+    assert cluster.machines["n1"].mounts() == ["/tmp/ckpt"]
+    cluster.machines["n1"].run("pkill", "-9", "-u", "alice")
+    cluster.wait_for_state(job, "FAILED", "CANCELLED")
+    assert_clean(cluster)
+    assert "half" not in listed(cluster, hdfs_url)
+
+
+def test_a_lost_node_has_its_job_go_on_elsewhere(cluster: SlurmCluster, hdfs: MiniHdfs) -> None:
+    """Slurm queues the job again, but one with --no-requeue; the node that comes back is clean."""
+    url = f"{hdfs.url}/lost"
+    lines = [
+        f"srun bootseer run --checkpoint {url}/{name}:/tmp/ckpt-{name} -- "
+        f"python /home/counting.py /tmp/ckpt-{name} 30"
+        for name in ("kept", "ended")
+    ]
+    common = ("-n1", "--open-mode=append", "--requeue")
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
+    kept = cluster.submit(*common, "-o", "kept.out", script=script(lines[0]))
+    ended = cluster.submit(*common[:-1], "--no-requeue", "-o", "ended.out", script=script(lines[1]))
+    for name in ("kept", "ended"):
+        wait_for(lambda name=name: re.search(r"\b3$", listed(cluster, f"{url}/{name}"), re.M), name)  # type: ignore[misc]
+    cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    cluster.lose_node("n1")
+    assert cluster.wait_for_state(ended, "NODE_FAIL", "COMPLETED") == "NODE_FAIL"
+    assert cluster.wait_for_state(kept, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
+    text = (cluster.home / "alice/kept.out").read_text()
+    (first, second) = re.findall(r"attempt (\d) begins at (\d+)", text)
+    assert first == ("0", "0")
+    assert second[0] == "1"
+    assert int(second[1]) >= 3
+    assert len(cluster.machines["n1"].mounts()) == 2
+    cluster.return_node("n1")
+    cluster.wait_for_idle()
+    # The first job there of this user finds it clean.
+    job = cluster.submit("-wn1", "-o", "back.out", script=script("cat /proc/self/mountinfo"))
+    cluster.wait_for_state(job, "COMPLETED")
+    assert "/tmp/ckpt" not in (cluster.home / "alice/back.out").read_text()
+    assert_clean(cluster)
+
+
+def test_the_slurmd_of_a_node_is_killed_under_a_job(cluster: SlurmCluster, hdfs_url: str) -> None:
+    """It is started again, and the job has not noticed."""
+    run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- python /home/counting.py /tmp/ckpt 10"
+    job = cluster.submit("-wn1", "-o", "slurmd.out", script=script(f"srun {run}"))
+    wait_for(lambda: re.search(r"\b2$", listed(cluster, hdfs_url), re.M), "two steps")
+    cluster.kill_slurmd("n1")
+    cluster.start_slurmd("n1")
+    assert cluster.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL") == "COMPLETED"
+    assert re.search(r"\b10$", listed(cluster, hdfs_url), re.M)
+    assert_clean(cluster)

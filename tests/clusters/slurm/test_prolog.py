@@ -1,0 +1,151 @@
+"""The script that is slurmd's prolog and epilog: what it does for a job, what it keeps from others,
+and that it never keeps a job from starting or drains a node."""
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clusters.slurm.cluster import USERS, SlurmCluster
+from tests.clusters.slurm.test_faults import COUNTING, assert_clean, listed, script
+from tests.support.images.building import Member, write_layout
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+
+LOG = "/var/log/bootseer-slurm.log"
+
+
+@pytest.fixture(autouse=True)
+def _clean(cluster: SlurmCluster) -> Iterator[None]:
+    (cluster.home / "counting.py").write_text(COUNTING)
+    for name in cluster.nodes:
+        cluster.machines[name].path(LOG).unlink(missing_ok=True)
+    yield
+    for user in ("alice", "bob"):
+        cluster.run("scancel", "--full", f"--user={user}")
+    cluster.wait_for_idle()
+
+
+def said(cluster: SlurmCluster, name: str) -> list[str]:
+    """The lines of a node's log."""
+    path = cluster.machines[name].path(LOG)
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_checkpoints_are_mounted_before_the_job_that_asks_for_it(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    comment = f"bootseer standby --checkpoint {hdfs_url}:/tmp/ckpt"
+    run = f"srun bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- touch /tmp/ckpt/mine"
+    lines = ("cat /proc/self/mountinfo", run)
+    job = cluster.submit("-wn1", f"--comment={comment}", "-o", "standby.out", script=script(*lines))
+    assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
+    output = (cluster.home / "alice/standby.out").read_text()
+    assert "/tmp/ckpt" in output
+    assert_clean(cluster)
+    assert "mine" in listed(cluster, hdfs_url)
+    # The job took over what was mounted; whoever looks at its timeline sees it.
+    found = cluster.controller.run("sh", "-c", "cat $(find ~ -name '*.jsonl')", user="alice").stdout
+    assert '"live"' in found
+
+
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+def test_a_store_that_cannot_be_reached_costs_one_line(cluster: SlurmCluster, how: str) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        if how == "is silent":
+            silent.listen()
+        comment = f"bootseer standby --checkpoint hdfs://127.0.0.1:{port}/x:/tmp/ckpt"
+        job = cluster.submit("-wn1", f"--comment={comment}", "-o", "no.out", script=script("true"))
+        assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
+    (line,) = said(cluster, "n1")
+    assert f"prolog of job {job}: " in line
+    assert_clean(cluster)
+
+
+HOSTILE = (
+    "bootseer standby --checkpoint $(touch /tmp/owned):/tmp/ckpt",
+    "bootseer standby --setup 'touch /tmp/owned' --checkpoint a:/b",
+    "bootseer standby --checkpoint 'file:///etc:/tmp/x' --checkpoint `touch /tmp/owned`",
+    "bootseer standby --checkpoint '\x1b]0;a\nFri root: all is well",
+    "'; touch /tmp/owned; '",
+)
+
+
+def test_what_users_choose_is_not_believed(cluster: SlurmCluster) -> None:
+    machine = cluster.machines["n1"]
+    # The user's own configuration and packages are not read: the epilog runs outside of the job.
+    home = cluster.home / "alice"
+    planted = home / ".local/lib/python3.11/site-packages"
+    planted.mkdir(parents=True)
+    (planted / "planted.pth").write_text("import os; os.close(os.open('/tmp/owned', os.O_CREAT))\n")
+    (home / ".config/bootseer").mkdir(parents=True)
+    (home / ".config/bootseer/bootseer.toml").write_text('run_dir = "/tmp/owned"\n')
+    try:
+        for comment in HOSTILE:
+            words = ("-wn1", f"--comment={comment}", "-J", "$(touch /tmp/owned)", "-o", "/dev/null")
+            job = cluster.submit(*words, "--export=ALL,LD_PRELOAD=/tmp/x.so", script=script("true"))
+            cluster.wait_for_state(job, "COMPLETED", "FAILED")
+    finally:
+        (planted / "planted.pth").unlink()
+        (home / ".config/bootseer/bootseer.toml").unlink()
+    assert_clean(cluster)
+    assert not machine.path("/tmp/owned").exists()
+    for line in said(cluster, "n1"):
+        assert re.match(r"[\d-]+ [\d:]+ (prolog|epilog) of job \d+: ", line), line
+        assert line.isprintable()
+
+
+def test_the_job_of_another_user_keeps_its_mounts(cluster: SlurmCluster, hdfs_url: str) -> None:
+    """So does another job of the same user."""
+    jobs = {}
+    for user, name, until in (("alice", "short", 2), ("alice", "long", 30), ("bob", "theirs", 30)):
+        run = f"bootseer run --checkpoint {hdfs_url}/{name}:/tmp/{name} -- "
+        lines = script(f"srun {run} python /home/counting.py /tmp/{name} {until}")
+        jobs[name] = cluster.submit("-wn1", "-n1", "-o", f"{name}.out", user=user, script=lines)
+    machine = cluster.machines["n1"]
+    wait_for(lambda: cluster.state(jobs["theirs"]) == "RUNNING", "all jobs")
+    assert cluster.wait_for_state(jobs["short"], "COMPLETED", "FAILED") == "COMPLETED"
+    wait_for(lambda: "/tmp/short" not in machine.mounts(), "the epilog")
+    for name in ("long", "theirs"):
+        assert cluster.wait_for_state(jobs[name], "COMPLETED", "FAILED") == "COMPLETED"
+        assert re.search(r"\b30$", listed(cluster, f"{hdfs_url}/{name}"), re.M)
+    assert_clean(cluster)
+    assert said(cluster, "n1") == []
+
+
+def test_caches_of_all_users_are_kept_below_the_nodes_limit(cluster: SlurmCluster) -> None:
+    """Those that nobody has used for longest go; names that users choose are not followed."""
+    machine = cluster.machines["n1"]
+    settings = machine.path("/etc/bootseer/slurm.conf")
+    before = settings.read_text()
+    write_layout(cluster.home / "image", [[Member("content", data=os.urandom(1 << 20))]])
+    caches = "/var/cache/bootseer"
+    fetch = script("bootseer image fetch oci:/home/image")
+    for user in ("alice", "bob"):
+        job = cluster.submit("-wn1", "-o", "fetch.out", user=user, script=fetch)
+        assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
+    cluster.wait_for_idle()
+    planted = [f"{caches}/bootseer-0", f"{caches}/bootseer-1 -rf", f"{caches}/bootseer-2101;id"]
+    for path in planted:
+        machine.run("mkdir", path, user="bob")
+
+    def kept() -> dict[str, int]:
+        shown = machine.run("du", "-sk", *(f"{caches}/bootseer-{uid}" for uid in USERS.values()))
+        rows = [line.split() for line in shown.stdout.splitlines()]
+        return {path.rpartition("-")[2]: int(size) for size, path in rows}
+
+    assert min(kept().values()) > 1000
+    settings.write_text(f"{before}CACHE_DIR={caches} CACHE_LIMIT=0\n")
+    try:
+        job = cluster.submit("-wn1", "-o", "/dev/null", script=script("true"))
+        cluster.wait_for_state(job, "COMPLETED")
+        cluster.wait_for_idle()
+    finally:
+        settings.write_text(before)
+    assert max(kept().values()) < 500, kept()
+    assert said(cluster, "n1") == []

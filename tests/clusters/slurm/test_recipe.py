@@ -1,0 +1,77 @@
+"""docs/slurm.md as it is written, on a Slurm of two nodes and an HDFS: a job of two ranks on each
+node with a set-up and checkpoints, which is requeued in the middle."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.slurm.cluster import SlurmCluster
+from tests.clusters.slurm.pages import block, give
+from tests.hdfs.cluster import MiniHdfs
+from tests.support.waiting import wait_for
+from tests.support.wheels import make_wheel
+
+pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+
+
+@pytest.fixture
+def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
+    """The folder of a user's job, as the page has it."""
+    pytest.importorskip("torch")
+    folder = cluster.home / "alice/job"
+    folder.mkdir()
+    make_wheel(folder / "wheels", "fromrequirements", "1.0", {"fromrequirements.py": "VALUE = 7"})
+    (folder / "requirements.txt").write_text(
+        "--no-index\n--find-links /home/alice/job/wheels\nfromrequirements\n"
+    )
+    # It is slower than it would be, so that it is in the middle when it is requeued.
+    text = block("slurm.md", "python", "torch.distributed")
+    slow = "    step += 1\n    import fromrequirements, time; time.sleep(0.05)\n"
+    assert "    step += 1\n" in text
+    (folder / "train.py").write_text(text.replace("    step += 1\n", slow))
+    script = block("slurm.md", "bash", "#SBATCH").replace("hdfs://namenode:8020", hdfs.url)
+    (folder / "job.sh").write_text(script)
+    give(folder, "alice")
+    return folder
+
+
+def test_the_recipe_trains_is_requeued_and_goes_on(
+    cluster: SlurmCluster, hdfs: MiniHdfs, job: Path
+) -> None:
+    output = job / "job.out"
+    checkpoints = f"{hdfs.url}/ckpt/llama"
+    more = "--export=ALL,STEPS=300,OMP_NUM_THREADS=1"
+    words = ["--chdir=/home/alice/job", "--output=job.out", more]
+    number = cluster.submit(*words, "/home/alice/job/job.sh")
+
+    def said(text: str) -> bool:
+        assert cluster.state(number) not in ("FAILED", "CANCELLED"), cluster.logs()
+        return output.exists() and text in output.read_text()
+
+    wait_for(lambda: said("saved step 100"), "the first checkpoint", timeout_s=180, look_s=0.5)
+    cluster.run("scontrol", "requeue", str(number))
+    ends = ("COMPLETED", "FAILED", "CANCELLED")
+    assert cluster.wait_for_state(number, *ends, timeout_s=240) == "COMPLETED", cluster.logs()
+    text = output.read_text()
+    began = re.findall(r"attempt (\d) begins at step (\d+)", text)
+    # What was saved at SIGTERM is where the second attempt begins.
+    listed = cluster.run("bootseer", "checkpoint", "ls", checkpoints, user="alice")
+    saved = sorted(int(step) for step in re.findall(r"step-(\d+)\.pt", listed))
+    (requeued_at,) = (step for step in saved if step % 100)
+    assert began == [("0", "0"), ("1", str(requeued_at))], text
+    assert saved[-1] == 300
+    # One node ran the set-up, for both, and no node did for the second attempt.
+    assert text.count("bootseer: stored snapshot") == 1, text
+    cluster.wait_for_idle()
+    for name in cluster.nodes:
+        assert cluster.machines[name].mounts() == []
+    for attempt in (0, 1):
+        shown = cluster.run(
+            "bootseer", "report", "llama", "--attempt", str(attempt), "--json", user="alice"
+        )
+        report = json.loads(shown)
+        assert (report["submission"], report["attempt"]) == (str(number), attempt)
+        assert (report["node_count"], report["rank_count"]) == (2, 4)
+        assert (report["ready"]["node_count"], report["ready"]["rank_count"]) == (2, 4)
