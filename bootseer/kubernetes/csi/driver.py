@@ -93,7 +93,9 @@ class Driver:
         self._kubelet_dir = kubelet_dir
         self._sources = tuple(sources)
         folder = kubelet_dir / "plugins" / NAME
-        self._records = Records(folder / "volumes")
+        # What is mounted again for a pod that a restart of the machine has ended stays for ever:
+        # Kubernetes 1.20 has forgotten inline volumes then, and such a pod would never go.
+        self._records = Records(settings.run_dir / "volumes")
         self._trees = Trees(settings, folder, window_s=window_s)
         self._checkpoints = Checkpoints(settings, folder / "checkpoints")
         # Each lives as long as a call uses it.

@@ -1,5 +1,5 @@
-"""Which volumes are published on this node: a file for each, which outlives the driver and, where
-its folder does, a restart of the machine.
+"""Which volumes are published on this node: a file for each, which outlives the driver, and not a
+restart of the machine: then nothing is mounted, and the kubelet asks again for those that it needs.
 
 Alone owns these files. A record is written before anything is mounted for its volume and removed
 after nothing is: so whatever is mounted has one. Thread-safe.
