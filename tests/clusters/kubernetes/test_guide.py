@@ -71,8 +71,8 @@ class Reader:
             (programs / name).chmod(0o755)
         (folder / "values.json").write_text(json.dumps(VALUES))
         self._environment = {
-            **cluster._environment,
-            "PATH": f"{programs}:{cluster._environment['PATH']}",
+            **cluster.environment,
+            "PATH": f"{programs}:{cluster.environment['PATH']}",
             "HELM_VALUES": str(folder / "values.json"),
             "HELM_STATE": str(folder / "state.json"),
         }

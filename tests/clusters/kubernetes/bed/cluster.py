@@ -69,7 +69,7 @@ class Cluster(Closing):
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         self._lock = (self.folder / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._environment = {
+        self.environment = {
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "KUBECONFIG": str(settings.kubeconfig(self.folder, "admin")),
             # Programs of Go ask nobody but the cluster.
@@ -114,7 +114,7 @@ class Cluster(Closing):
         )
 
     def _control(self, name: str, command: Sequence[str]) -> None:
-        self.lan.daemon(name, *command, env=self._environment)
+        self.lan.daemon(name, *command, env=self.environment)
 
     def power_on(self, node: Node) -> None:
         """Switch a node on; its kubelet comes by itself. `wait_ready` waits for it."""
@@ -127,7 +127,7 @@ class Cluster(Closing):
             ("kubelet", settings.kubelet(self.folder, node)),
             ("kube-proxy", settings.proxy(self.folder, node)),
         ):
-            node.daemon(name, *forever, *command, env=self._environment)
+            node.daemon(name, *forever, *command, env=self.environment)
 
     def power_off(self, node: Node) -> None:
         """As if the power failed: nothing on the node does another step."""
@@ -181,7 +181,7 @@ class Cluster(Closing):
         """Run kubectl as an administrator."""
         command = ("kubectl", "--request-timeout=60s", *arguments)
         return self.lan.run(
-            *command, text=text, timeout_s=timeout_s, check=False, env=self._environment
+            *command, text=text, timeout_s=timeout_s, check=False, env=self.environment
         )
 
     def _answers(self, *arguments: str) -> bool:
@@ -246,7 +246,7 @@ class Cluster(Closing):
 
     def ctr(self, node: Node, *arguments: str) -> str:
         """What containerd's own client prints on a node, of what Kubernetes has there."""
-        return node.run("ctr", "-n", "k8s.io", *arguments, env=self._environment).stdout
+        return node.run("ctr", "-n", "k8s.io", *arguments, env=self.environment).stdout
 
     # ---- registry and HDFS ---------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Cluster(Closing):
         where = f"{settings.REGISTRY}/{name}"
         copy = ("skopeo", "--insecure-policy", "copy", "--quiet", "--preserve-digests")
         self.lan.run(*copy, "--dest-tls-verify=false", f"oci:{layout}:{tag}", f"docker://{where}",
-                     timeout_s=600, env=self._environment)  # fmt: skip
+                     timeout_s=600, env=self.environment)  # fmt: skip
         return where
 
     def _push_pause_image(self) -> None:

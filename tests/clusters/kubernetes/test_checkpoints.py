@@ -1,0 +1,110 @@
+"""Checkpoints that a trainer writes while its pod, its node or Bootseer's own processes go.
+
+The trainer is of an unmodified image, is not root, and says of each checkpoint that it is saved
+after it has closed the file. What it has said must be there, whole, on another node; the rest is
+whole or absent; and nothing of it lies on its node's disk.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.installation import Installation
+from tests.clusters.kubernetes.bed.machine import Node
+from tests.clusters.kubernetes.objects import pod
+from tests.clusters.kubernetes.starts import (
+    REPLAY,
+    TRAIN,
+    assert_nothing_lost,
+    assert_nothing_on_the_disk,
+    checked,
+    following,
+    saved,
+    wait_saved,
+)
+from tests.support.waiting import wait_for
+
+USER = {"runAsUser": 1000, "runAsGroup": 1000, "runAsNonRoot": True}
+SAVE = f"{TRAIN} --checkpoints /mnt/checkpoints --steps 1000000 --pause 0.2"
+
+
+@pytest.fixture(autouse=True)
+def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
+    """No test leaves a pod, nor a node that is off."""
+    yield
+    for node in cluster.nodes:
+        if not node.is_on:
+            cluster.power_on(node)
+    cluster.wait_ready()
+    cluster.kubectl("delete", "pods", "--selector=bed=yes", "--timeout=120s", timeout_s=180)
+    installed.wait_ready()
+
+
+def trainer_pod(cluster: Cluster, name: str, image: str, node: Node) -> str:
+    """Start a pod that saves checkpoints until it is told to stop; returns where they are."""
+    source = f"{cluster.hdfs.url}/checkpoints/{name}"
+    given = pod(
+        name, image, SAVE, node=node.name, securityContext=USER, terminationGracePeriodSeconds=60,
+        annotations={**REPLAY, "bootseer.io/checkpoint": source},
+    )  # fmt: skip
+    cluster.apply(given)
+    cluster.wait_pod(name, "Running", timeout_s=300)
+    return source
+
+
+def delete(cluster: Cluster, name: str, node: Node) -> None:
+    cluster.kubectl("delete", "pod", name, "--timeout=120s", timeout_s=180)
+
+
+def drain(cluster: Cluster, name: str, node: Node) -> None:
+    options = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=150s")
+    try:
+        cluster.kubectl("drain", node.name, *options, timeout_s=200)
+    finally:
+        cluster.kubectl("uncordon", node.name)
+
+
+@pytest.mark.parametrize("end", [delete, drain])
+def test_the_last_checkpoint_of_a_pod_that_ends_is_whole(
+    cluster: Cluster,
+    installed: Installation,
+    trainer: str,
+    tmp_path: Path,
+    end: Callable[[Cluster, str, Node], None],
+) -> None:
+    first, second = cluster.nodes
+    name = f"saves-until-{end.__name__}"
+    source = trainer_pod(cluster, name, trainer, first)
+    with following(cluster, name, tmp_path / "log") as log:
+        wait_saved(log, 5)
+        end(cluster, name, first)
+        wait_for(lambda: "ended at" in log.read_text(), "the trainer's last line")
+    steps = saved(tmp_path / "log")
+    files = checked(cluster, f"checks-{end.__name__}", trainer, source, second)
+    assert_nothing_lost(files, steps)
+    # What it saved when it was told to stop, within its grace.
+    assert f"last checkpoint {steps[-1]}" in (tmp_path / "log").read_text()
+    assert_nothing_on_the_disk(first)
+
+
+def test_what_was_saved_before_the_power_failed_is_whole(
+    cluster: Cluster, installed: Installation, trainer: str, tmp_path: Path
+) -> None:
+    first, second = cluster.nodes
+    source = trainer_pod(cluster, "saves-until-dark", trainer, second)
+    with following(cluster, "saves-until-dark", tmp_path / "log") as log:
+        wait_saved(log, 5)
+        cluster.power_off(second)
+        steps = saved(log)
+    assert_nothing_on_the_disk(second)
+    # While it is off: it may never come back.
+    files = checked(cluster, "checks-dark", trainer, source, first)
+    assert_nothing_lost(files, steps)
+    cluster.power_on(second)
+    cluster.wait_ready()
+    installed.wait_ready()
+    files = checked(cluster, "checks-again", trainer, source, second)
+    assert_nothing_lost(files, steps)
+    assert_nothing_on_the_disk(second)
