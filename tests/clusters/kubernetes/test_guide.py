@@ -103,9 +103,12 @@ def test_every_command_of_the_guide(cluster: Cluster, tmp_path: Path) -> None:
     said = "\n".join(printed.values())
     for words in ("trained", "step 1", "bootseer", "containerd runs with the snapshotter"):
         assert words in said, words
-    # Removed is removed: nothing runs, nothing is mounted, containerd is as it was.
+    # Removed is removed: nothing runs, nothing is mounted, containerd is as it was. A kubelet looks
+    # for pods that it has missed, as while containerd was restarted, once a minute.
     wait_for(
-        lambda: not cluster.list("pods", "--namespace", "bootseer-system"), "the end of all pods"
+        lambda: not cluster.list("pods", "--namespace", "bootseer-system"),
+        "the end of all pods",
+        timeout_s=180,
     )
     for node in cluster.nodes:
         wait_for(partial(is_as_before, node, before[node.name]), "containerd's old file")
