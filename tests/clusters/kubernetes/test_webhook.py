@@ -1,12 +1,16 @@
 """The webhook on a cluster: annotated Jobs and StatefulSets, other pods, and its absence."""
 
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from click.testing import CliRunner
 
+from bootseer.cli import cli
 from tests.clusters.kubernetes.bed.cluster import Cluster
 from tests.clusters.kubernetes.bed.images import bootseer_image
 from tests.clusters.kubernetes.objects import pod
@@ -30,7 +34,7 @@ class _Site:
         values = {
             "createNamespace": True,
             "image": {"repository": repository, "tag": tag},
-            "settings": {"store": "hdfs://namenode:8020/bootseer"},
+            "settings": {"store": f"{cluster.hdfs.url}/bootseer"},
         }
         # Kubernetes 1.20 has none of the newer versions.
         found = objects(render(values, apis=()))
@@ -69,10 +73,11 @@ class _Site:
 
     def run(self, name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
         """A pod that shows its variables, when it has ended."""
-        self.cluster.apply(self._pod(name, annotations))
+        self.cluster.apply(self.pod(name, annotations))
         return self.cluster.wait_pod(name, "Succeeded", namespace=_SPACE)
 
-    def _pod(self, name: str, annotations: dict[str, str] | None) -> dict[str, Any]:
+    def pod(self, name: str, annotations: dict[str, str] | None) -> dict[str, Any]:
+        """A pod that shows its variables."""
         found = pod(name, self.image, "", annotations=annotations)
         found["metadata"]["namespace"] = _SPACE
         found["spec"]["containers"][0]["command"] = ["python3", "-c", _SHOW]
@@ -128,11 +133,18 @@ class _Site:
 @pytest.fixture(scope="module")
 def site(cluster: Cluster) -> Iterator[_Site]:
     found = _Site(cluster, cluster.push(bootseer_image(), "bootseer-node:test"))
+    where = ("get", "deployment", _NAME, "--namespace", NAMESPACE)
+    is_installed = cluster.try_kubectl(*where).returncode == 0
+    if is_installed:
+        # All of the chart, by another test: its own runtime class, and its own replicas.
+        found.objects = found.objects[-1:]
     try:
         found.install()
         yield found
     finally:
         found.remove()
+        if is_installed:
+            found.scale(2)
 
 
 def _comparable(found: dict[str, Any]) -> dict[str, Any]:
@@ -153,12 +165,50 @@ def test_pods_of_a_job_are_told_their_start(site: _Site) -> None:
     job = site.recipe("job")
     (found,) = site.pods_of(job, 1)
     assert found["spec"]["runtimeClassName"] == "bootseer"
-    assert found["metadata"]["annotations"]["io.containerd.cri.runtime-handler"] == "runc"
+    handler = site.cluster.get("runtimeclass", "bootseer")["handler"]
+    assert found["metadata"]["annotations"]["io.containerd.cri.runtime-handler"] == handler
     told = site.variables(found["metadata"]["name"])
     assert told["BOOTSEER_JOB"] == "train"
     assert told["BOOTSEER_SUBMISSION"] == job["metadata"]["uid"]
     assert told["BOOTSEER_NODE"] == found["spec"]["nodeName"]
-    assert told["BOOTSEER_STORE"] == "hdfs://namenode:8020/bootseer"
+    assert told["BOOTSEER_STORE"] == f"{site.cluster.hdfs.url}/bootseer"
+
+
+def test_their_start_is_told_by_what_the_cluster_knows_of_them(site: _Site, tmp_path: Path) -> None:
+    """On a machine that has nothing but kubectl."""
+    (found,) = site.pods_of(site.recipe("job"), 1)
+    asked = ("get", "pods,events", "--namespace", _SPACE, "--output", "json")
+    (tmp_path / "events.json").write_text(site.cluster.kubectl(*asked))
+    done = CliRunner().invoke(
+        cli,
+        [
+            *("--timeline-dir", str(tmp_path), "--store", f"file://{tmp_path}/store"),
+            *("report", "train", "--json", "--with", f"kubernetes={tmp_path}/events.json"),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    owner = found["metadata"]["ownerReferences"][0]
+    assert report["submission"] == owner["uid"]
+    stages = {stage["name"] for stage in report["stages"]}
+    assert stages >= {"pod scheduling", "pod set-up", "container create", "container start"}
+
+
+def test_a_timeline_outlives_its_pod(site: _Site) -> None:
+    """`bootseer run` in a pod puts it into the store that the webhook has named."""
+    document = site.pod("noted", {"bootseer.io/replay": "auto"})
+    # The container goes on after the job for as long as the last words take.
+    script = "bootseer run -- python3 -c 'print(1)'; sleep 8"
+    document["spec"]["containers"][0]["command"] = ["sh", "-c", script]
+    site.cluster.apply(document)
+    found = site.cluster.wait_pod("noted", "Succeeded", namespace=_SPACE)
+    site.cluster.kubectl("delete", "pod", "noted", "--namespace", _SPACE)
+    words = ("report", "noted", "--json")
+    store = ("--store", f"{site.cluster.hdfs.url}/bootseer")
+    done = site.cluster.lan.run(sys.executable, "-m", "bootseer", *store, *words, timeout_s=120)
+    report = json.loads(done.stdout)
+    assert report["submission"] == found["metadata"]["uid"]
+    assert report["total"]["slowest_node"] == f"{found['spec']['nodeName']}/0"
 
 
 def test_pods_of_an_indexed_job_share_a_submission(site: _Site) -> None:
@@ -189,6 +239,17 @@ def test_what_cannot_be_done_is_said_at_the_pod(site: _Site) -> None:
     asked = {"bootseer.io/replay": "auto", "bootseer.io/environment": "no/name"}
     found = site.run("warned", asked)
     assert "no name of a snapshot" in found["metadata"]["annotations"]["bootseer.io/warnings"]
+
+
+def test_applying_it_again_takes_its_certificate_from_nobody(site: _Site) -> None:
+    kinds = (("secret", _NAME, NAMESPACE), ("mutatingwebhookconfiguration", _NAME, ""))
+    before = [site.cluster.get(*kind) for kind in kinds]
+    assert before[0]["data"]["tls.crt"]
+    site.install()
+    after = [site.cluster.get(*kind) for kind in kinds]
+    assert after[0]["data"] == before[0]["data"]
+    clients = [one["webhooks"][0]["clientConfig"]["caBundle"] for one in (before[1], after[1])]
+    assert clients[0] == clients[1]
 
 
 def test_other_pods_are_the_same_with_and_without_the_webhook(site: _Site) -> None:
