@@ -20,6 +20,8 @@ from bootseer.errors import (
     UnavailableError,
 )
 
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a kubelet puts what a pod's service account has."""
 _OBJECT: Form[dict[str, Any]] = Form(
     type=dict[str, Any], what="an object", size_max=4 * 1024 * 1024, is_foreign=True
 )

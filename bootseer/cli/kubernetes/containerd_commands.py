@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from bootseer.kubernetes.installer.daemon import Daemon
     from bootseer.kubernetes.installer.install import Change
 
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -90,11 +89,11 @@ def status(socket: Path, restart: str) -> None:
 
 
 def _is_there(daemonset: str) -> bool:
-    from bootseer.kubernetes.api import Api
+    from bootseer.kubernetes.api import ACCOUNT, Api
 
     namespace, _, name = daemonset.partition("/")
     try:
-        found = Api(_ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
+        found = Api(ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
     except PermissionDeniedError:
         # What gave this pod the right to ask is gone with all the rest.
         return False

@@ -7,6 +7,7 @@ import click
 from bootseer.base.redact import public_url
 from bootseer.cli.output import current_config, say
 from bootseer.errors import UnsupportedError
+from bootseer.kubernetes.api import ACCOUNT, Api
 
 
 @click.command(epilog="Example: bootseer kubernetes webhook --name bootseer-webhook")
@@ -29,7 +30,7 @@ from bootseer.errors import UnsupportedError
 @click.option(
     "--account",
     type=click.Path(path_type=Path),
-    default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+    default=ACCOUNT,
     show_default=True,
     help="The service account: a folder with token, ca.crt and namespace.",
 )
@@ -38,8 +39,6 @@ def webhook(port: int, namespace: str | None, name: str, account: Path) -> None:
 
     Makes its own certificate, and tells the API server of it. See docs/kubernetes-annotations.md.
     """
-    from bootseer.kubernetes.api import Api
-
     try:
         from bootseer.kubernetes.webhook.process import serve
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.settings.values import parse_size
+from bootseer.settings.values import as_name, parse_size
 from bootseer.snapshots.catalogue.manifest import is_name
 
 _POD = "csi.storage.k8s.io/"
@@ -21,7 +21,6 @@ _START = ("job", "submission", "attempt", "rank")
 _SIZE_DEFAULT = "10GiB"
 _SIZE_MIN_BYTES = 1 << 20
 _VALUE_CHARS_MAX = 1024
-_NAME_CHARS_MAX = 100
 _OPTIONS = (
     *("uid", "gid", "umask", "memory", "deadline"),
     *("stripe_unit", "stripe_count", "layout", "read_newest"),
@@ -127,8 +126,8 @@ def parse_start(context: Mapping[str, str]) -> Start:
         pod=pod,
         namespace=context.get(f"{_POD}pod.namespace", ""),
         uid=uid,
-        job=_as_name(context.get("job") or pod),
-        submission=_as_name(context.get("submission") or uid),
+        job=as_name(context.get("job") or pod),
+        submission=as_name(context.get("submission") or uid),
         attempt=_count(context.get("attempt", "")),
         rank=_count(context.get("rank", "")),
     )
@@ -248,11 +247,6 @@ def _source(source: str, allowed: Sequence[str]) -> str:
             "nodes has to be allowed by --source of the CSI driver"
         )
     return source
-
-
-def _as_name(text: str) -> str:
-    """As a folder of timelines may be called."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip(".-")[:_NAME_CHARS_MAX]
 
 
 def _count(text: str) -> int:

@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from bootseer.cli import cli
-from bootseer.cli.kubernetes import containerd_commands
 from tests.bootseer.kubernetes.webhook.api_servers import NAME, NAMESPACE, ApiServer, real
 from tests.docs.test_chart import manifests
 
@@ -22,7 +21,7 @@ def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
     with real(tmp_path) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(containerd_commands, "_ACCOUNT", server.account)
+        monkeypatch.setattr("bootseer.kubernetes.api.ACCOUNT", server.account)
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
         # Its rights went first.
