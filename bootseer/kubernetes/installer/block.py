@@ -105,7 +105,8 @@ def check_change(before: Table, after: Table, address: str) -> None:
     plugin, runtime = _ours(after)
     if runtime.get("snapshotter") != NAME:
         raise UnsupportedError(
-            "this containerd knows no snapshotter for a runtime class alone; it takes 1.7 or newer"
+            "containerd does not take a runtime class with a snapshotter of its own from its file: "
+            "that takes 1.7 or newer, and before 2.0 no imported file with a table of CRI"
         )
     if plugin.get("address") != address:
         raise UnsupportedError(

@@ -216,6 +216,25 @@ def test_lines_that_somebody_put_there_by_hand_are_named(machine: Machine) -> No
     assert machine.config.read_text() == text
 
 
+def test_a_file_whose_imports_hide_our_lines_is_left_alone(machine: Machine) -> None:
+    """containerd 1.x takes the imported table of CRI in place of all of the main file's."""
+    imported = machine.config.with_name("cri.toml")
+    imported.write_text(NODE)
+    text = 'version = 2\nimports = ["/etc/containerd/cri.toml"]\n'
+    daemon = machine.start(text)
+    if "v2" in version_of(machine.folder):
+        install(daemon, ADDRESS, PLATFORM)
+        _, runtime = machine.daemon().loaded()
+        assert runtime["options"]["BinaryName"] == "/usr/bin/nvidia-container-runtime"
+        remove(machine.daemon(), ADDRESS)
+    else:
+        with pytest.raises(UnsupportedError, match="no imported file"):
+            install(daemon, ADDRESS, PLATFORM)
+        assert machine.restart_count() == 0
+    assert machine.config.read_text() == text
+    assert imported.read_text() == NODE
+
+
 def test_a_containerd_that_does_not_come_back_gets_its_old_configuration(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
