@@ -156,6 +156,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, b"", "text/plain")
             return
         body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            # It went away, or took too long.
+            self.close_connection = True
+            return
         try:
             with self.server.parsing:
                 answer = self.server.answer(body)

@@ -134,6 +134,18 @@ def test_slow_clients_are_ended_and_leave_room(running: _Running, sent: bytes | 
     assert not running.asked
 
 
+def test_half_a_question_is_not_answered(running: _Running) -> None:
+    """Whoever asked has gone."""
+    with running.secured() as client:
+        client.sendall(b"POST /pods HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+        # From here on the socket is a plain one: until the server has closed it.
+        client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            while client.recv(1000):
+                pass
+    assert not running.asked
+
+
 def test_one_who_sends_byte_by_byte_is_ended_too(running: _Running) -> None:
     with running.secured() as client, contextlib.suppress(ConnectionError, ssl.SSLError):
         client.settimeout(0.05)
