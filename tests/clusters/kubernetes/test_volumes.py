@@ -49,7 +49,8 @@ class _Site:
 
     def volumes(self) -> list[str]:
         """Where pods' volumes are mounted on the first node."""
-        return [one for one in self.installed.mounts(self.cluster.nodes[0]) if "/pods/" in one]
+        found = self.installed.mounts(self.cluster.nodes[0])
+        return [one for one in found if "kubernetes.io~csi" in one]
 
 
 @pytest.fixture(scope="module")
