@@ -4,7 +4,6 @@ import time
 
 began_s = time.time()
 
-import runpy  # noqa: E402
 from typing import Any  # noqa: E402
 
 from bench.restart.events import note  # noqa: E402
@@ -23,7 +22,10 @@ def main() -> None:
         return original(self, args, env)
 
     handler._popen = popen
-    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    # Imported, as the program `torchrun` does.
+    from torch.distributed.run import main as torchrun
+
+    torchrun()
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _save(workspace: Workspace, cluster: CappedHdfs, size_bytes: int) -> None:
 
 
 def _layers(workspace: Workspace) -> int:
-    return 2 if workspace.is_quick else 4
+    return 1 if workspace.is_quick else 2
 
 
 @contextlib.contextmanager

@@ -40,6 +40,9 @@ class Preloaded:
         """That number, and a variable that was read before it was reached."""
         self.files: dict[str, tuple[int, int, int]] = {}
         self.folders: dict[str, int] = {}
+        self._on_path: set[str] = set()
+        """Those that `sys.path` leads to, and not a finder of others as setuptools has for
+        distutils; whether finders are the same is looked at as well."""
         self._places: dict[str, int] = {}
         self._visible: set[str] = set()
         self._given = 0
@@ -58,6 +61,8 @@ class Preloaded:
                 self.files[path] = _fingerprint(path)
                 if self.files[path][1] > began_ns:
                     raise Refusal(f"the file of {name} was changed while it was imported")
+            if "." not in name and isinstance(path, str) and _found(name) == path:
+                self._on_path.add(name)
         for folder in sys.path:
             if folder.endswith(("site-packages", "dist-packages")):
                 self.folders[folder] = _time_of(folder)
@@ -144,11 +149,8 @@ class Preloaded:
         for name, module in part:
             if sys.modules.get(name, module) is not module:
                 self._conflict(name, f"the program has a {name} of its own")
-            origin = getattr(module.__spec__, "origin", None) if "." not in name else None
-            if isinstance(origin, str) and os.path.isabs(origin):
-                found = PathFinder.find_spec(name)
-                if found is None or found.origin != origin:
-                    self._conflict(name, f"the program has a {name} of its own")
+            if name in self._on_path and _found(name) != module.__spec__.origin:
+                self._conflict(name, f"the program has a {name} of its own")
 
     def _repeat(self, effect: Effect) -> None:
         for name, (_, after) in effect.variables.items():
@@ -170,6 +172,12 @@ class Preloaded:
 def variables() -> dict[bytes, bytes]:
     """The environment as Python has it, without a copy."""
     return os.environ._data  # type: ignore[attr-defined, no-any-return]
+
+
+def _found(name: str) -> str | None:
+    """The file that `sys.path` leads to."""
+    spec = PathFinder.find_spec(name)
+    return None if spec is None else spec.origin
 
 
 def _fingerprint(path: str) -> tuple[int, int, int]:

@@ -322,3 +322,12 @@ def test_all_that_lead_to_a_refused_module_are_found_at_once(node: Node) -> None
     known = json.loads((node.folder / "cache/preload/j.refused.json").read_text())
     assert known.pop("lists").startswith("lists reads all variables")
     assert known == dict.fromkeys(names, "")
+
+
+def test_a_module_that_a_finder_puts_in_the_place_of_another_is_given(node: Node) -> None:
+    """setuptools has a distutils of its own, whatever `sys.path` leads to."""
+    pytest.importorskip("setuptools", reason="setuptools is not installed")
+    node.write("program.py", "import setuptools, distutils; print(distutils.__file__)")
+    node.begin("setuptools", "distutils")
+    done = node.run()
+    assert (done.stdout, done.stderr) == (node.run(ordinarily=True).stdout, "")
