@@ -1,8 +1,8 @@
 """A Slurm of some nodes on this machine, with Debian's own packages: munged, slurmctld and a slurmd
 for each node; with accounting also mariadbd and slurmdbd.
 
-The controller and each node are a `Machine`: processes, mounts, control groups, users and disks are
-their own, the network is shared. Processes of a step are found by their control group, as on most
+The controller and each node are a `Machine`: processes, mounts, network, control groups, users and
+disks are their own. Processes of a step are found by their control group, as on most
 clusters (proctrack/cgroup), where this machine has control groups of version 1; else by their
 descent (proctrack/linuxproc).
 """
@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ import pytest
 
 from tests.clusters.slurm.machine import (
     Machine,
+    addresses,
     environment_of,
     has_freezer,
     machines,
@@ -28,7 +28,17 @@ from tests.clusters.slurm.machine import (
 )
 from tests.support.waiting import wait_for
 
-_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare", "setpriv")
+_PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "unshare",
+    "setpriv",
+    "ip",
+)
 _ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db")
 _PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
 USERS = {"alice": 2101, "bob": 2102}
@@ -42,10 +52,9 @@ CONTROLLER = "controller"
 
 _CONFIGURATION = """
 ClusterName=test
-SlurmctldHost=controller(127.0.0.1)
+SlurmctldHost=controller({address})
 SlurmUser=root
 SlurmdUser=root
-SlurmctldPort={port}
 AuthType=auth/munge
 AuthInfo=cred_expire={requeue_s}
 CredType=cred/munge
@@ -79,7 +88,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 _DATABASE = """
 AuthType=auth/munge
 DbdHost=localhost
-DbdPort={port}
 SlurmUser=root
 PidFile=/run/slurmdbd.pid
 LogFile=/var/log/slurmdbd.log
@@ -102,16 +110,6 @@ def require_slurm(*, accounting: bool = False) -> None:
         )
     if os.geteuid() != 0:
         pytest.skip("needs root, for the namespaces that stand for nodes")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            one = stack.enter_context(socket.socket())
-            one.bind(("127.0.0.1", 0))
-            ports.append(int(one.getsockname()[1]))
-        return ports
 
 
 class SlurmCluster:
@@ -208,21 +206,21 @@ class SlurmCluster:
     # ---- its configuration ----------------------------------------------------------------------
 
     def _write_configuration(self) -> None:
-        control, database, *ports = _free_ports(2 + len(self.nodes))
+        names = (CONTROLLER, *self.nodes)
+        places = dict(zip(names, addresses(), strict=False))
         accounting = "AccountingStorageType=accounting_storage/none"
         if self._accounting:
-            (self.etc / "slurm/slurmdbd.conf").write_text(_DATABASE.format(port=database))
+            (self.etc / "slurm/slurmdbd.conf").write_text(_DATABASE)
             (self.etc / "slurm/slurmdbd.conf").chmod(0o600)
             accounting = (
-                "AccountingStorageType=accounting_storage/slurmdbd\n"
-                f"AccountingStorageHost=localhost\nAccountingStoragePort={database}"
+                "AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost=localhost"
             )
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=4"
-            for name, port in zip(self.nodes, ports, strict=True)
+            f"NodeName={name} NodeHostname={name} NodeAddr={places[name]} CPUs=4"
+            for name in self.nodes
         )
         text = _CONFIGURATION.format(
-            port=control,
+            address=places[CONTROLLER],
             requeue_s=REQUEUE_S,
             kill_wait_s=KILL_WAIT_S,
             tracking="cgroup" if has_freezer() else "linuxproc",
@@ -233,8 +231,7 @@ class SlurmCluster:
         (self.etc / "slurm/slurm.conf").write_text(text)
         if has_freezer():
             (self.etc / "slurm/cgroup.conf").write_text(_CGROUP)
-        names = (CONTROLLER, *self.nodes)
-        lines = ["127.0.0.1 localhost", *(f"127.0.0.1 {name}" for name in names)]
+        lines = ["127.0.0.1 localhost", *(f"{place} {name}" for name, place in places.items())]
         (self.etc / "hosts").write_text("\n".join(lines) + "\n")
         for file, row in (("passwd", "{0}:x:{1}:{1}::/home/{0}:/bin/sh"), ("group", "{0}:x:{1}:")):
             added = [row.format(user, uid) for user, uid in USERS.items()]

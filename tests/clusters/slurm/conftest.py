@@ -8,24 +8,43 @@ import pytest
 from tests.clusters.slurm.cluster import SlurmCluster, running_cluster
 from tests.clusters.slurm.pages import block
 from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.running import running as running_hdfs
 from tests.support.named_tests import REPOSITORY
 
 
 @pytest.fixture(scope="module")
-def cluster(hdfs: MiniHdfs) -> Iterator[SlurmCluster]:
+def slurm() -> Iterator[SlurmCluster]:
+    """A Slurm of two nodes, with what docs/slurm.md adds to it."""
+    script = (REPOSITORY / "docker/slurm/bootseer").read_text()
+    files = {f"slurm/{kind}.d/bootseer": script for kind in ("prolog", "epilog")}
+    oci = (REPOSITORY / "docker/slurm/oci.conf").read_text()
+    files["slurm/oci.conf"] = oci.replace("/usr/local/bin", "/etc/slurm")
+    files["slurm/bootseer-oci"] = (REPOSITORY / "docker/slurm/bootseer-oci").read_text()
+    program = f"BOOTSEER={sys.executable.rpartition('/')[0]}/bootseer\nDEADLINE=20\n"
+    files["bootseer/slurm.conf"] = program
+    with running_cluster(configuration=block("slurm.md", "ini", "Prolog="), files=files) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hdfs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
+    """An HDFS on the network of the cluster."""
+    controller = slurm.controller
+    servers = MiniHdfs(
+        tmp_path_factory.mktemp("hdfs"),
+        address=controller.address,
+        launcher=controller.on_its_network(),
+    )
+    with running_hdfs(servers) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(slurm: SlurmCluster, hdfs: MiniHdfs) -> SlurmCluster:
     """A Slurm of two nodes with Bootseer, as docs/slurm.md installs it, and a store on an HDFS."""
     settings = block("slurm.md", "toml", "run_dir").replace("hdfs://namenode:8020", hdfs.url)
-    script = (REPOSITORY / "docker/slurm/bootseer").read_text()
-    scripts = {f"slurm/{kind}.d/bootseer": script for kind in ("prolog", "epilog")}
-    oci = (REPOSITORY / "docker/slurm/oci.conf").read_text()
-    scripts["slurm/oci.conf"] = oci.replace("/usr/local/bin", "/etc/slurm")
-    scripts["slurm/bootseer-oci"] = (REPOSITORY / "docker/slurm/bootseer-oci").read_text()
-    program = f"BOOTSEER={sys.executable.rpartition('/')[0]}/bootseer\nDEADLINE=20\n"
-    files = {"bootseer/bootseer.toml": settings, "bootseer/slurm.conf": program, **scripts}
-    with running_cluster(configuration=block("slurm.md", "ini", "Prolog="), files=files) as running:
-        for name in running.nodes:
-            made = running.machines[name].run(
-                "install", "-d", "-m", "1777", "/var/cache/bootseer", "/run/bootseer"
-            )
-            assert made.returncode == 0, made.stderr
-        yield running
+    for machine in slurm.machines.values():
+        machine.path("/etc/bootseer/bootseer.toml").write_text(settings)
+        made = machine.run("install", "-d", "-m", "1777", "/var/cache/bootseer", "/run/bootseer")
+        assert made.returncode == 0, made.stderr
+    return slurm

@@ -1,5 +1,5 @@
-"""A machine of a cluster: namespaces of mounts, processes, host name, IPC and control groups on
-this machine, and disks of its own. The network is this machine's.
+"""A machine of a cluster: namespaces of mounts, processes, network, host name, IPC and control
+groups on this machine, and disks of its own. The first one of a cluster is its network's switch.
 
 It ends with the process that made it, however that ends, and takes every process and mount along.
 Nothing of the real machine changes: what differs in /etc is a layer over it. Run as a program, this
@@ -36,8 +36,9 @@ def has_freezer() -> bool:
 class Machine:
     """One of them. `folder` is the cluster's, with `etc` (what is added to /etc) and `home`."""
 
-    def __init__(self, name: str, folder: Path, prefix: str) -> None:
+    def __init__(self, name: str, folder: Path, prefix: str, address: str) -> None:
         self.name = name
+        self.address = address
         self._folder = folder
         self._group = f"{prefix}-{name}"
         self._first: subprocess.Popen[bytes] | None = None
@@ -55,7 +56,7 @@ class Machine:
             "folder": str(self._folder),
             "shown": [str(REPOSITORY), sys.base_prefix, sys.prefix, str(self._folder)],
         }
-        apart = ["--mount", "--uts", "--ipc", "--pid", "--propagation", "private"]
+        apart = ["--mount", "--uts", "--ipc", "--net", "--pid", "--propagation", "private"]
         apart += ["--cgroup"] if has_freezer() else []
         log = (self._folder / f"{self.name}.log").open("wb")
         with log:
@@ -72,6 +73,31 @@ class Machine:
             raise RuntimeError(f"the machine {self.name} did not start: {log_text}")
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children")
         self._pid = int(children.read_text().split()[0])
+
+    def connect(self, switch: "Machine") -> None:
+        """Give it its address on the network of the machine `switch`, which may be itself."""
+        here, there = [*self.on_its_network(), "ip"], [*switch.on_its_network(), "ip"]
+        if self is switch:
+            device = "bridge"
+            steps = [[*here, "link", "add", "bridge", "type", "bridge"]]
+        else:
+            device, port = "eth0", f"to-{self.name}"
+            pair = ["type", "veth", "peer", "name", device, "netns", str(self._pid)]
+            steps = [
+                [*there, "link", "add", port, *pair],
+                [*there, "link", "set", port, "master", "bridge", "up"],
+            ]
+        steps += [
+            [*here, "addr", "add", f"{self.address}/24", "dev", device],
+            [*here, "link", "set", device, "up"],
+            [*here, "link", "set", "lo", "up"],
+        ]
+        for step in steps:
+            subprocess.run(step, check=True)
+
+    def on_its_network(self) -> list[str]:
+        """The words that run a command of this machine on its network."""
+        return ["nsenter", f"--net=/proc/{self._pid}/ns/net"]
 
     def command(self, *command: str, user: str = "root") -> list[str]:
         """The words by which `command` runs on it, as a log-in of this user would."""
@@ -153,6 +179,11 @@ def environment_of(user: str) -> dict[str, str]:
         "LC_ALL": "C.UTF-8",
         "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     }
+
+
+def addresses() -> Iterator[str]:
+    """Of the machines of a cluster: no other network sees them."""
+    return (f"10.217.0.{number}" for number in range(1, 255))
 
 
 # ---- control groups ---------------------------------------------------------------------------
@@ -242,10 +273,14 @@ def _closed_above(path: Path) -> str | None:
 @contextlib.contextmanager
 def machines(names: Sequence[str], folder: Path, prefix: str) -> Iterator[dict[str, Machine]]:
     """So many of them, until the block ends."""
-    found = {name: Machine(name, folder, prefix) for name in names}
+    found = {
+        name: Machine(name, folder, prefix, address)
+        for name, address in zip(names, addresses(), strict=False)
+    }
     try:
         for machine in found.values():
             machine.start()
+            machine.connect(found[names[0]])
         yield found
     finally:
         for machine in found.values():

@@ -3,7 +3,6 @@ and that it never keeps a job from starting or drains a node."""
 
 import os
 import re
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -52,16 +51,24 @@ def test_checkpoints_are_mounted_before_the_job_that_asks_for_it(
     assert '"live"' in found
 
 
+SILENT = "import socket, time; one = socket.create_server(('127.0.0.1', 7999)); time.sleep(600)"
+
+
+def _listens(cluster: SlurmCluster) -> bool:
+    return ":7999" in cluster.machines["n1"].run("ss", "-ltn").stdout
+
+
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
 def test_a_store_that_cannot_be_reached_costs_one_line(cluster: SlurmCluster, how: str) -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        port = silent.getsockname()[1]
-        if how == "is silent":
-            silent.listen()
-        comment = f"bootseer standby --checkpoint hdfs://127.0.0.1:{port}/x:/tmp/ckpt"
+    if how == "is silent":
+        cluster.machines["n1"].start_process("python", "-c", SILENT)
+        wait_for(lambda: _listens(cluster), "a server")
+    try:
+        comment = "bootseer standby --checkpoint hdfs://127.0.0.1:7999/x:/tmp/ckpt"
         job = cluster.submit("-wn1", f"--comment={comment}", "-o", "no.out", script=script("true"))
         assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
+    finally:
+        cluster.machines["n1"].run("pkill", "-f", "create_server")
     (line,) = said(cluster, "n1")
     assert f"prolog of job {job}: " in line
     assert_clean(cluster)
