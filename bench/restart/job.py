@@ -79,6 +79,16 @@ class Job:
 
         return self._measure(begin, restart=0)
 
+    def prepare(self, standby: tuple[str, ...], status: tuple[str, ...], text: str) -> None:
+        """Run `standby` with the command of the job; until `status` prints the text."""
+        words: dict[str, Any] = {"cwd": self.node, "env": self.environ, "timeout": _DEADLINE_S}
+        subprocess.run([*standby, *self._command], check=True, **words)
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while text not in subprocess.run(status, capture_output=True, text=True, **words).stdout:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"nothing stands by: {self._log.read_text()[-3000:]}")
+            time.sleep(0.2)
+
     def end(self) -> None:
         """Kill the job with all of its processes, as a scheduler does in the end."""
         if self._process is None:
@@ -137,7 +147,7 @@ class Job:
         }
         if found["agent"]:
             figures["agent_s"] = found["agent"][0]["s"] - began_s
-            figures["started_s"] = min(started.values()) - began_s
+            figures["first_s"] = min(lines.values()) - began_s
         return figures
 
     def _wait(self, restart: int) -> dict[str, list[dict[str, Any]]]:

@@ -168,7 +168,14 @@ def _bootseer(
             job.clear()
             try:
                 start, failure, again = job.start(), job.fail(), job.again()
-                return _sample(start, failure, again)
+                more = {}
+                if is_hot:
+                    end()
+                    standby = (*bootseer, "standby", "--preload", *prepared, "--")
+                    job.prepare(standby, (*bootseer, "standby", "--status"), "modules are in")
+                    ready = job.start()
+                    more = {f"standby_{name}": ready[name] for name in ("agent_s", "first_s")}
+                return _sample(start, failure, again, **more)
             finally:
                 end()
 
@@ -238,6 +245,8 @@ CASE = Case(
         Column("load s", "failure_load_s"),
         Column("workers MB", "workers_bytes", scale=1e-6, digits=0),
         Column("launcher s", "launcher_s"),
+        Column("launcher after standby s", "standby_agent_s"),
+        Column("worker after standby s", "standby_first_s"),
     ),
     runs=3,
     quick_runs=1,
