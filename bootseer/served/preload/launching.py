@@ -204,7 +204,11 @@ def _is_record(document: Any) -> bool:
 def _is_startable(record: Mapping[str, Any]) -> bool:
     executable = record["executable"]
     line = f"#!{executable} -ISE"
-    return len(line) <= _FIRST_LINE_MAX and " " not in executable and os.access(executable, os.X_OK)
+    return (
+        len(line) <= _FIRST_LINE_MAX
+        and " " not in executable
+        and os.access(executable, os.X_OK, effective_ids=True)
+    )
 
 
 def _shim(executable: str) -> bytes:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,4 +89,38 @@ def test_set_up_inside_an_image(node: Node, image_root: Path) -> None:
     assert "scanning" not in done.stderr
     assert ": 1 files; " in done.stderr
     assert "not stored: /etc/ (2 names); " in done.stderr
+    node.wait_clean()
+
+
+PRELOADED = """
+import large
+from pathlib import Path
+parent = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1]
+print(large.VALUE, Path(f"/proc/{parent}/comm").read_text().strip())
+"""
+
+
+def test_imports_are_shared_without_root(node: Node) -> None:
+    # As a package that is installed for this user.
+    (node.base / "lib").mkdir()
+    (node.base / "lib/large.py").write_text("import time; time.sleep(0.15); VALUE = 5")
+    (node.base / "train.py").write_text(PRELOADED)
+    prefix = unprivileged(node)
+    variables = {
+        "PYTHONUSERBASE": str(node.base),
+        "PYTHONPATH": f"{node.environment['PYTHONPATH']}:{node.base}/lib",
+    }
+    parents = []
+    for _ in range(2):
+        done = node.run(
+            *("--preload", "--", sys.executable, "-u", "train.py"),
+            prefix=prefix,
+            variables=variables,
+            start_new_session=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        value, parent = done.stdout.split()
+        assert value == "5"
+        parents.append(parent)
+    assert parents[0] != parents[1] == "bootseer-guard"
     node.wait_clean()
