@@ -106,10 +106,19 @@ class Timeline:
 
     @classmethod
     def start(
-        cls, directory: Path, *, job: str, submission: str, attempt: int, node: str, rank: int
+        cls,
+        directory: Path,
+        *,
+        job: str,
+        submission: str,
+        attempt: int,
+        node: str,
+        rank: int,
+        part: str = "",
     ) -> "Timeline":
         """A new file for one start of `job` on this node, private to the user.
 
+        `part` names what another program than the rank's own notes, beside whose file it lies.
         A `TRACEPARENT` in the environment wins over the trace id derived from job, submission and
         attempt.
         """
@@ -117,7 +126,8 @@ class Timeline:
         trace_id, parent_id = outer or (trace_id_of(job, attempt, submission), "")
         resource = _resource(job, submission, attempt, node, rank)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        name = f"{stamp}-{os.getpid()}-{node}-{rank}.jsonl"
+        writer = f"{rank}.{part}" if part else f"{rank}"
+        name = f"{stamp}-{os.getpid()}-{node}-{writer}.jsonl"
         path = directory / job / str(attempt) / submission / name
         timeline = cls(path, trace_id=trace_id, parent_id=parent_id, resource=resource)
         try:

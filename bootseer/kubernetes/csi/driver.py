@@ -6,6 +6,7 @@ taken in this order: that of a target, that of a checkpoint folder. Thread-safe.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -146,7 +147,7 @@ class Driver:
                     )
                 if minor_at(target) is not None and self._is_served(before):
                     return
-            with self._told(parse_start(request.context), volume):
+            with self._told(parse_start(request.context), volume, target):
                 self._publish(record, target, secrets, before)
 
     def unpublish(self, volume_id: str, target: str) -> None:
@@ -264,8 +265,8 @@ class Driver:
             lock.release()
 
     @contextlib.contextmanager
-    def _told(self, start: Start, volume: Volume) -> Iterator[None]:
-        """As a stage of the pod's start, in its timeline."""
+    def _told(self, start: Start, volume: Volume, target: Path) -> Iterator[None]:
+        """As a stage of the pod's start, in a timeline beside its own."""
         if not start.job:
             yield
             return
@@ -277,6 +278,8 @@ class Driver:
             attempt=start.attempt,
             node=settings.node,
             rank=start.rank,
+            # The volume's name in the pod: that of the pod that takes this one's place is its own.
+            part=hashlib.sha256(target.parent.name.encode()).hexdigest()[:8],
         ).with_resource(
             {
                 "k8s.pod.name": start.pod,

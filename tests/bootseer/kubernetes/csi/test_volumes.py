@@ -10,7 +10,9 @@ import grpc
 import pytest
 
 from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
+from bootseer.profile.files import Folder
 from bootseer.served.status import entry_of, known_servers
+from bootseer.timeline.recorder import Timeline
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 from tests.support.images.building import Member, write_layout
 from tests.support.mounts.image_mounts import index
@@ -176,6 +178,20 @@ def test_the_mount_is_a_stage_of_the_pods_start(kubelet: Kubelet) -> None:
     written = file.read_text()
     for said in ('"environment volume"', '"k8s.pod.uid"', '"0b-1"'):
         assert said in written
+    # The pod's own launcher, on the same node and of the same rank, does not take its place.
+    settings = kubelet.settings
+    own = Timeline.start(
+        settings.timeline_dir,
+        job="train",
+        submission="0b-1",
+        attempt=2,
+        node=settings.node,
+        rank=0,
+    )
+    own.span("start").end()
+    (start,) = Folder(settings.timeline_dir).starts("train")
+    assert [stage.name for stage in start.stages()] == ["environment volume", "start"]
+    assert len(start.parts(1)) == 1
 
 
 def test_the_driver_registers_itself(kubelet: Kubelet) -> None:
