@@ -21,6 +21,7 @@ from bootseer.gc.retention import (
     last_used_ns,
     old_starts,
 )
+from bootseer.launch.preloading import FOLDER as PRELOAD
 from bootseer.prefetch.bundle.bundle_reuse import name_of
 from bootseer.prefetch.bundle.hot_store import header_key, hotset_key, name_key
 from bootseer.prefetch.index.chains import chain_ids, chain_key
@@ -39,6 +40,7 @@ _ORDER = (
     "hot/",
     "traces/",
     STARTS,
+    PRELOAD,
     "used/",
     "bundles/",
     "hotsets/",
@@ -103,7 +105,7 @@ class _Marks:
         }
         old = old_starts(inventory, rules)
         self.marked.update(
-            key for key in inventory.objects if key.startswith(STARTS) and key not in old
+            key for key in inventory.objects if key.startswith((STARTS, PRELOAD)) and key not in old
         )
         self._mark_uses()
         self._mark_snapshots()

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
+from bootseer.launch.preloading import FOLDER as PRELOAD
 from bootseer.profile.stored import start_of
 from bootseer.snapshots.catalogue.catalogue import manifest_key
 from bootseer.snapshots.catalogue.manifest import Manifest
@@ -120,13 +121,18 @@ def _ranks(snapshots: Mapping[str, Manifest]) -> dict[str, int]:
 
 
 def old_starts(inventory: Inventory, rules: Rules) -> set[str]:
-    """The keys of timelines that go: whole starts, by the newest object of each."""
+    """The keys of timelines that go, whole starts by the newest object of each, and of records of
+    imports as old: a job that still runs writes such a record anew."""
     jobs: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in inventory.objects:
         if place := start_of(key):
             jobs[place[0]][place[1]].append(key)
     limit_ns = inventory.now_ns - int(rules.keep_start_days * DAY_S * 1e9)
-    old: set[str] = set()
+    old = {
+        key
+        for key, one in inventory.objects.items()
+        if key.startswith(PRELOAD) and one.modified_ns < limit_ns
+    }
     for starts in jobs.values():
         by_age = sorted(
             (max(inventory.objects[key].modified_ns for key in keys), name)

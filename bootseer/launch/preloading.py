@@ -16,6 +16,8 @@ from bootseer.served.preload.launching import begin_preloader, read_record, reco
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_own_store
 
+FOLDER = "preload/"
+"""Below it in the store is a record of each job."""
 _BYTES_MAX = 8 << 20
 # A start that preloads nothing loses some seconds: the store is not waited for as long.
 _ASK_S = 2.0
@@ -61,4 +63,4 @@ def _decides(data: bytes) -> object:
 
 
 def _key(settings: Settings) -> str:
-    return f"preload/{settings.job}.json"
+    return f"{FOLDER}{settings.job}.json"

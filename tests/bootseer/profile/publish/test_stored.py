@@ -316,12 +316,16 @@ def test_timelines_of_old_starts_go(tmp_path: Path) -> None:
                 store.publish(key_of("j", str(number), 0, name), pack(b""))
         store.publish(key_of("other", "1", 0, "20261123T000000Z-1-a-0"), pack(b""))
         store.publish("starts/strange", b"")
+        store.publish("preload/j.json", b"{}")
+        age(settings, "preload", 8 * DAY_S)
+        store.publish("preload/other.json", b"{}")
     for number in range(5):
         age(settings, f"starts/j/{number}-0", (10 - number) * DAY_S)
     assert run_gc(settings)[0].deletions == ()
     assert run_gc(settings, Rules(keep_starts=3))[1].deleted_count == 4
     # Of a start that is older than both, nothing stays; one that is young stays in any case.
-    assert run_gc(settings, Rules(keep_start_days=7.5))[1].deleted_count == 2
+    # The record of imports is as old as what goes.
+    assert run_gc(settings, Rules(keep_start_days=7.5))[1].deleted_count == 3
     run_gc(settings, Rules(keep_starts=0))
     with open_store(settings.store_url) as store:
         keys = [info.path for info in store.list("starts/")]
