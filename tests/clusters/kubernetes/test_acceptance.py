@@ -1,0 +1,72 @@
+"""From an empty cluster: one command, one annotation, and a wiped node replays the image."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.containers.layout import Layout
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.images import trainer_image
+from tests.clusters.kubernetes.bed.installation import Installation
+from tests.clusters.kubernetes.bed.machine import Node
+from tests.clusters.kubernetes.starts import REPLAY, said, start, wait_said
+
+
+@pytest.fixture(autouse=True)
+def emptied(cluster: Cluster) -> Iterator[None]:
+    """No test leaves a pod."""
+    yield
+    cluster.kubectl("delete", "pods", "--selector=bed=yes")
+
+
+def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
+    cluster: Cluster, installed: Installation, trainer: str, tmp_path: Path
+) -> None:
+    first, second = cluster.nodes
+    pulled = start(cluster, "pulled", trainer, second)
+    assert pulled.pod["spec"].get("runtimeClassName") is None
+    assert layers_on(cluster, second) == layers_of_the_trainer()
+
+    start(cluster, "indexed", trainer, first, annotations=REPLAY)
+    wait_said(first, "indexed the image", 2)
+    cluster.wipe(second)
+    installed.wait_ready()
+    start(cluster, "recorded", trainer, second, annotations=REPLAY)
+    assert not layers_on(cluster, second)
+    wait_said(second, "published a bundle", 1)
+    cluster.wipe(second)
+    installed.wait_ready()
+
+    replayed = start(cluster, "replayed", trainer, second, annotations=REPLAY)
+    assert replayed.pod["spec"]["runtimeClassName"] == "bootseer"
+    assert not layers_on(cluster, second)
+    assert "no bundle" not in said(second)
+    # In one trace: what the scheduler, containerd's pull, the mounts and the kubelet's start took.
+    text = cluster.kubectl("get", "pods,events", "--namespace", "default", "--output", "json")
+    (tmp_path / "events.json").write_text(text)
+    report = (sys.executable, "-m", "bootseer", "--store", installed.store, "report", "replayed")
+    known = f"kubernetes={tmp_path / 'events.json'}"
+    document = json.loads(cluster.lan.run(*report, "--with", known, "--json").stdout)
+    names = {stage["name"] for stage in document["stages"]}
+    assert {"pod scheduling", "image pull", "pod set-up", "container start"} <= names, names
+
+
+def layers_of_the_trainer() -> set[str]:
+    """The digests of the image's layers."""
+    layout, tag = trainer_image(print)
+    index = json.loads((layout / "index.json").read_bytes())
+    (digest,) = (
+        one["digest"]
+        for one in index["manifests"]
+        if one["annotations"]["org.opencontainers.image.ref.name"] == tag
+    )
+    manifest = json.loads(Layout(layout).blob(digest).read_bytes())
+    return {layer["digest"] for layer in manifest["layers"]}
+
+
+def layers_on(cluster: Cluster, node: Node) -> set[str]:
+    """Those of them that containerd has on a node."""
+    return layers_of_the_trainer() & set(cluster.ctr(node, "content", "list", "-q").split())

@@ -1,0 +1,113 @@
+"""kill -9 of each of Bootseer's processes on a node, while a trainer of a served image saves there.
+
+The trainer goes on or gets an error; its pod can be deleted; the next pod of the node starts and
+finds each checkpoint that was said to be saved.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.installation import Installation
+from tests.clusters.kubernetes.bed.machine import Node
+from tests.clusters.kubernetes.objects import pod
+from tests.clusters.kubernetes.starts import (
+    REPLAY,
+    TRAIN,
+    assert_nothing_lost,
+    assert_nothing_on_the_disk,
+    checked,
+    following,
+    saved,
+    wait_saved,
+)
+from tests.support.waiting import wait_for
+
+PROCESSES = {
+    "snapshotter": "bootseer -v snapshotter",
+    "driver": "bootseer -v kubernetes csi",
+    "webhook": "bootseer kubernetes webhook",
+    "spawner": "bootseer kubernetes spawner",
+    "checkpoint server": "bootseer.fuse.striped.mounted.server",
+    "image server": "bootseer.prefetch.serve.server",
+}
+# Their end takes along the mounts that they hold: readers and writers get an error.
+HOLDERS = ("spawner", "checkpoint server", "image server")
+
+
+@pytest.fixture(scope="module")
+def indexed(cluster: Cluster, installed: Installation, trainer: str) -> None:
+    """The store has the image, and the node nothing of it: it is served, and not pulled."""
+    command = ("bootseer", "image", "index", f"registry://{trainer}")
+    in_pod = (
+        "--namespace",
+        "bootseer-system",
+        installed.pod_of("node"),
+        "--container",
+        "snapshotter",
+    )
+    cluster.kubectl("exec", *in_pod, "--", *command, timeout_s=400)
+    cluster.wipe(cluster.nodes[0])
+    installed.wait_ready()
+
+
+@pytest.fixture(autouse=True)
+def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
+    """No test leaves a pod."""
+    yield
+    cluster.kubectl("delete", "pods", "--selector=bed=yes", "--timeout=150s", timeout_s=200)
+    installed.wait_ready()
+
+
+@pytest.mark.parametrize("victim", PROCESSES)
+def test_a_killed_process_costs_an_error_at_most(
+    cluster: Cluster,
+    installed: Installation,
+    indexed: None,
+    trainer: str,
+    tmp_path: Path,
+    victim: str,
+) -> None:
+    first = cluster.nodes[0]
+    name = f"under-{victim.replace(' ', '-')}"
+    source = f"{cluster.hdfs.url}/checkpoints/{name}"
+    annotations = {**REPLAY, "bootseer.io/checkpoint": source}
+    script = f"{TRAIN} --checkpoints /mnt/checkpoints --steps 1000000 --pause 0.2"
+    cluster.apply(pod(name, trainer, script, node=first.name, annotations=annotations))
+    cluster.wait_pod(name, "Running", timeout_s=300)
+    with following(cluster, name, tmp_path / "log") as log:
+        wait_saved(log, 3)
+        # The webhook's may run anywhere.
+        kill(cluster.nodes if victim == "webhook" else [first], PROCESSES[victim])
+        if victim in HOLDERS:
+            before = len(saved(log))
+            wait_for(
+                lambda: has_ended(cluster, name) or said_since(log) or len(saved(log)) > before + 3,
+                "an error, or further checkpoints", timeout_s=120, look_s=0.5,
+            )  # fmt: skip
+        else:
+            wait_saved(log, 3)
+        steps = saved(log)
+    cluster.kubectl("delete", "pod", name, "--timeout=150s", timeout_s=200)
+    installed.wait_ready()
+    files = checked(cluster, f"{name}-checks", trainer, source, first)
+    assert_nothing_lost(files, steps)
+    assert_nothing_on_the_disk(first)
+
+
+def kill(nodes: Sequence[Node], pattern: str) -> None:
+    """kill -9 of every process on these nodes whose command line has this."""
+    killed = [node.run("pkill", "-KILL", "-f", pattern, check=False) for node in nodes]
+    assert any(one.returncode == 0 for one in killed), f"nothing runs {pattern}"
+
+
+def has_ended(cluster: Cluster, name: str) -> bool:
+    """Whether the trainer is gone."""
+    return cluster.get("pod", name)["status"]["phase"] in ("Failed", "Succeeded")
+
+
+def said_since(log: Path) -> bool:
+    """Whether a save has failed."""
+    return "not saved" in log.read_text()
