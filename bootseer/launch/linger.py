@@ -121,9 +121,12 @@ def _serve(line: bytes, report: Report) -> None:
     )
     signal.signal(signal.SIGTERM, _end)
     with living(plan.folder, state, sweeps=False) as life:
+        # Ended meanwhile, it would leave what is dead to a later start.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         report.send_ready()
         # The start does not wait for that.
         sweep(plan.folder.parent.parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         wait_readable([job], None)
         until_ns = time.time_ns() + int(plan.linger_s * 1e9)
         write_state(plan.folder, replace(life.state, until_ns=until_ns))

@@ -6,6 +6,7 @@ not a server in a session of its own, not a set-up's grandchild.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.support.mounts.fuse_mount import clear_mount
 REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
 MARK = "BOOTSEER_TEST_NODE"
+_TIMES = re.compile(r'imeUnixNano":"(\d+)"')
 Completed: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
@@ -146,15 +148,19 @@ class Node:
 
     def spans(self) -> dict[str, dict[str, Any]]:
         """name -> the finished span of that name, of the newest start."""
-        files = sorted(
-            (self.base / "timeline").rglob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns
-        )
+        texts = [path.read_text() for path in (self.base / "timeline").rglob("*.jsonl")]
+        # Not by the files' times: a server of an earlier start notes its end, too.
         found = {}
-        for line in files[-1].read_text().splitlines():
+        for line in max(texts, key=_began_ns).splitlines():
             for resource in json.loads(line).get("resourceSpans", ()):
                 for scope in resource["scopeSpans"]:
                     found.update({span["name"]: span for span in scope["spans"]})
         return found
+
+
+def _began_ns(timeline: str) -> int:
+    """Of the earliest of the events and stages."""
+    return min((int(ns) for ns in _TIMES.findall(timeline)), default=0)
 
 
 @contextmanager

@@ -180,13 +180,17 @@ class Kubelet(Closing):
         """End everything."""
         if self.driver.poll() is None:
             self.stop()
-        for path in reversed(self.mounted()):
-            with contextlib.suppress(BootseerError):
-                mounts.detach(path, lazy=True)
-        wait_for(lambda: not self.servers())
+        wait_for(self._took_off)
         if self._prefix:
             mounts.detach(self.base, lazy=True)
         shutil.rmtree(self.base, ignore_errors=True)
+
+    def _took_off(self) -> bool:
+        # Again and again: a server that a driver began just before its end mounts after that.
+        for path in reversed(self.mounted()):
+            with contextlib.suppress(BootseerError):
+                mounts.detach(path, lazy=True)
+        return not self.servers()
 
 
 def _environment(settings: Settings) -> dict[str, str]:
