@@ -22,7 +22,7 @@ from typing import IO, Annotated
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import Text, from_line, to_line
-from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnavailableError
+from bootseer.errors import CorruptError, InvalidInputError, UnavailableError
 from bootseer.linux.processes import wait_readable
 from bootseer.linux.scripts import python_environment
 from bootseer.served.background import SPAWNER
@@ -184,7 +184,7 @@ def receive_request(connection: socket.socket) -> tuple[SpawnRequest, list[int]]
             raise InvalidInputError("the program is none of Bootseer's")
         if any("=" in name or not name for name in request.environment):
             raise InvalidInputError("a variable has no name that a program could have")
-    except BootseerError:
+    except BaseException:
         for fd in fds:
             os.close(fd)
         raise
