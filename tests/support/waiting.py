@@ -2,8 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from bootseer.linux.locks import lock_within
 
 # What is right happens long before, also on a machine that does much else.
 TIMEOUT_S = 60.0
@@ -41,3 +43,14 @@ def wait_until_it_asks(pid: int) -> None:
         ),
         f"a request of process {pid}",
     )
+
+
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float, error: type[Exception]) -> Iterator[None]:
+    """Hold the lock of a file. Raises: `error` when another process does for longer than that."""
+    with path.open("w") as file:
+        try:
+            lock_within(file.fileno(), timeout_s)
+        except TimeoutError:
+            raise error(f"another process holds {path}") from None
+        yield

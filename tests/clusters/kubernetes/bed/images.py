@@ -9,14 +9,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from bench.containers.layout import Layout
 from bench.containers.packages import Packages
 from bench.containers.torch_image import TAGS, torch_image
 from bench.model import SkippedError
-from tests.clusters.kubernetes.bed.programs import cache_folder, locked
+from tests.clusters.kubernetes.bed.programs import LOCK_S, cache_folder
 from tests.support.containers.node_image import NAME, node_image
+from tests.support.waiting import locked
 
 # Beside torch and pandas, what many a trainer has: together more than half a gigabyte, compressed.
 _PACKAGES = ("transformers", "scipy", "scikit-learn", "pyarrow", "opencv-python-headless")
@@ -74,7 +76,7 @@ def shell_image() -> tuple[Path, str]:
     """A layout with busybox alone, and its tag."""
     cache = cache_folder() / "images"
     layout = cache / "shell"
-    with locked(_lock(cache)):
+    with _locked(cache):
         if not layout.is_dir():
             busybox = Packages(cache / "packages").unpacked("bookworm", "busybox-static")
             work = _emptied(cache / "shell-work")
@@ -100,7 +102,7 @@ def trainer_image(say: Callable[[str], None]) -> tuple[Path, str]:
     """A layout with Python, torch, pandas and more, and a program that saves checkpoints."""
     cache = cache_folder() / "images"
     layout = cache / "trainer"
-    with locked(_lock(cache)):
+    with _locked(cache):
         if not layout.is_dir():
             base = torch_image(cache, say)
             say("image: the trainer")
@@ -123,13 +125,13 @@ def trainer_image(say: Callable[[str], None]) -> tuple[Path, str]:
 def bootseer_image() -> tuple[Path, str]:
     """The image of Bootseer's own pods, of this checkout."""
     cache = cache_folder() / "images"
-    with locked(_lock(cache)):
+    with _locked(cache):
         return node_image(cache), NAME
 
 
-def _lock(cache: Path) -> Path:
+def _locked(cache: Path) -> AbstractContextManager[None]:
     cache.mkdir(parents=True, exist_ok=True)
-    return cache / "lock"
+    return locked(cache / "lock", LOCK_S, SkippedError)
 
 
 def _emptied(folder: Path) -> Path:

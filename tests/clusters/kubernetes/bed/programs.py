@@ -5,18 +5,16 @@ kubectl only; so the rest is built here, by the Go of the same release, without 
 is installed. Safe in parallel processes; a build that was killed goes on where its cache stands.
 """
 
-import contextlib
-import fcntl
 import os
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.containers.packages import Packages
 from bench.model import SkippedError
+from tests.support.waiting import locked
 
 CACHE_VARIABLE = "BOOTSEER_TEST_KUBERNETES"
 """Names the folder in which packages, binaries and images are kept between runs."""
@@ -28,7 +26,8 @@ _BUILT = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-p
 _SUITE, _CONTAINERD_SUITE = "bookworm", "trixie"
 _PACKAGE = "k8s.io/kubernetes"
 _GENERATED = Path("pkg/generated/openapi/zz_generated.openapi.go")
-_LOCK_DEADLINE_S = 3600.0
+LOCK_S = 3600.0
+"""Another process may build everything."""
 _STEP_DEADLINE_S = 3000.0
 # Cgroups and namespaces are those of this machine; only Docker and the clouds are left out.
 _TAGS = "providerless,dockerless"
@@ -48,7 +47,7 @@ def packages(cache: Path) -> Packages:
 def programs(cache: Path, say: Callable[[str], None]) -> Path:
     """A folder with all programs of the cluster. Raises: SkippedError saying what is missing."""
     cache.mkdir(parents=True, exist_ok=True)
-    with locked(cache / "lock"):
+    with locked(cache / "lock", LOCK_S, SkippedError):
         target = cache / KEPT
         if not all((target / name).exists() for name in _BUILT):
             target.mkdir(exist_ok=True)
@@ -74,22 +73,6 @@ def _compile_init(target: Path) -> None:
     if not target.exists():
         source = Path(__file__).with_name("init.c")
         _run(["gcc", "-static", "-O1", "-o", str(target), str(source)], source.parent, {})
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file. Raises: SkippedError when another process does for too long."""
-    with path.open("w") as file:
-        end_s = time.monotonic() + _LOCK_DEADLINE_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end_s:
-                    raise SkippedError(f"another process holds {path}") from None
-                time.sleep(0.1)
-        yield
 
 
 def _build(cache: Path, target: Path, say: Callable[[str], None]) -> None:
