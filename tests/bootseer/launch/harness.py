@@ -122,8 +122,12 @@ class Node:
             left = left or [*self.processes().values()] or [*self.mounts()]
             if not left:
                 return
-            assert time.monotonic() < deadline_s, (left, self._waiting())
+            assert time.monotonic() < deadline_s, (left, self._states(), self._waiting())
             time.sleep(0.05)
+
+    def _states(self) -> list[str]:
+        """What each folder of a server says of it."""
+        return [path.read_text() for path in (self.base / "run/mounts").glob("*/state.json")]
 
     def _waiting(self) -> list[str]:
         """What each thread of this node waits for in the kernel."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.linux.processes import wait_readable
 from tests.bootseer.launch.harness import Node, attribute, wait_for
 from tests.support.mounts.fuse_mount import require_fuse, require_root
 from tests.support.waiting import wait_for as wait_until
@@ -171,7 +172,12 @@ def test_a_killed_server_is_replaced(one: Node) -> None:
     _start(one, "true")
     for kind in ("environment", "checkpoints"):
         (entry,) = _served(one)[kind]
-        for pid in {entry["pid"], entry["worker_pid"]} - {None}:
-            os.kill(pid, signal.SIGKILL)
+        # The supervisor first: it would replace its worker.
+        for pid in (entry["pid"], entry["worker_pid"]):
+            if pid:
+                process = os.pidfd_open(pid)
+                os.kill(pid, signal.SIGKILL)
+                assert wait_readable([process], 30.0)
+                os.close(process)
     assert _start(one, SHOW) == "a\n"
     _end(one)
