@@ -5,6 +5,10 @@ spawner for lives in the spawner's container, and outlives it. Alone owns the ex
 of it: a request, with three descriptors, is one message on a connection of its own; the answers are
 the process's id, then its exit code, a line each. A byte from the client ends the process; a client
 that hangs up lets it live. Any thread.
+
+The spawner's container may be of another release than a client's: it is replaced later. What it
+starts is of its own release, and is handed plans of the client's. So both say their `PROTOCOL`, and
+where these differ nothing is started: the client does so itself, as where there is no spawner.
 """
 
 import contextlib
@@ -22,7 +26,12 @@ from typing import IO, Annotated
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import Text, from_line, to_line
-from bootseer.errors import CorruptError, InvalidInputError, UnavailableError
+from bootseer.errors import (
+    CorruptError,
+    InvalidInputError,
+    UnavailableError,
+    UnknownFormatError,
+)
 from bootseer.linux.processes import wait_readable
 from bootseer.linux.scripts import python_environment
 from bootseer.served.background import SPAWNER
@@ -30,6 +39,9 @@ from bootseer.served.control import is_trusted_peer, short_address
 
 _log = logging.getLogger(__name__)
 
+PROTOCOL = 1
+"""Raised where servers of the release before cannot be handed what clients hand them now, or the
+reverse: members that both need have come or gone, or mean something else."""
 _ANSWER_S = 5.0
 _END_S = 10.0
 _REQUEST_BYTES_MAX = 128 * 1024
@@ -40,15 +52,23 @@ _OURS = re.compile(r"bootseer(\.[a-z][a-z0-9_]*)+")
 _warned = threading.Event()
 
 
+class _Head(Struct, frozen=True):
+    """What every message has, of whichever protocol it is."""
+
+    protocol: int = 0
+
+
 class SpawnRequest(Struct, frozen=True):
     """A program of ours to start: `python -m MODULE ARGUMENTS... DESCRIPTOR`."""
 
+    protocol: int
     module: Text
     arguments: Annotated[tuple[Text, ...], Meta(max_length=16)]
     environment: dict[Text, Text]
 
 
 class _Answer(Struct, frozen=True):
+    protocol: int = PROTOCOL
     pid: int = 0
     code: int | None = None
     failure: str = ""
@@ -105,7 +125,7 @@ def ask_spawner(
     has_input: bool,
 ) -> Spawned | None:
     """Have the spawner at `address` start `module`, with the inherited descriptor's number as its
-    last argument; None where none answers, which costs one warning.
+    last argument; None where none answers, or one of another protocol, which costs one warning.
 
     Raises: UnavailableError where the spawner cannot start it.
     """
@@ -114,7 +134,7 @@ def ask_spawner(
     try:
         environment = {**python_environment(), **variables}
         del environment[SPAWNER]
-        request = SpawnRequest(module, tuple(arguments), environment)
+        request = SpawnRequest(PROTOCOL, module, tuple(arguments), environment)
         connection.settimeout(_ANSWER_S)
         with short_address(address) as short:
             connection.connect(short)
@@ -122,14 +142,14 @@ def ask_spawner(
             raise PermissionError("another user listens there")
         socket.send_fds(connection, [to_line(request).encode()], [theirs, sink, fd])
         answer = _receive(connection)
-    except (OSError, CorruptError) as error:
+    except (OSError, CorruptError, UnknownFormatError) as error:
         connection.close()
         if ours >= 0:
             os.close(ours)
         if not _warned.is_set():
             _warned.set()
             _log.warning(
-                "the spawner at %s does not answer (%s): servers end with this container",
+                "the spawner at %s cannot be asked (%s): servers end with this container",
                 address,
                 error,
             )
@@ -145,16 +165,16 @@ def ask_spawner(
 
 
 def answers(address: Path) -> bool:
-    """Whether a spawner listens at `address`, and answers a request that it must refuse."""
+    """Whether a spawner, of any release, answers at `address`: a request that it must refuse."""
     with (
-        contextlib.suppress(OSError, CorruptError),
+        contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
         short_address(address) as short,
     ):
         connection.settimeout(_ANSWER_S)
         connection.connect(short)
         connection.send(b"?")
-        return bool(_receive(connection).failure)
+        return bool(connection.recv(_ANSWER_BYTES_MAX))
     return False
 
 
@@ -163,7 +183,19 @@ def _open_nothing() -> int:
 
 
 def _receive(connection: socket.socket) -> _Answer:
-    return from_line(connection.recv(_ANSWER_BYTES_MAX), _Answer)
+    data = connection.recv(_ANSWER_BYTES_MAX)
+    _check_protocol(data)
+    return from_line(data, _Answer)
+
+
+def _check_protocol(data: bytes) -> None:
+    """Raises: UnknownFormatError, CorruptError."""
+    theirs = from_line(data, _Head).protocol
+    if theirs != PROTOCOL:
+        raise UnknownFormatError(
+            f"it is of another release, whose protocol is {theirs} where ours is {PROTOCOL}; "
+            "drain the node, and delete its pod of bootseer-mounts"
+        )
 
 
 # ---- the spawner's side -----------------------------------------------------------------------
@@ -179,6 +211,7 @@ def receive_request(connection: socket.socket) -> tuple[SpawnRequest, list[int]]
             raise InvalidInputError("not permitted")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) != _DESCRIPTORS:
             raise InvalidInputError("the request is too long, or lacks its descriptors")
+        _check_protocol(data)
         request = from_line(data, SpawnRequest)
         if not _OURS.fullmatch(request.module):
             raise InvalidInputError("the program is none of Bootseer's")

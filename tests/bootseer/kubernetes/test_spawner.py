@@ -1,6 +1,8 @@
 """A real spawner, and what it starts: servers outlive the container of who asked for them."""
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -10,13 +12,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan
 from bootseer.linux import namespaces
 from bootseer.linux.processes import stat_fields
+from bootseer.prefetch.serve.serve_plan import ServePlan
 from bootseer.served import spawned
 from bootseer.served.background import SPAWNER, begin
 from bootseer.served.folders import live_mounts
@@ -141,7 +146,7 @@ _ASK = """
 import socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect(sys.argv[1])
-    connection.send(b"?")
+    connection.send(b"e1fb2969590754b0")
     print(connection.recv(4096))
 """
 
@@ -159,9 +164,64 @@ def test_without_a_spawner_servers_are_forked_with_one_warning(
         with mount_checkpoints(spec):
             pass
     assert [record.message for record in caplog.records if "spawner" in record.message] == [
-        f"the spawner at {address} does not answer ([Errno 2] No such file or directory): "
+        f"the spawner at {address} cannot be asked ([Errno 2] No such file or directory): "
         "servers end with this container"
     ]
+
+
+def test_a_spawner_of_another_protocol_is_asked_for_nothing(
+    tmp_path: Path,
+    address: Path,
+    settings: Settings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an upgrade, until the node is drained: as without a spawner, and it says why."""
+    with running(tmp_path / "run", address) as spawner:
+        monkeypatch.setattr(spawned._warned, "_flag", False)
+        monkeypatch.setattr(spawned, "PROTOCOL", spawned.PROTOCOL + 1)
+        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
+        with mount_checkpoints(spec) as mounted:
+            assert _parent(mounted.pid) != spawner.pid
+        (said,) = (one.message for one in caplog.records if "spawner" in one.message)
+        assert "drain the node, and delete its pod of bootseer-mounts" in said
+        # It lives: what was mounted before, and died, may be mounted anew.
+        assert answers(address)
+
+
+def test_a_spawner_asked_in_another_protocol_says_its_own(tmp_path: Path, address: Path) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    line = b'{"protocol": 99, "program": "of another form"}'
+    with (
+        running(tmp_path / "run", address),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
+        connection.connect(str(address))
+        socket.send_fds(connection, [line], [null] * 3)
+        connection.settimeout(10)
+        answer = json.loads(connection.recv(4096))
+    os.close(null)
+    assert answer["protocol"] == spawned.PROTOCOL
+    assert "whose protocol is 99 where ours is" in answer["failure"]
+
+
+def test_plans_of_this_protocol_have_these_members() -> None:
+    """Servers of the release before read them: where one of these changes, raise PROTOCOL, and
+    note the new digest here. Members that have a default may come and go."""
+    needed = sorted(_needed(spawned.SpawnRequest) | _needed(ServePlan) | _needed(CheckpointPlan))
+    digest = hashlib.sha256("\n".join(needed).encode()).hexdigest()[:16]
+    assert (spawned.PROTOCOL, digest) == (1, "e1fb2969590754b0"), needed
+
+
+def _needed(struct: type[msgspec.Struct]) -> set[str]:
+    """The members without which a struct, and those in it, cannot be read."""
+    found = set()
+    for field in msgspec.structs.fields(struct):
+        if field.required:
+            found.add(f"{struct.__name__}.{field.name}")
+            if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+                found |= _needed(field.type)
+    return found
 
 
 def test_a_tree_outlives_the_container_of_the_snapshotter(tmp_path: Path, address: Path) -> None:
