@@ -163,10 +163,14 @@ def test_without_a_spawner_servers_are_forked_with_one_warning(
         spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / f"m{number}"))
         with mount_checkpoints(spec):
             pass
-    assert [record.message for record in caplog.records if "spawner" in record.message] == [
+    assert _said(caplog) == [
         f"the spawner at {address} cannot be asked ([Errno 2] No such file or directory): "
         "servers end with this container"
     ]
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == spawned.__name__]
 
 
 def test_a_spawner_of_another_protocol_is_asked_for_nothing(
@@ -183,7 +187,7 @@ def test_a_spawner_of_another_protocol_is_asked_for_nothing(
         spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
         with mount_checkpoints(spec) as mounted:
             assert _parent(mounted.pid) != spawner.pid
-        (said,) = (one.message for one in caplog.records if "spawner" in one.message)
+        (said,) = _said(caplog)
         assert "drain the node, and delete its pod of bootseer-mounts" in said
         # It lives: what was mounted before, and died, may be mounted anew.
         assert answers(address)

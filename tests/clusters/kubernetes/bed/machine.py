@@ -33,8 +33,12 @@ _KERNEL_SETTINGS = (
     "kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes",
 )  # fmt: skip
 
+# What others have mounted on this machine would live as long as a copy of it.
+_LEAVE_MOUNTS = """awk '$3 ~ /^fuse/ {print $2}' /proc/self/mounts |
+  while read -r mount; do umount -l "$mount" || true; done
+"""
 _LAN_SCRIPT = f"""set -eu
-mount -t proc proc /proc
+{_LEAVE_MOUNTS}mount -t proc proc /proc
 ip link set lo up
 ip link add lan type bridge
 ip address add {ADDRESS}/24 dev lan
@@ -45,7 +49,6 @@ exec "$1"
 # `$1` is the init, `$2` the disk, and the other words are the hierarchies of cgroups.
 _NODE_SCRIPT = """set -eu
 init=$1 disk=$2; shift 2
-awk '$3 ~ /^fuse/ {print $2}' /proc/self/mounts | while read -r mount; do umount -l "$mount"; done
 mount -t proc proc /proc
 for folder in lib cache log; do
   mkdir -p "$disk/$folder"
