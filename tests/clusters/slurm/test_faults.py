@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clusters.slurm.cluster import SlurmCluster
+from tests.clusters.slurm.machine import Machine
 from tests.hdfs.cluster import MiniHdfs
 from tests.support.waiting import wait_for
 
@@ -55,8 +56,13 @@ def assert_clean(cluster: SlurmCluster) -> None:
     for name in cluster.nodes:
         machine = cluster.machines[name]
         assert machine.mounts() == [], cluster.logs()
-        ours = [line for line in machine.processes() if not re.match(r"(munged|slurmd) |\[", line)]
-        assert ours == []
+        # A server that has unmounted takes a moment to end.
+        wait_for(lambda machine=machine: not of_jobs(machine), f"the end of {of_jobs(machine)}")  # type: ignore[misc]
+
+
+def of_jobs(machine: Machine) -> list[str]:
+    """The processes that are not Slurm's own."""
+    return [line for line in machine.processes() if not re.match(r"(munged|slurmd) |\[", line)]
 
 
 def script(*lines: str) -> str:
