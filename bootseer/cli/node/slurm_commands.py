@@ -6,6 +6,8 @@ import click
 
 from bootseer.cli.output import current_settings, say
 
+_PUBLISH_S = 10.0
+
 
 @click.group()
 def slurm() -> None:
@@ -34,11 +36,17 @@ def prolog(context: click.Context) -> None:
 
 @slurm.command(epilog="Example: bootseer slurm epilog")
 def epilog() -> None:
-    """Unmount what the job SLURM_JOB_ID has left, end its servers, and keep the cache below its
-    limit."""
+    """Unmount what the job SLURM_JOB_ID has left, end its servers, publish the timelines of its
+    starts, and keep the cache below its limit."""
     from bootseer.launch.slurm import tidy
     from bootseer.prefetch.serve.cache_limit import CacheRoom
+    from bootseer.profile.publish.begin import STORE_VARIABLE
+    from bootseer.profile.publish.worker import publish_left
 
     settings = current_settings()
-    tidy(settings, os.environ.get("SLURM_JOB_ID", ""), say)
+    job = os.environ.get("SLURM_JOB_ID", "")
+    tidy(settings, job, say)
+    if job:
+        os.environ[STORE_VARIABLE] = settings.store_url
+        publish_left(settings.run_dir, job, _PUBLISH_S)
     CacheRoom(settings.cache_dir, settings.cache_limit_bytes).make()

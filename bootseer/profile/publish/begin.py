@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 LOCK = "lock"
 NOTE_SUFFIX = ".json"
+TAKEN_SUFFIX = ".taken"
+"""Of a note that a worker has read: it stays until the worker has published all."""
 STORE_VARIABLE = "BOOTSEER_STORE"
 """By this the worker is told the store's URL, as it is: notes are files."""
 _WORKER = "bootseer.profile.publish.worker"
@@ -45,6 +47,8 @@ class Note(Struct, frozen=True):
     """Of the launcher, and of the job that it becomes."""
     pid_started: str
     ready_name: str
+    slurm_job: str = ""
+    """The job of Slurm whose end kills the worker."""
 
 
 class Round(Struct, frozen=True):
@@ -64,10 +68,11 @@ def begin_publisher(settings: Settings, timeline: Timeline) -> None:
     ready_name = new_ready_name()
     pid = os.getpid()
     shown = replace(settings, store_url=without_users(settings.store_url))
-    note = Note(shown, timeline.path, pid, start_time(pid), ready_name)
+    job = os.environ.get("SLURM_JOB_ID", "")
+    note = Note(shown, timeline.path, pid, start_time(pid), ready_name, job)
     identity = _identity(settings)
     try:
-        folder = private_directory(settings.run_dir / "timelines" / identity)
+        folder = private_directory(notes_dir(settings.run_dir) / identity)
         write_private_file(folder / f"{pid}{NOTE_SUFFIX}", to_line(note).encode("ascii"))
         # Else another launcher's sees the note.
         if not _is_served(folder):
@@ -91,6 +96,11 @@ def is_stored(settings: Settings) -> bool:
 def _identity(settings: Settings) -> str:
     parts = (settings.job, settings.submission, str(settings.attempt), settings.node)
     return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def notes_dir(run_dir: Path) -> Path:
+    """Where the folders of the starts of this node are, while they are published."""
+    return run_dir / "timelines"
 
 
 def _is_served(folder: Path) -> bool:

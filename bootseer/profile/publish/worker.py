@@ -21,7 +21,15 @@ from bootseer.base.redact import redact, without_users
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import in_a_copy, start_time, wait_readable
-from bootseer.profile.publish.begin import LOCK, NOTE_SUFFIX, STORE_VARIABLE, Note, Round
+from bootseer.profile.publish.begin import (
+    LOCK,
+    NOTE_SUFFIX,
+    STORE_VARIABLE,
+    TAKEN_SUFFIX,
+    Note,
+    Round,
+    notes_dir,
+)
 from bootseer.profile.publish.schedule import Schedule
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.ready_socket import ReadySocket
@@ -33,6 +41,8 @@ _NICENESS = 15
 _QUIET_S, _QUIET_S_MAX = 1.0, 10.0
 """Servers note what they did when the job is gone."""
 _ROUND_S = 120.0
+_SHARE = 0.2
+"""Of a round, for one wait for the store: there are several."""
 _KEPT_S = 2 * 86400.0
 _NOTE_BYTES_MAX = 1 << 20
 
@@ -40,9 +50,10 @@ _NOTE_BYTES_MAX = 1 << 20
 class _Follower:
     """The launchers of one start on this node, as far as they have come."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, round_s: float = 0.0) -> None:
         self._folder = folder
-        self._seen: set[str] = set()
+        self._round_s = round_s
+        self._taken: list[Path] = []
         self._notes: list[Note] = []
         self._running: dict[int, Note] = {}
         """By a descriptor of the process."""
@@ -55,16 +66,35 @@ class _Follower:
 
     def take_notes(self) -> bool:
         """Take in launchers that came since; False where there are none."""
-        names = [path.name for path in self._folder.glob(f"*{NOTE_SUFFIX}")]
-        new = [name for name in sorted(names) if name not in self._seen]
-        for name in new:
-            self._seen.add(name)
-            path = self._folder / name
+        new = False
+        for path in sorted(self._folder.glob(f"*{NOTE_SUFFIX}")):
             with contextlib.suppress(OSError, BootseerError, ValueError):
-                self._take(from_line(path.read_bytes()[:_NOTE_BYTES_MAX], Note))
-            with contextlib.suppress(OSError):
-                path.unlink()
-        return bool(new)
+                path = path.rename(path.with_suffix(f".{len(self._taken)}{TAKEN_SUFFIX}"))
+                new = True
+                self._taken.append(path)
+                self._take(_read_note(path))
+        return new
+
+    def publish_left(self, slurm_job: str) -> None:
+        """Publish once what launchers of this job of Slurm have left, who are gone."""
+        for path in sorted(self._folder.iterdir()):
+            with contextlib.suppress(OSError, BootseerError, ValueError):
+                if path.suffix in (NOTE_SUFFIX, TAKEN_SUFFIX):
+                    note = _read_note(path)
+                    if note.slurm_job == slurm_job:
+                        self._taken.append(path)
+                        # So that a store that does not answer is said to, before the round ends.
+                        wait_s = min(note.settings.deadline_s, _SHARE * self._round_s)
+                        self._take(
+                            replace(note, settings=replace(note.settings, deadline_s=wait_s))
+                        )
+        if self._notes:
+            self._publish()
+
+    def forget_notes(self) -> None:
+        """Remove them: all is published, or will not be."""
+        for path in self._taken:
+            path.unlink(missing_ok=True)
 
     def _take(self, note: Note) -> None:
         url = os.environ.get(STORE_VARIABLE, "")
@@ -140,7 +170,7 @@ class _Follower:
 
             return publish(notes, sent, figures)
 
-        found = round_in_a_copy(work, _ROUND_S + notes[0].settings.deadline_s)
+        found = round_in_a_copy(work, self._round_s or _ROUND_S + notes[0].settings.deadline_s)
         self._sent = {**self._sent, **found.sent}
         for whom, problem in found.problems.items():
             if whom not in self._said:
@@ -180,6 +210,7 @@ def main(arguments: Sequence[str]) -> int:
         follower = _Follower(folder)
         while follower.take_notes():
             follower.follow()
+        follower.forget_notes()
         (folder / LOCK).unlink(missing_ok=True)
         os.close(lock)
         try:
@@ -190,6 +221,27 @@ def main(arguments: Sequence[str]) -> int:
                 continue
         _sweep(folder.parent)
         return 0
+
+
+def publish_left(run_dir: Path, slurm_job: str, limit_s: float) -> None:
+    """Publish the timelines of a job of Slurm that is over, as far as its end has killed who would
+    have done so; for at most so long each. For a process without threads; STORE_VARIABLE is as a
+    worker has it."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in notes_dir(run_dir).iterdir():
+            with contextlib.suppress(OSError):
+                lock = lock_file(folder / LOCK, 0)
+                follower = _Follower(folder, limit_s)
+                follower.publish_left(slurm_job)
+                follower.forget_notes()
+                (folder / LOCK).unlink(missing_ok=True)
+                os.close(lock)
+                folder.rmdir()
+
+
+def _read_note(path: Path) -> Note:
+    """Raises: OSError, CorruptError, ValueError."""
+    return from_line(path.read_bytes()[:_NOTE_BYTES_MAX], Note)
 
 
 def _sweep(folder: Path) -> None:
