@@ -141,18 +141,19 @@ def test_whoever_mounts_for_the_node_is_restarted_without_a_loss(installed: list
         assert spawner in one["env"]
 
 
-def test_the_webhook_is_never_in_the_way(installed: list[Object]) -> None:
+def test_the_webhook_is_only_in_the_way_of_pods_that_ask_for_it(installed: list[Object]) -> None:
     for one in installed:
         for hook in one.get("webhooks", ()):
-            assert hook["failurePolicy"] == "Ignore"
             assert hook["timeoutSeconds"] <= 5
+            selected = {
+                each["key"]: (each["operator"], each["values"])
+                for each in hook["objectSelector"]["matchExpressions"]
+            }
             # Our own pods start without it.
-            (ours,) = [
-                expression["values"]
-                for expression in hook["objectSelector"]["matchExpressions"]
-                if expression["key"] == "app.kubernetes.io/name"
-            ]
-            assert ours == ["bootseer"]
+            assert selected["app.kubernetes.io/name"] == ("NotIn", ["bootseer"])
+            # Each pod is sent to one entry at most.
+            operator = {"Fail": "In", "Ignore": "NotIn"}[hook["failurePolicy"]]
+            assert selected["bootseer.io/checkpoint"] == (operator, ["required"])
 
 
 def test_older_clusters_get_what_they_know() -> None:

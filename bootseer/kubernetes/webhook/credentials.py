@@ -20,7 +20,8 @@ from bootseer.kubernetes.webhook.plan import ANNOTATIONS
 _log = logging.getLogger(__name__)
 
 WEBHOOK = "pods.bootseer.io"
-"""The webhook's name in its configuration."""
+"""The configuration's entry for pods that start without the webhook where it is down. The other
+entry is for pods that are labelled to wait: conditions are for the first only."""
 _FIELDS = {"authorities": "ca.crt", "certificate": "tls.crt", "key": "tls.key"}
 _CONDITION = {
     "name": "annotated",
@@ -98,35 +99,39 @@ class Credentials:
 
     def _tell(self, pair: Pair) -> bool:
         """Tell the API server whom to believe; whether it knew that already."""
-        configuration = self._api.get(self._configuration)
-        hooks = (configuration or {}).get("webhooks")
-        places = [
-            (place, hook)
+        configuration = self._api.get(self._configuration) or {}
+        hooks = configuration.get("webhooks")
+        places = {
+            hook.get("name"): (place, hook)
             for place, hook in enumerate(hooks if isinstance(hooks, list) else ())
-            if isinstance(hook, dict) and hook.get("name") == WEBHOOK
-        ]
-        if configuration is None or not places:
+            if isinstance(hook, dict)
+        }
+        if WEBHOOK not in places:
             raise NotFoundError(
                 f"there is no webhook {WEBHOOK} at {self._configuration}; install the chart again"
             )
-        place, hook = places[0]
-        at = f"/webhooks/{place}"
         bundle = base64.b64encode(pair.authorities).decode()
-        client = hook.get("clientConfig")
-        told = isinstance(client, dict) and client.get("caBundle") == bundle
-        if not told:
-            self._set(configuration, f"{at}/clientConfig/caBundle", bundle)
+        untold = [
+            place
+            for place, hook in places.values()
+            if (hook.get("clientConfig") or {}).get("caBundle") != bundle
+        ]
+        place, hook = places[WEBHOOK]
+        if untold:
+            told = {f"/webhooks/{one}/clientConfig/caBundle": bundle for one in untold}
+            self._set(configuration, told)
         elif "matchConditions" not in hook and not self._has_asked_for_conditions:
             # Those that do not know the member leave it out. Asked once: nothing depends on it.
             self._has_asked_for_conditions = True
-            self._set(configuration, f"{at}/matchConditions", [_CONDITION])
-        return told
+            self._set(configuration, {f"/webhooks/{place}/matchConditions": [_CONDITION]})
+        return not untold
 
-    def _set(self, configuration: dict[str, Any], path: str, value: Any) -> None:
+    def _set(self, configuration: dict[str, Any], values: dict[str, Any]) -> None:
         """Raises: BusyError, where somebody has changed the configuration since."""
         version = configuration["metadata"]["resourceVersion"]
-        test = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
-        self._api.patch(self._configuration, [test, {"op": "add", "path": path, "value": value}])
+        patch = [{"op": "test", "path": "/metadata/resourceVersion", "value": version}]
+        patch += [{"op": "add", "path": path, "value": value} for path, value in values.items()]
+        self._api.patch(self._configuration, patch)
 
 
 def look_quietly(credentials: Credentials) -> None:

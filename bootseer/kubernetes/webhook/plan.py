@@ -23,13 +23,16 @@ ENVIRONMENT = "bootseer.io/environment"
 CHECKPOINT = "bootseer.io/checkpoint"
 ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT)
 """Pods that have none of these are not looked at."""
+REQUIRED = "required"
+"""The value of the label CHECKPOINT of pods that start with their folder of checkpoints or not at
+all: API servers select pods by labels, and not by annotations."""
 WARNINGS = "bootseer.io/warnings"
 """The annotation for warnings: whoever creates a pod is told, but that is mostly a controller."""
 DRIVER = "csi.bootseer.io"
 RUNTIME_CLASS = "bootseer"
 HANDLER = "io.containerd.cri.runtime-handler"
 """A kubelet does not tell containerd the class when it pulls (containerd 1.7 and later)."""
-_MIRROR = "kubernetes.io/config.mirror"
+MIRROR = "kubernetes.io/config.mirror"
 
 _WARNINGS_MAX = 8
 _ANNOTATIONS_BYTES_MAX = 256 * 1024
@@ -58,6 +61,12 @@ class Plan(Struct, frozen=True):
 
     patch: tuple[Operation, ...] = ()
     warnings: tuple[str, ...] = ()
+    has_checkpoint: bool = False
+    """Whether every container gets the folder of checkpoints that the pod asks for."""
+
+
+_Warnings = dict[str, str]
+"""What cannot be done, in order, and the kind of the volume that is left out for it, if one is."""
 
 
 class _Volume(Struct, frozen=True, kw_only=True):
@@ -78,7 +87,7 @@ class _Volume(Struct, frozen=True, kw_only=True):
 def is_annotated(pod: Pod) -> bool:
     """Whether a pod asks for anything."""
     is_asked = any(_asked(pod, name) for name in ANNOTATIONS)
-    return is_asked and _MIRROR not in pod.metadata.annotations
+    return is_asked and MIRROR not in pod.metadata.annotations
 
 
 def plan(pod: Pod, cluster: Cluster) -> Plan:
@@ -87,7 +96,10 @@ def plan(pod: Pod, cluster: Cluster) -> Plan:
         return Plan()
     if pod.spec.os.name == "windows" or pod.spec.node_selector.get("kubernetes.io/os") == "windows":
         return Plan(warnings=("bootseer: the pod is for Windows; it starts as it is",))
-    warnings: list[str] = []
+    warnings: _Warnings = {}
+    label = pod.metadata.labels.get(CHECKPOINT, REQUIRED)
+    if label != REQUIRED:
+        warnings[f"the label {CHECKPOINT} is {label[:40]!r}, which is not {REQUIRED}"] = ""
     identity = identity_of(pod)
     volumes = list(_volumes(pod, cluster, identity, warnings))
     patch = [
@@ -95,34 +107,33 @@ def plan(pod: Pod, cluster: Cluster) -> Plan:
         *_volume_patch(pod, volumes),
         *_containers(pod, _variables(identity, cluster), volumes, warnings),
     ]
-    warnings = list(dict.fromkeys(warnings))[:_WARNINGS_MAX]
-    noted = "; ".join(warnings)
+    said = list(warnings)[:_WARNINGS_MAX]
+    noted = "; ".join(said)
     if noted and pod.metadata.annotations.get(WARNINGS) != noted and _has_room(pod, noted):
         patch.append(_annotate(WARNINGS, noted))
-    return Plan(tuple(patch), tuple(f"bootseer: {warning}" for warning in warnings))
+    has_checkpoint = bool(_asked(pod, CHECKPOINT)) and "checkpoint" not in warnings.values()
+    return Plan(tuple(patch), tuple(f"bootseer: {one}" for one in said), has_checkpoint)
 
 
-def _replay(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[Operation]:
+def _replay(pod: Pod, cluster: Cluster, warnings: _Warnings) -> Iterator[Operation]:
     annotations, spec = pod.metadata.annotations, pod.spec
     asked = _asked(pod, REPLAY)
     if not asked:
         return
     if asked != "auto":
-        warnings.append(f"{REPLAY} is {asked[:40]!r}, which is neither auto nor off")
+        warnings[f"{REPLAY} is {asked[:40]!r}, which is neither auto nor off"] = ""
     elif spec.runtime_class_name not in ("", RUNTIME_CLASS):
-        warnings.append(
-            f"not replayed: the pod has the runtime class {spec.runtime_class_name!r} already"
-        )
+        name = spec.runtime_class_name
+        warnings[f"not replayed: the pod has the runtime class {name!r} already"] = ""
     elif not cluster.handler:
-        warnings.append(f"not replayed: this cluster has no runtime class {RUNTIME_CLASS!r}")
+        warnings[f"not replayed: this cluster has no runtime class {RUNTIME_CLASS!r}"] = ""
     elif not spec.host_users:
-        warnings.append(
-            "not replayed: in a user namespace (hostUsers: false) containerd copies the whole image"
-        )
+        why = "in a user namespace (hostUsers: false) containerd copies the whole image"
+        warnings[f"not replayed: {why}"] = ""
     elif annotations.get(HANDLER, cluster.handler) != cluster.handler:
-        warnings.append(f"not replayed: the pod has another {HANDLER} already")
+        warnings[f"not replayed: the pod has another {HANDLER} already"] = ""
     elif not _has_room(pod, cluster.handler):
-        warnings.append("not replayed: the pod's annotations have no room for one more")
+        warnings["not replayed: the pod's annotations have no room for one more"] = ""
     else:
         if not spec.runtime_class_name:
             yield {"op": "add", "path": "/spec/runtimeClassName", "value": RUNTIME_CLASS}
@@ -131,7 +142,7 @@ def _replay(pod: Pod, cluster: Cluster, warnings: list[str]) -> Iterator[Operati
 
 
 def _volumes(
-    pod: Pod, cluster: Cluster, identity: Identity, warnings: list[str]
+    pod: Pod, cluster: Cluster, identity: Identity, warnings: _Warnings
 ) -> Iterator[_Volume]:
     """The volumes that a pod asks for and can be given."""
     annotations = pod.metadata.annotations
@@ -161,20 +172,19 @@ def _volumes(
             )
         )
     for volume in asked:
-        problem = _problem(pod, volume)
+        problem, kind = _problem(pod, volume), volume.attributes["kind"]
         if volume.path in (one.path for one in asked if one is not volume):
             problem = f"environment and checkpoint folder have one path, {volume.path!r}"
         if problem:
-            warnings.append(f"no {volume.attributes['kind']}: {problem}")
+            warnings[f"no {kind}: {problem}"] = kind
         elif cluster.has_driver:
             yield volume
         elif volume.is_read_only:
-            warnings.append(f"no environment: this cluster has no CSI driver {DRIVER}")
+            warnings[f"no {kind}: this cluster has no CSI driver {DRIVER}"] = kind
         else:
             # Without its folder a trainer would begin at step 0, and save to the node's disk.
-            warnings.append(
-                f"this cluster has no CSI driver {DRIVER}: the pod waits for its checkpoint folder"
-            )
+            why = f"this cluster has no CSI driver {DRIVER}"
+            warnings[f"{why}: the pod waits for its checkpoint folder"] = ""
             yield volume
 
 
@@ -215,7 +225,7 @@ def _volume_patch(pod: Pod, volumes: list[_Volume]) -> Iterator[Operation]:
 
 
 def _containers(
-    pod: Pod, told: list[dict[str, Any]], volumes: list[_Volume], warnings: list[str]
+    pod: Pod, told: list[dict[str, Any]], volumes: list[_Volume], warnings: _Warnings
 ) -> Iterator[Operation]:
     kinds = {"containers": pod.spec.containers, "initContainers": pod.spec.init_containers}
     for kind, containers in kinds.items():
@@ -253,7 +263,7 @@ def _variables(identity: Identity, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _mounts(
-    container: Container, volumes: list[_Volume], warnings: list[str]
+    container: Container, volumes: list[_Volume], warnings: _Warnings
 ) -> Iterator[dict[str, Any]]:
     taken = {posixpath.normpath(one.mount_path): one.name for one in container.volume_mounts}
     taken |= {posixpath.normpath(one.device_path): "" for one in container.volume_devices}
@@ -265,10 +275,8 @@ def _mounts(
                 mount["readOnly"] = True
             yield mount
         elif other != volume.name:
-            warnings.append(
-                f"no {volume.attributes['kind']} in container {container.name!r}: it has another "
-                f"volume at {volume.path}"
-            )
+            kind, where = volume.attributes["kind"], f"in container {container.name!r}"
+            warnings[f"no {kind} {where}: it has another volume at {volume.path}"] = kind
 
 
 def _has_room(pod: Pod, more: str) -> bool:

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from bootseer.errors import CorruptError
-from bootseer.kubernetes.webhook.plan import ANNOTATIONS, Cluster, Plan, is_annotated, plan
+from bootseer.kubernetes.webhook.plan import (
+    ANNOTATIONS,
+    CHECKPOINT,
+    MIRROR,
+    REQUIRED,
+    Cluster,
+    Plan,
+    is_annotated,
+    plan,
+)
 from bootseer.kubernetes.webhook.pods import POD, REVIEW
 
 _POD_BYTES_MAX = 1024 * 1024
@@ -14,18 +23,22 @@ _POD_BYTES_MAX = 1024 * 1024
 
 
 def answer(body: bytes, cluster: Callable[[], Cluster]) -> bytes:
-    """The AdmissionReview that answers `body`. The pod is always allowed. `cluster` is asked only
-    for pods that have an annotation.
+    """The AdmissionReview that answers `body`. A pod is refused only where its own label requires
+    a folder of checkpoints that it cannot have. `cluster` is asked only for pods that have an
+    annotation.
 
     Raises: CorruptError, where `body` is no AdmissionReview.
     """
     review = REVIEW.decode(body, "the request's body")
     request = review.request
-    planned = Plan()
+    planned, refusal = Plan(), ""
     if request.operation == "CREATE":
         planned = _planned(request.object, len(body), cluster)
-    response: dict[str, Any] = {"uid": request.uid, "allowed": True}
-    if planned.patch:
+        refusal = _refusal(request.object, planned)
+    response: dict[str, Any] = {"uid": request.uid, "allowed": not refusal}
+    if refusal:
+        response["status"] = {"code": 403, "message": refusal}
+    elif planned.patch:
         response["patchType"] = "JSONPatch"
         response["patch"] = base64.b64encode(json.dumps(planned.patch).encode()).decode()
     if planned.warnings:
@@ -48,6 +61,20 @@ def _planned(document: Any, size_bytes: int, cluster: Callable[[], Cluster]) -> 
 
 def _asks(document: Any) -> bool:
     """Whether the object has one of our annotations: others are not even decoded."""
+    return not _words(document, "annotations").keys().isdisjoint(ANNOTATIONS)
+
+
+def _refusal(document: Any, planned: Plan) -> str:
+    """Why a pod may not start; empty where it may."""
+    is_required = _words(document, "labels").get(CHECKPOINT) == REQUIRED
+    if not is_required or planned.has_checkpoint or MIRROR in _words(document, "annotations"):
+        return ""
+    why = "; ".join(planned.warnings) or f"it has no annotation {CHECKPOINT}"
+    return f"the pod's label {CHECKPOINT} says {REQUIRED}, and it cannot have that folder: {why}"
+
+
+def _words(document: Any, name: str) -> dict[str, Any]:
+    """The labels or the annotations of an object that may be anything."""
     metadata = document.get("metadata") if isinstance(document, dict) else None
-    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
-    return isinstance(annotations, dict) and not annotations.keys().isdisjoint(ANNOTATIONS)
+    words = metadata.get(name) if isinstance(metadata, dict) else None
+    return words if isinstance(words, dict) else {}

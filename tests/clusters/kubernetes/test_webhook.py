@@ -98,6 +98,7 @@ class _Site:
         template = owner["spec"]["template"]
         for volume in ("environment", "checkpoint"):
             template["metadata"]["annotations"].pop(f"bootseer.io/{volume}", None)
+        template["metadata"].setdefault("labels", {}).pop("bootseer.io/checkpoint", None)
         container = template["spec"]["containers"][0]
         container.pop("args", None)
         wait = "; import time; time.sleep(3600)" if owner["kind"] == "StatefulSet" else ""
@@ -248,8 +249,11 @@ def test_applying_it_again_takes_its_certificate_from_nobody(site: _Site) -> Non
     site.install()
     after = [site.cluster.get(*kind) for kind in kinds]
     assert after[0]["data"] == before[0]["data"]
-    clients = [one["webhooks"][0]["clientConfig"]["caBundle"] for one in (before[1], after[1])]
-    assert clients[0] == clients[1]
+    assert bundles(before[1]) == bundles(after[1])
+
+
+def bundles(configuration: dict[str, Any]) -> set[str]:
+    return {hook["clientConfig"]["caBundle"] for hook in configuration["webhooks"]}
 
 
 def test_other_pods_are_the_same_with_and_without_the_webhook(site: _Site) -> None:
@@ -267,3 +271,27 @@ def test_without_the_webhook_annotated_pods_start_the_ordinary_way(site: _Site) 
     site.scale(1)
     found = site.run("again", {"bootseer.io/replay": "auto"})
     assert found["spec"]["runtimeClassName"] == "bootseer"
+
+
+def test_without_the_webhook_pods_that_require_their_checkpoints_are_not_created(
+    site: _Site,
+) -> None:
+    """Their owner says why, and makes them when it is back."""
+    site.scale(0)
+    template = site.pod("saves", {"bootseer.io/checkpoint": "hdfs://namenode/checkpoints"})
+    template["metadata"]["labels"]["bootseer.io/checkpoint"] = "required"
+    metadata = {"name": "saves", "namespace": _SPACE}
+    words = {name: template["metadata"][name] for name in ("annotations", "labels")}
+    spec = {"template": {"metadata": words, "spec": template["spec"]}}
+    site.cluster.apply(
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+    )
+    why = 'failed calling webhook "checkpoints.bootseer.io"'
+    wait_for(lambda: why in site.cluster.events("saves", _SPACE), "the Job's event", look_s=0.5)
+    owned = ("pods", "--namespace", _SPACE, "--selector=job-name=saves")
+    assert not site.cluster.list(*owned)
+    site.scale(1)
+    wait_for(lambda: site.cluster.list(*owned), "the Job's pod", timeout_s=180, look_s=0.5)
+    (found,) = site.cluster.list(*owned)
+    assert [one["name"] for one in found["spec"]["volumes"]][-1] == "bootseer-checkpoint"
+    site.cluster.kubectl("delete", "job", "saves", "--namespace", _SPACE)

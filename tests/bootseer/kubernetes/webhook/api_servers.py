@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 
 import pytest
 import urllib3
+import yaml  # type: ignore[import-untyped]
 
 from bootseer.kubernetes.webhook.certificates import make_pair
 from tests.bootseer.kubernetes.webhook.json_patch import PatchError, applied
 from tests.clusters.kubernetes.bed.programs import KEPT, cache_folder
+from tests.support.containers.chart import MANIFESTS
 from tests.support.servers.registry import free_port
 from tests.support.waiting import wait_for
 
@@ -37,25 +39,9 @@ _RULES = [
 
 def configuration() -> dict[str, Any]:
     """As the chart has it."""
-    service = {"namespace": NAMESPACE, "name": NAME, "path": "/pods", "port": 443}
-    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"]}
-    return {
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": "MutatingWebhookConfiguration",
-        "metadata": {"name": NAME},
-        "webhooks": [
-            {
-                "name": "pods.bootseer.io",
-                "clientConfig": {"service": service},
-                "rules": [{**rule, "resources": ["pods"]}],
-                "failurePolicy": "Ignore",
-                "sideEffects": "None",
-                "reinvocationPolicy": "IfNeeded",
-                "timeoutSeconds": 3,
-                "admissionReviewVersions": ["v1"],
-            }
-        ],
-    }
+    found = yaml.safe_load_all((MANIFESTS / "webhook.yaml").read_text())
+    kind = "MutatingWebhookConfiguration"
+    return next(one for one in found if one["kind"] == kind)
 
 
 class ApiServer:
@@ -111,10 +97,15 @@ class ApiServer:
         known = _named("node.k8s.io/v1", "RuntimeClass", "bootseer")
         self.ask("POST", "/apis/node.k8s.io/v1/runtimeclasses", {**known, "handler": "bootseer"})
 
+    def hooks(self) -> dict[str, dict[str, Any]]:
+        """The entries of the webhook's configuration, by their names."""
+        found = self.ask("GET", CONFIGURATION)["webhooks"]
+        return {hook["name"]: hook for hook in found}
+
     def bundle(self) -> str:
         """The authorities that it was told of, in Base64; empty before."""
-        found = self.ask("GET", CONFIGURATION)
-        return str(found["webhooks"][0]["clientConfig"].get("caBundle", ""))
+        (found,) = {one["clientConfig"].get("caBundle", "") for one in self.hooks().values()}
+        return str(found)
 
 
 def _named(version: str, kind: str, name: str) -> dict[str, Any]:

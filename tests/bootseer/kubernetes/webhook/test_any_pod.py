@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.kubernetes.webhook.plan import ANNOTATIONS, Cluster
+from bootseer.kubernetes.webhook.plan import ANNOTATIONS, CHECKPOINT, Cluster
 from tests.bootseer.kubernetes.webhook.pod_objects import patched, planned, response_to, review_of
 
 _NAMES = st.sampled_from(
@@ -16,7 +16,9 @@ _NAMES = st.sampled_from(
 _PATHS = st.sampled_from(("/mnt/checkpoints", "/opt/environment/", "/opt/environment", "/x", "/"))
 _TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 _VALUES = st.one_of(
-    st.sampled_from(("auto", "off", "", "hdfs://n/c", "file:///$(A)", "env-1", "/", "/mnt/a")),
+    st.sampled_from(
+        ("auto", "off", "required", "", "hdfs://n/c", "file:///$(A)", "env-1", "/", "/mnt/a")
+    ),
     _TEXT,
 )
 _VARIABLE = st.fixed_dictionaries(
@@ -114,8 +116,22 @@ def test_pods_without_annotations_come_back_untouched(pod: dict[str, Any], found
     pod["metadata"]["annotations"] = {
         name: value for name, value in annotations.items() if name not in ANNOTATIONS
     }
+    (pod["metadata"].get("labels") or {}).pop(CHECKPOINT, None)
     response = response_to(review_of(pod), found)
     assert response.keys() == {"uid", "allowed", "apiVersion"}
+
+
+@given(_PODS, _CLUSTERS)
+def test_a_pod_is_refused_only_where_its_label_requires_a_folder(
+    pod: dict[str, Any], found: Cluster
+) -> None:
+    response = response_to(review_of(pod), found)
+    (pod["metadata"].get("labels") or {}).pop(CHECKPOINT, None)
+    after = response_to(review_of(pod), found)
+    assert after["allowed"]
+    if not response["allowed"]:
+        # A folder that every container would have is no reason.
+        assert not planned(pod, found).has_checkpoint
 
 
 @given(

@@ -167,6 +167,11 @@ def test_what_cannot_be_done_is_a_warning_and_left_out(
     assert f"bootseer: {noted}" == plan.warnings[0] or "no room" in says
 
 
+def test_a_misspelt_label_is_a_warning() -> None:
+    label = {"bootseer.io/checkpoint": "require"}
+    assert "'require', which is not required" in planned(pod_object(CHECKPOINT, label)).warnings[0]
+
+
 def test_two_volumes_with_one_path_are_left_out() -> None:
     paths = {"bootseer.io/environment-path": "/a", "bootseer.io/checkpoint-path": "/a"}
     plan = planned(pod_object({**ENVIRONMENT, **CHECKPOINT, **paths}))

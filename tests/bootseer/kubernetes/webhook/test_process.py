@@ -17,6 +17,8 @@ from tests.bootseer.kubernetes.webhook.pod_objects import pod_object, variables
 
 _PODS = "/api/v1/namespaces/training/pods"
 _REPLAY = {"bootseer.io/replay": "auto"}
+_CHECKPOINT = {"bootseer.io/checkpoint": "hdfs://namenode/ckpt"}
+_REQUIRED = {"bootseer.io/checkpoint": "required"}
 
 
 @contextlib.contextmanager
@@ -53,9 +55,14 @@ def _address() -> str:
         return str(plain.getsockname()[0])
 
 
-def _created(server: ApiServer, name: str, annotations: dict[str, str]) -> dict[str, Any]:
+def _created(
+    server: ApiServer,
+    name: str,
+    annotations: dict[str, str],
+    labels: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """A pod, as the API server has it, without what differs between any two."""
-    document = pod_object(annotations)
+    document = pod_object(annotations, labels)
     document["metadata"] |= {"name": name}
     pod: dict[str, Any] = server.ask("POST", _PODS, document)
     server.ask("DELETE", f"{_PODS}/{name}?gracePeriodSeconds=0")
@@ -90,11 +97,7 @@ def test_a_real_api_server_changes_annotated_pods_only(tmp_path: Path) -> None:
         with _webhook(server) as (process, port):
             server.install_service(_address(), port)
             assert _created(server, "plain", {"example.com/a": "b"}) == plain_before
-            asked = {
-                **_REPLAY,
-                "bootseer.io/environment": "llm",
-                "bootseer.io/checkpoint": "hdfs://namenode/ckpt",
-            }
+            asked = {**_REPLAY, **_CHECKPOINT, "bootseer.io/environment": "llm"}
             pod = _created(server, "replayed", asked)
             assert pod["spec"]["runtimeClassName"] == "bootseer"
             assert pod["metadata"]["annotations"]["io.containerd.cri.runtime-handler"] == "bootseer"
@@ -103,7 +106,15 @@ def test_a_real_api_server_changes_annotated_pods_only(tmp_path: Path) -> None:
                 "csi.bootseer.io",
             ]
             assert variables(pod)["BOOTSEER_STORE"] == "hdfs://namenode/store"
+            pod = _created(server, "required", _CHECKPOINT, _REQUIRED)
+            assert [one["name"] for one in pod["spec"]["volumes"]] == ["bootseer-checkpoint"]
+            with pytest.raises(AssertionError, match="is no URL"):
+                _created(server, "wrong", {"bootseer.io/checkpoint": "/mnt"}, _REQUIRED)
             process.kill()
             process.wait(60)
-            # It is down: the pod starts the ordinary way.
+            # It is down: pods start the ordinary way, but for those that may not.
             assert "runtimeClassName" not in _created(server, "ordinary", _REPLAY)["spec"]
+            assert "volumes" not in _created(server, "unlabelled", _CHECKPOINT)["spec"]
+            assert _created(server, "plain", {"example.com/a": "b"}) == plain_before
+            with pytest.raises(AssertionError, match=r"checkpoints\.bootseer\.io"):
+                _created(server, "required", _CHECKPOINT, _REQUIRED)

@@ -62,6 +62,51 @@ def test_a_pod_that_cannot_be_changed_starts_as_it_is(change: dict[str, Any], sa
     assert says.replace("no pod", "not a pod") in response["warnings"][0]
 
 
+CHECKPOINT = {"bootseer.io/checkpoint": "hdfs://namenode/ckpt"}
+REQUIRED = {"bootseer.io/checkpoint": "required"}
+_TAKEN = {"volumeMounts": [{"name": "data", "mountPath": "/mnt/checkpoints"}]}
+
+
+@pytest.mark.parametrize(
+    ("annotations", "spec", "says"),
+    [
+        (REPLAY, {}, "no annotation"),
+        (None, {}, "no annotation"),
+        ({"bootseer.io/checkpoint": "off"}, {}, "no annotation"),
+        ({"bootseer.io/checkpoint": "/mnt/x"}, {}, "no URL"),
+        (CHECKPOINT, {"containers": [{"name": "a"}, {"name": "b", **_TAKEN}]}, "another volume"),
+        (CHECKPOINT, {"os": {"name": "windows"}}, "Windows"),
+        (CHECKPOINT, {"containers": 7}, "not a pod"),
+        ({**CHECKPOINT, "x": "y" * 1024 * 1024}, {}, "too large"),
+    ],
+)
+def test_a_pod_that_requires_its_checkpoint_folder_is_refused_without(
+    annotations: dict[str, str] | None, spec: dict[str, Any], says: str
+) -> None:
+    """It would begin at step 0, and save to the node's disk."""
+    pod = pod_object(annotations, REQUIRED, **spec)
+    response = response_to(review_of(pod))
+    assert response["allowed"] is False
+    assert says in response["status"]["message"]
+    assert "patch" not in response
+    pod["metadata"]["labels"] = {}
+    assert response_to(review_of(pod))["allowed"] is True
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_pod_that_requires_its_checkpoint_folder_gets_it(has_driver: bool) -> None:
+    """Where no driver is, the pod waits for it."""
+    cluster = Cluster(has_driver=has_driver, handler="")
+    response = response_to(review_of(pod_object(CHECKPOINT, REQUIRED)), cluster)
+    assert response["allowed"] is True
+    assert "/spec/volumes" in {one["path"] for one in response["patch"]}
+
+
+def test_a_mirror_of_a_pod_that_runs_already_is_never_refused() -> None:
+    mirror = {**CHECKPOINT, "kubernetes.io/config.mirror": "a1"}
+    assert response_to(review_of(pod_object(mirror, REQUIRED)))["allowed"] is True
+
+
 @pytest.mark.parametrize(
     "change", [{"operation": "UPDATE"}, {"object": None}, {"object": []}, {"object": "x"}]
 )
