@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,6 +155,20 @@ def test_the_webhook_is_only_in_the_way_of_pods_that_ask_for_it(installed: list[
             # Each pod is sent to one entry at most.
             operator = {"Fail": "In", "Ignore": "NotIn"}[hook["failurePolicy"]]
             assert selected["bootseer.io/checkpoint"] == (operator, ["required"])
+
+
+@pytest.mark.parametrize("folder", ["/etc/containerd/certs.d", "/k3s/certs.d", ""])
+def test_registries_are_reached_as_the_node_s_containerd_reaches_them(folder: str) -> None:
+    found = rendered({"warm": EVERYTHING["warm"], "containerd": {"registryHostsDir": folder}})
+    (config,) = [one for one in found if one["metadata"]["name"] == "bootseer-config"]
+    said = tomllib.loads(config["data"]["bootseer.toml"]).get("registry_hosts_dir", "")
+    assert said == folder
+    for _, pod in pods(found):
+        for one in containers(pod):
+            mounts = {mount["name"]: mount for mount in one.get("volumeMounts", ())}
+            readers = {"spawner", "snapshotter", "csi", "warm"} if folder else set()
+            assert ("registries" in mounts) == (one["name"] in readers)
+            assert mounts.get("registries", {"readOnly": True})["readOnly"]
 
 
 def test_older_clusters_get_what_they_know() -> None:

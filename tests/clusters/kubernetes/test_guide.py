@@ -25,14 +25,8 @@ from tests.support.waiting import wait_for
 GUIDE = REPOSITORY / "docs" / "kubernetes.md"
 TRAINER = "team/trainer:v7"
 WARM_LOG = "kubectl logs --namespace bootseer-system daemonset/bootseer-warm"
-# What the tests' nodes have otherwise than a reader's: no systemd, a registry over plain HTTP.
-VALUES = {
-    "containerd": {"restartCommand": "kill {pid}"},
-    "extraVolumes": [{"name": "registries", "hostPath": {"path": "/etc/containerd/certs.d"}}],
-    "extraVolumeMounts": [
-        {"name": "registries", "mountPath": "/etc/containerd/certs.d", "readOnly": True}
-    ],
-}
+# What the tests' nodes have otherwise than a reader's: no systemd.
+VALUES = {"containerd": {"restartCommand": "kill {pid}"}}
 HELM = """#!/bin/sh
 exec {python} -m tests.clusters.kubernetes.helm "$@"
 """

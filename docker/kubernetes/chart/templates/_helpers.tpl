@@ -56,6 +56,9 @@ tolerations:
 {{- with .Values.metrics.directory }}
 - {name: metrics, mountPath: {{ . }}}
 {{- end }}
+{{- with .Values.containerd.registryHostsDir }}
+- {name: registries, mountPath: {{ . }}, readOnly: true}
+{{- end }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -72,6 +75,10 @@ tolerations:
   hostPath: {path: {{ .Values.runDir }}, type: DirectoryOrCreate}
 {{- with .Values.metrics.directory }}
 - name: metrics
+  hostPath: {path: {{ . }}, type: DirectoryOrCreate}
+{{- end }}
+{{- with .Values.containerd.registryHostsDir }}
+- name: registries
   hostPath: {path: {{ . }}, type: DirectoryOrCreate}
 {{- end }}
 {{- with .Values.extraVolumes }}

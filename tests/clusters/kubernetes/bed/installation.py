@@ -29,13 +29,6 @@ class Installation:
             # The nodes have no systemd: what runs containerd starts it again.
             "containerd": {"restartCommand": "kill {pid}"},
             "metrics": {"dashboard": False},
-            # The registry of the cluster speaks plain HTTP, which only the node's own file allows.
-            "extraVolumes": [
-                {"name": "registries", "hostPath": {"path": "/etc/containerd/certs.d"}}
-            ],
-            "extraVolumeMounts": [
-                {"name": "registries", "mountPath": "/etc/containerd/certs.d", "readOnly": True}
-            ],
         }
         # Kubernetes 1.20 has none of the newer versions.
         found = objects(render({**given, **(values or {})}, apis=()))
