@@ -1,7 +1,5 @@
 """The Helm chart and the plain manifests: one truth, names that fit, no rights beyond the table."""
 
-import json
-import re
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +12,6 @@ from tests.support.containers.chart import CHART, MANIFESTS, objects, plain_mani
 from tests.support.mounts.fuse_mount import REPOSITORY
 
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
-SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 EVERYTHING = {
     "createNamespace": True,
     "image": {"tag": "v7"},
@@ -175,23 +172,6 @@ def test_older_clusters_get_what_they_know() -> None:
     found = rendered({}, apis=())
     (budget,) = [one for one in found if one["kind"] == "PodDisruptionBudget"]
     assert budget["apiVersion"] == "policy/v1beta1"
-
-
-def test_every_value_is_documented_used_and_checked() -> None:
-    templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
-    assert set(SCHEMA["properties"]) == set(DEFAULTS)
-    for name, value in DEFAULTS.items():
-        inner = SCHEMA["properties"][name].get("properties")
-        if isinstance(value, dict) and inner is not None and name != "settings":
-            assert set(inner) == set(value), name
-            assert not SCHEMA["properties"][name]["additionalProperties"]
-            for key in value:
-                assert f".Values.{name}.{key}" in templates, f"{name}.{key}"
-        else:
-            assert f".Values.{name}" in templates, name
-    assert not SCHEMA["additionalProperties"]
-    unknown = set(re.findall(r"\.Values\.(\w+)", templates)) - set(DEFAULTS)
-    assert not unknown
 
 
 def test_rights_are_those_of_the_table() -> None:

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from bench.containers.packages import Packages
 from bench.model import SkippedError
+from tests.clusters.kubernetes.bed.programs import kept_go
 from tests.support.mounts.fuse_mount import REPOSITORY
 
 CHART = REPOSITORY / "docker" / "kubernetes" / "chart"
@@ -75,9 +76,12 @@ def plain_manifests() -> dict[str, str]:
 
 def _renderer() -> Path:
     """The renderer, built once. Raises: SkippedError."""
-    go = shutil.which("go")
-    if go is None:
-        raise SkippedError("the chart is rendered by a program in Go, which is not installed")
+    go, kept = shutil.which("go"), kept_go()
+    if go is None and kept is None:
+        raise SkippedError(
+            "the chart is rendered by a program in Go, which is not installed: of 450 MB, and "
+            "only `make test-kubernetes` fetches it, once for all tests of this machine"
+        )
     program = _KEPT / f"render-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}"
     if not program.exists():
         path = Packages(_KEPT).unpacked_with_needs("bookworm", *_LIBRARIES)
@@ -86,10 +90,11 @@ def _renderer() -> Path:
             "GOCACHE": str(_KEPT / "go-cache"),
             "GO111MODULE": "off",
             "GOFLAGS": "",
+            **({} if go else {"GOROOT": str(kept)}),
         }
         partial = program.with_suffix(".partial")
         done = subprocess.run(
-            [go, "build", "-o", str(partial), str(_SOURCE)],
+            [go or f"{kept}/bin/go", "build", "-o", str(partial), str(_SOURCE)],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,

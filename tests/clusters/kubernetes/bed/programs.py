@@ -53,6 +53,9 @@ def programs(cache: Path, say: Callable[[str], None]) -> Path:
             target.mkdir(exist_ok=True)
             _build(cache, target, say)
         found = packages(cache)
+        if shutil.which("go") is None:
+            # Also the chart's renderer is built by it.
+            _go(found)
         for suite, package, pattern in (
             (_SUITE, "kubernetes-client", "usr/bin/kubectl"),
             (_SUITE, "etcd-server", "usr/bin/etcd"),
@@ -66,6 +69,12 @@ def programs(cache: Path, say: Callable[[str], None]) -> Path:
                 link.symlink_to(program)
         _compile_init(target / "init")
     return target
+
+
+def kept_go() -> Path | None:
+    """The root of the Go that builds all this, if it was ever fetched."""
+    root = cache_folder() / "packages" / _SUITE / "golang-1.19-go/usr/lib/go-1.19"
+    return root if root.exists() else None
 
 
 def _compile_init(target: Path) -> None:
