@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from bootseer.kubernetes.webhook.plan import ANNOTATIONS, CHECKPOINT, Cluster
 from tests.bootseer.kubernetes.webhook.pod_objects import patched, planned, response_to, review_of
+from tests.bootseer.kubernetes.webhook.restricted import violations
 
 _NAMES = st.sampled_from(
     ("data", "bootseer-environment", "bootseer-checkpoint", "BOOTSEER_JOB", "RANK", "PATH")
@@ -108,6 +109,8 @@ def test_a_patch_only_adds_and_a_second_one_is_empty(pod: dict[str, Any], found:
     assert again.warnings == planned(pod, found).warnings
     _check_valid(pod, after)
     _check_kept(pod, after)
+    # A pod that a namespace allows, as one that is `restricted`, it allows afterwards.
+    assert violations(after) <= violations(pod)
 
 
 @given(_PODS, _CLUSTERS)

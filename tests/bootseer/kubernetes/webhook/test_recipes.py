@@ -1,5 +1,7 @@
 """The recipes: each pod template is `restricted`, has an annotation, and gets what it asks for."""
 
+import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.bootseer.kubernetes.webhook.pod_objects import patched, planned
+from tests.bootseer.kubernetes.webhook.restricted import violations
 from tests.support.mounts.fuse_mount import REPOSITORY
 
 RECIPES = sorted((REPOSITORY / "docker/kubernetes/recipes").glob("*.yaml"))
@@ -40,22 +43,64 @@ def test_its_pods_get_what_they_ask_for_and_are_restricted(path: Path) -> None:
         assert not planned(pod).warnings
         changed = patched(pod)
         assert changed["spec"]["runtimeClassName"] == "bootseer"
-        _check_restricted(changed["spec"])
+        assert not violations(changed)
+        # The user is named: the image may be root's.
+        assert changed["spec"]["securityContext"]["runAsUser"]
+
+
+def test_the_guides_pod_in_a_restricted_namespace_is_allowed_there() -> None:
+    guide = (REPOSITORY / "docs/kubernetes.md").read_text()
+    assert "enforce=restricted" in guide
+    applied = re.search(r"apply --namespace training -f - <<'END'\n(.*?)^END$", guide, re.S | re.M)
+    assert applied
+    (template,) = _templates(yaml.safe_load(applied[1]))
+    assert not violations(patched({"apiVersion": "v1", "kind": "Pod", **template}))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "hostNetwork": {"hostNetwork": True},
+    "hostPID": {"hostPID": True},
+    "hostIPC": {"hostIPC": True},
+    "volume": {"volumes": [{"name": "data", "hostPath": {"path": "/data"}}]},
+    "sysctl": {"securityContext": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}},
+    "pod: runAsUser": {"securityContext": {"runAsUser": 0}},
+    "pod: AppArmor": {"securityContext": {"appArmorProfile": {"type": "Unconfined"}}},
+    "runAsNonRoot": {"securityContext": {}},
+    "a: seccompProfile": {"securityContext": {"runAsNonRoot": True}},
+}
+WRONG_CONTAINERS: dict[str, dict[str, Any]] = {
+    "allowPrivilegeEscalation": {"securityContext": {"capabilities": {"drop": ["ALL"]}}},
+    "capabilities are kept": {"securityContext": {"capabilities": {"drop": ["NET_RAW"]}}},
+    "capabilities are added": {"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}},
+    "privileged": {"securityContext": {"privileged": True}},
+    "procMount": {"securityContext": {"procMount": "Unmasked"}},
+    "seLinuxOptions": {"securityContext": {"seLinuxOptions": {"type": "spc_t"}}},
+    "seccompProfile": {"securityContext": {"seccompProfile": {"type": "Unconfined"}}},
+    "runAsNonRoot": {"securityContext": {"runAsNonRoot": False}},
+    "runAsUser": {"securityContext": {"runAsUser": 0}},
+    "hostPort": {"ports": [{"containerPort": 1, "hostPort": 1}]},
+    "the host of a probe": {"livenessProbe": {"httpGet": {"port": 1, "host": "10.0.0.1"}}},
+    "hostProcess": {"securityContext": {"windowsOptions": {"hostProcess": True}}},
+}
+
+
+def test_what_is_not_restricted_is_seen() -> None:
+    """Each rule by itself, in each kind of container."""
+    (template,) = _templates(_documents(RECIPES[1])[0])
+    assert RECIPES[1].stem == "job"
+    pod: dict[str, Any] = {**template, "spec": {**template["spec"]}}
+    pod["spec"]["containers"] = [{**pod["spec"]["containers"][0], "name": "a"}]
+    assert not violations(pod)
+    for rule, spec in WRONG.items():
+        found = violations({**pod, "spec": {**pod["spec"], **spec}})
+        assert any(rule in one for one in found), (rule, found)
+    for rule, change in WRONG_CONTAINERS.items():
+        for kind in ("containers", "initContainers", "ephemeralContainers"):
+            changed = copy.deepcopy(pod)
+            (container,) = copy.deepcopy(pod["spec"]["containers"])
+            changed["spec"][kind] = [{**container, "name": "b", **change}]
+            assert f"b: {rule}" in violations(changed)
 
 
 def _documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
-
-
-def _check_restricted(spec: dict[str, Any]) -> None:
-    """The Pod Security Standard, as far as these pods say anything that it is about."""
-    security = spec["securityContext"]
-    assert security["runAsNonRoot"] is True
-    assert security["runAsUser"] != 0
-    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-    allowed = {"configMap", "csi", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
-    assert all(volume.keys() - {"name"} <= allowed for volume in spec.get("volumes", ()))
-    assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
-    for container in spec["containers"]:
-        limits = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert container["securityContext"] == limits
