@@ -168,6 +168,14 @@ def test_registries_are_reached_as_the_node_s_containerd_reaches_them(folder: st
             assert mounts.get("registries", {"readOnly": True})["readOnly"]
 
 
+def test_without_the_snapshotter_pods_get_no_runtime_class_and_containerd_no_lines() -> None:
+    """Pods of a class whose snapshotter does not run would never start."""
+    found = rendered({"snapshotter": {"enabled": False}})
+    assert "RuntimeClass" not in {one["kind"] for one in found}
+    names = {one["name"] for _, pod in pods(found) for one in containers(pod)}
+    assert names == {"spawner", "csi", "webhook"}
+
+
 def test_older_clusters_get_what_they_know() -> None:
     found = rendered({}, apis=())
     (budget,) = [one for one in found if one["kind"] == "PodDisruptionBudget"]
