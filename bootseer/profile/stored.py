@@ -31,7 +31,8 @@ _WINDOW_BYTES_MAX = 8 * 1024 * 1024
 _LISTERS = 8
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _START = re.compile(rf"({_WORD}|)-([0-9]{{1,9}})")
-_NAME = re.compile(rf"([0-9]{{8}}T[0-9]{{6}}Z-[0-9]{{1,10}}-{_WORD}-[0-9]{{1,9}})\.jsonl\.zst")
+_RANK = r"[0-9]{1,9}(?:\.[0-9a-z]{1,16})?"
+_NAME = re.compile(rf"([0-9]{{8}}T[0-9]{{6}}Z-[0-9]{{1,10}}-{_WORD}-{_RANK})\.jsonl\.zst")
 
 
 def key_of(job: str, submission: str, attempt: int, name: str) -> str:

@@ -6,7 +6,6 @@ taken in this order: that of a target, that of a checkpoint folder. Thread-safe.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import threading
@@ -27,8 +26,6 @@ from bootseer.errors import (
 )
 from bootseer.kubernetes.csi.attributes import (
     CheckpointVolume,
-    Start,
-    Volume,
     check_secrets,
     parse_start,
     parse_volume,
@@ -43,11 +40,11 @@ from bootseer.kubernetes.csi.binding import (
 )
 from bootseer.kubernetes.csi.checkpoints import Checkpoints
 from bootseer.kubernetes.csi.records import Record, Records
+from bootseer.kubernetes.csi.timelines import told
 from bootseer.kubernetes.csi.trees import Trees
 from bootseer.served.background import SPAWNER
 from bootseer.served.spawned import answers
 from bootseer.settings.config import Settings
-from bootseer.timeline.recorder import Timeline
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +144,7 @@ class Driver:
                     )
                 if minor_at(target) is not None and self._is_served(before):
                     return
-            with self._told(parse_start(request.context), volume, target):
+            with told(self.settings, parse_start(request.context), volume, target):
                 self._publish(record, target, secrets, before)
 
     def unpublish(self, volume_id: str, target: str) -> None:
@@ -263,33 +260,6 @@ class Driver:
             yield
         finally:
             lock.release()
-
-    @contextlib.contextmanager
-    def _told(self, start: Start, volume: Volume, target: Path) -> Iterator[None]:
-        """As a stage of the pod's start, in a timeline beside its own."""
-        if not start.job:
-            yield
-            return
-        settings = self.settings
-        timeline = Timeline.start(
-            settings.timeline_dir,
-            job=start.job,
-            submission=start.submission,
-            attempt=start.attempt,
-            node=settings.node,
-            rank=start.rank,
-            # The volume's name in the pod: that of the pod that takes this one's place is its own.
-            part=hashlib.sha256(target.parent.name.encode()).hexdigest()[:8],
-        ).with_resource(
-            {
-                "k8s.pod.name": start.pod,
-                "k8s.pod.uid": start.uid,
-                "k8s.namespace.name": start.namespace,
-            }
-        )
-        kind = type(volume).__name__.removesuffix("Volume").lower()
-        with timeline.span(f"{kind} volume"):
-            yield
 
     # ---- what dies ------------------------------------------------------------------------------
 

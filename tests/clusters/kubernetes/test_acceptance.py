@@ -13,6 +13,7 @@ from tests.clusters.kubernetes.bed.images import trainer_image
 from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.bed.machine import Node
 from tests.clusters.kubernetes.starts import REPLAY, said, start, wait_said
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +41,25 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
     cluster.wipe(second)
     installed.wait_ready()
 
-    replayed = start(cluster, "replayed", trainer, second, annotations=REPLAY)
+    source = f"{cluster.hdfs.url}/checkpoints/replayed"
+    both = {**REPLAY, "bootseer.io/checkpoint": source}
+    replayed = start(cluster, "replayed", trainer, second, annotations=both)
     assert replayed.pod["spec"]["runtimeClassName"] == "bootseer"
     assert not layers_on(cluster, second)
     assert "no bundle" not in said(second)
-    # In one trace: what the scheduler, containerd's pull, the mounts and the kubelet's start took.
+    # In one trace: what the scheduler, containerd's pull, the mount and the kubelet's start took.
     text = cluster.kubectl("get", "pods,events", "--namespace", "default", "--output", "json")
     (tmp_path / "events.json").write_text(text)
     report = (sys.executable, "-m", "bootseer", "--store", installed.store, "report", "replayed")
     known = f"kubernetes={tmp_path / 'events.json'}"
-    document = json.loads(cluster.lan.run(*report, "--with", known, "--json").stdout)
-    names = {stage["name"] for stage in document["stages"]}
-    assert {"pod scheduling", "image pull", "pod set-up", "container start"} <= names, names
+    wanted = {"pod scheduling", "pod set-up", "checkpoint volume", "image pull", "container start"}
+
+    def names() -> set[str]:
+        document = json.loads(cluster.lan.run(*report, "--with", known, "--json").stdout)
+        return {stage["name"] for stage in document["stages"]}
+
+    # The driver's part comes by itself.
+    wait_for(lambda: wanted <= names(), f"{wanted}", look_s=1.0)
 
 
 def layers_of_the_trainer() -> set[str]:

@@ -208,6 +208,7 @@ def _environment(settings: Settings) -> dict[str, str]:
         "BOOTSEER_NODE": settings.node,
         "BOOTSEER_DEADLINE": str(settings.deadline_s),
         "BOOTSEER_AUTO_INDEX": "off",
+        "BOOTSEER_PUBLISH_TIMELINES": "on",
     }
 
 

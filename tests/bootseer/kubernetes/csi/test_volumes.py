@@ -11,7 +11,9 @@ import pytest
 
 from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
 from bootseer.profile.files import Folder
+from bootseer.profile.stored import Stored
 from bootseer.served.status import entry_of, known_servers
+from bootseer.store import open_own_store
 from bootseer.timeline.recorder import Timeline
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 from tests.support.images.building import Member, write_layout
@@ -178,8 +180,13 @@ def test_the_mount_is_a_stage_of_the_pods_start(kubelet: Kubelet) -> None:
     written = file.read_text()
     for said in ('"environment volume"', '"k8s.pod.uid"', '"0b-1"'):
         assert said in written
-    # The pod's own launcher, on the same node and of the same rank, does not take its place.
     settings = kubelet.settings
+    # A report finds it also when the node is gone.
+    with open_own_store(settings) as store:
+        wait_for(lambda: Stored(store).starts("train"), "the timeline in the store")
+        (stored,) = Stored(store).starts("train")
+        assert [stage.name for stage in stored.stages()] == ["environment volume"]
+    # The pod's own launcher, on the same node and of the same rank, does not take its place.
     own = Timeline.start(
         settings.timeline_dir,
         job="train",
