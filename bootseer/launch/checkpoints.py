@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -76,6 +77,8 @@ class _Report(Struct, frozen=True):
     mounted: int | None = None
     made: bool = False
     """Whether the remote folder was missing, and was made."""
+    directory: str = ""
+    """Where it is mounted."""
     how: str = ""
     """LIVE: as it has lingered since the last start; "changed": instead of that; "mounted"."""
     failure: Failure | None = None
@@ -113,6 +116,8 @@ class CheckpointMounts:
         self._paths = paths
         self._aside = settings.run_dir / "checkpoints" if aside else None
         self._owner = os.getpid()
+        # Process ids come again, perhaps while a mount of an earlier one lingers.
+        self._name = f"{self._owner}-{time.time_ns()}"
         self._pid = 0
         self._reports = -1
         self._received = b""
@@ -122,7 +127,7 @@ class CheckpointMounts:
     def _directory(self, number: int) -> Path:
         if self._aside is None:
             return Path(self._paths[number].directory)
-        return self._aside / f"{self._owner}-{number}"
+        return self._aside / f"{self._name}-{number}"
 
     # ---- the process that mounts --------------------------------------------------------------
 
@@ -185,7 +190,6 @@ class CheckpointMounts:
         )
         from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 
-        directory = self._directory(number)
         is_shared = self._aside is not None and os.geteuid() == 0
         choices = {
             # The command in a container may be of another user than this process. Nobody else gets
@@ -195,10 +199,11 @@ class CheckpointMounts:
             "lifetime_pid": self._owner,
             "warm": True,
         }
+        directory = self._lingering(path, choices) or self._directory(number)
         # Before the folder is made: a dead mount answers nobody, mkdir included.
         found = take_over(unchecked_spec(self._settings, path.url, directory, **choices))
         if found == LIVE:
-            return _Report(number, how=found)
+            return _Report(number, directory=str(directory), how=found)
         take_off_dead_mounts(self._settings.run_dir, directory)
         try:
             make_directory(directory)
@@ -209,7 +214,7 @@ class CheckpointMounts:
             try:
                 spec = mount_spec(self._settings, path.url, directory, **choices)
                 made = mount_checkpoints(spec).root_was_made
-                return _Report(number, made, how=found or "mounted")
+                return _Report(number, made, str(directory), found or "mounted")
             except BusyError as error:
                 if time.monotonic() >= deadline_s:
                     raise BusyError(
@@ -217,6 +222,19 @@ class CheckpointMounts:
                         "`bootseer run` start the launcher (torchrun), not each process"
                     ) from error
                 time.sleep(_POLL_S)
+
+    def _lingering(self, path: CheckpointPath, choices: dict[str, Any]) -> Path | None:
+        """Where it is mounted aside since a job that has ended, as it would be now."""
+        from bootseer.fuse.striped.mounted.life.mount import unchecked_spec
+        from bootseer.served.cover_users import lingering
+        from bootseer.served.folders import CHECKPOINT
+
+        for _, state in lingering(self._settings.run_dir, CHECKPOINT) if self._aside else ():
+            directory = Path(state.directory)
+            spec = unchecked_spec(self._settings, path.url, directory, **choices)
+            if spec.fingerprint == state.fingerprint:
+                return directory
+        return None
 
     # ---- the process that waits for it --------------------------------------------------------
 
@@ -239,7 +257,8 @@ class CheckpointMounts:
         if len(self._mounted()) < len(self._paths):
             raise UnavailableError("the process that mounts checkpoint folders was killed")
         self._say_made()
-        return [(self._directory(n), path.directory) for n, path in enumerate(self._paths)]
+        found = [Path(one.directory) for one in self._received_reports()]
+        return list(zip(found, (path.directory for path in self._paths), strict=True))
 
     def _say_made(self) -> None:
         if self._has_said:
@@ -284,7 +303,7 @@ class CheckpointMounts:
         for one in self._received_reports():
             if one.mounted is None or one.how == LIVE:
                 continue  # what lingers is there for the next start
-            directory = self._directory(one.mounted)
+            directory = Path(one.directory)
             try:
                 self._unmount(directory)
             except (BootseerError, OSError) as error:

@@ -8,11 +8,12 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
+from bootseer.launch.job import Job
 from bootseer.profile.collect import PACKAGE
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
@@ -33,35 +34,47 @@ PACKAGE_INSIDE = Path("/run/bootseer/python/bootseer")
 
 
 def open_image(
-    settings: Settings, image: str, binds: Sequence[str], timeline: Timeline, say: Say
+    settings: Settings, job: Job, timeline: Timeline, say: Say
 ) -> "tuple[Container, bool]":
-    """A container of `image`: a name in the store, or a source, of which what the store lacks is
-    pulled. It is published in the background, if the settings say so. Also whether the store was
-    waited for in vain.
+    """A container of the image of `job`: a name in the store, or a source, of which what the store
+    lacks is pulled. It is published in the background, if the settings say so. Also whether the
+    store was waited for in vain.
 
     Raises: BootseerError where the image cannot be had at all.
     """
+    from bootseer.prefetch.serve.serve_plan import ServeOptions
     from bootseer.prefetch.serve.server import begin_tree_server
+    from bootseer.served.cover_users import lingering
+    from bootseer.served.folders import RUN
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:
         process = None
-        # Its code loads while ours does. Without one, mounting says why.
+        # Its code loads while ours does. Without one, mounting says why. What lingers has one.
         with contextlib.suppress(BootseerError):
-            process = stack.enter_context(begin_tree_server(settings, forks=True))
+            if not any(lingering(settings.run_dir, RUN)):
+                process = stack.enter_context(begin_tree_server(settings, forks=True))
         from bootseer.prefetch.container.container_start import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
         from bootseer.prefetch.resolve.resolve import resolve_image
 
-        resolved = resolve_image(settings, image, say=say, timeline=timeline.below(span))
+        resolved = resolve_image(settings, job.image, say=say, timeline=timeline.below(span))
+        # What is held for a start is not what a start reads.
+        options = ServeOptions(record="never" if job.is_standby else "auto")
         try:
-            container = prepare_container(settings, resolved, binds=binds, process=process)
+            container = prepare_container(
+                *(settings, resolved, options),
+                binds=job.binds,
+                process=process,
+                job=settings.job,
+            )
+            span.set("bootseer.how", container.how)
             span.set("bootseer.from", "store" if resolved.image.is_published else "node")
         except (InvalidInputError, NotFoundError):
             raise
         except (BootseerError, OSError) as error:
             say(f"warning: starting from an extracted image, since none can be mounted: {error}")
             span.set("bootseer.fallback", "extracted")
-            container = prepare_extracted(settings, resolved, binds=binds)
+            container = prepare_extracted(settings, resolved, binds=job.binds)
         if timeline.is_written:
             _show_timeline(container, timeline.path)
             if settings.trace_python:

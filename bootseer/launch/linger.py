@@ -24,6 +24,7 @@ from bootseer.served.background import Report, ServerProcess, begin_server
 from bootseer.served.ending import sweep
 from bootseer.served.folders import (
     LINGER,
+    RUN,
     MountState,
     live_mounts,
     new_mount_dir,
@@ -35,6 +36,7 @@ from bootseer.settings.config import Settings
 
 _MODULE = "bootseer.launch.linger"
 _WHAT = "the process for which mounts linger"
+_LOOK_FIRST_S, _LOOK_MAX_S = 0.5, 16.0
 
 
 class _Plan(Struct, frozen=True):
@@ -125,12 +127,26 @@ def _serve(line: bytes, report: Report) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         report.send_ready()
         # The start does not wait for that.
-        sweep(plan.folder.parent.parent)
+        run_dir = plan.folder.parent.parent
+        sweep(run_dir)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         wait_readable([job], None)
         until_ns = time.time_ns() + int(plan.linger_s * 1e9)
         write_state(plan.folder, replace(life.state, until_ns=until_ns))
-        time.sleep(plan.linger_s)
+        _stay(run_dir, time.monotonic() + plan.linger_s)
+
+
+def _stay(run_dir: Path, until_s: float) -> None:
+    """What containers wrote that are over goes before."""
+    if any(state.purpose == RUN for _, state in live_mounts(run_dir)):
+        from bootseer.prefetch.container.lingering import remove_ended_scratch
+
+        # Processes that a job has left may use it yet.
+        pause_s = _LOOK_FIRST_S
+        while not remove_ended_scratch(run_dir) and time.monotonic() + pause_s < until_s:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_MAX_S)
+    time.sleep(max(until_s - time.monotonic(), 0))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -102,7 +102,7 @@ class _Start:
             from bootseer.launch.image import open_image
 
             self._container, self._store_is_silent = open_image(
-                self._settings, self._job.image, self._job.binds, timeline, self._say
+                self._settings, self._job, timeline, self._say
             )
             # Once it is entered, no mount of the host comes in any more.
             for source, target in self._checkpoints.finish():
@@ -178,10 +178,8 @@ class _Start:
 
     def _begin_lingering(self) -> None:
         """Have what is mounted stay after the job, and let go of what the last one has left."""
-        if self._job.image:
-            if self._settings.linger_s:
-                self._say("warning: nothing lingers after a job that runs in an image")
-        elif self._settings.linger_s or self._setups or self._job.checkpoints:
+        job = self._job
+        if self._settings.linger_s or job.image or job.setups or job.checkpoints:
             from bootseer.launch.linger import Lingering
 
             self._lingering = Lingering(self._settings, self._say)

@@ -19,6 +19,7 @@ from bootseer.served.covers import Cover, cover_at, covers, uncover
 from bootseer.served.folders import (
     LINGER,
     LINK,
+    MountState,
     is_alive,
     live_mounts,
     mounts_dir,
@@ -87,7 +88,7 @@ def add_user(state_dir: Path, pid: int | None) -> None:
 
 
 def join(state_dir: Path, cover: Cover | None, pid: int | None) -> bool:
-    """`add_user` of a finished cover, or of a checkpoint folder (None) that lingers. False where it
+    """`add_user` of a finished cover, or of what has none (None) and lingers. False where it
     is not finished, or has been taken off."""
     try:
         with _alone(state_dir):
@@ -156,8 +157,21 @@ def only_lingers(state_dir: Path) -> bool:
     }
 
 
+def lingering(run_dir: Path, purpose: str, job: str = "") -> Iterator[tuple[Path, MountState]]:
+    """The folder and state of each thing of this purpose that `only_lingers`; after `job`, if that
+    is named."""
+    for state_dir, state in live_mounts(run_dir):
+        if state.purpose == purpose and only_lingers(state_dir):
+            users = set(living_processes(state_dir / _USERS))
+            if not job or any(
+                one.pid in users and one.reference == job for _, one in live_mounts(run_dir)
+            ):
+                yield state_dir, state
+
+
 def last_user(state_dir: Path) -> int | None:
-    """A process that a checkpoint folder is still served for; None: it has none, and gets none."""
+    """A process that a checkpoint folder, or a container's tree, is still served for; None: it has
+    none, and gets none."""
     with contextlib.suppress(OSError, BootseerError), _alone(state_dir):
         user = next_user(state_dir)
         if user is None and has_users(state_dir):

@@ -83,6 +83,15 @@ def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def end_silent(directory: Path, state: MountState) -> None:
+    """Kill a server that does not answer: to be asked to end it would have to run. What it leaves
+    is for a sweep. Raises: OSError."""
+    for pid, started in state.processes:
+        if started and start_time(pid) == started:
+            os.kill(pid, signal.SIGKILL)
+    wait_released(directory, _FAILED_END_S)
+
+
 def end_process(pid: int, started: str) -> None:
     """Wait for a process of a server whose mount is gone; it cleans up for a while. Then SIGTERM,
     then SIGKILL. `started` names it for sure (`start_time`). Raises: BootseerError."""

@@ -25,6 +25,8 @@ from bootseer.linux.removal import remove_tree
 
 CHECKPOINT = "checkpoint"
 """The purpose of a mounted checkpoint folder."""
+RUN = "run"
+"""The purpose of a tree that containers have their roots over."""
 PUBLISH = "publish"
 """The purpose of a process that publishes what a start leaves behind."""
 LINGER = "linger"
@@ -53,8 +55,7 @@ class MountState(Struct, frozen=True):
     """The process id of the server; of the supervisor, where there is one."""
     started_ns: int
     purpose: str
-    """The kind of thing that is served: "mount" or "run" (an image), "snapshot",
-    and those above."""
+    """The kind of thing that is served: "mount" (an image), "snapshot", and those above."""
     scratch: str = ""
     """A folder of the run's own, removed with it."""
     pid_started: str = ""
@@ -69,7 +70,7 @@ class MountState(Struct, frozen=True):
     root_was_made: bool = False
     """The checkpoint folder was not there: a misspelt URL gives an empty mount."""
     fingerprint: str = ""
-    """Of all that decides how a checkpoint folder is mounted."""
+    """Of all that decides how it is served: what lingers is for a start that asks for the same."""
     until_ns: int = 0
     """When what lingers goes; 0: its job still runs."""
     owner: tuple[int, int] | None = None

@@ -24,6 +24,7 @@ from bootseer.served.folders import (
     CHECKPOINT,
     LINGER,
     PUBLISH,
+    RUN,
     VOLUME,
     MountState,
     is_alive,
@@ -34,7 +35,7 @@ from bootseer.served.folders import (
 
 _KINDS = {
     "mount": "image",
-    "run": "container",
+    RUN: "container",
     "snapshot": "environment",
     "link": "linked tree",
     CHECKPOINT: "checkpoints",
@@ -126,6 +127,8 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
     shown = tuple(str(cover.path) for cover in covers() if cover.id == state.id)
     if not shown and kind in ("image", "containerd image", "checkpoints", "volume"):
         shown = (state.directory,)
+    if kind == "container" and mounts.find_mount(Path(state.directory)) is not None:
+        shown = (state.directory,)  # it lingers
     log = log_path(run_dir, state.id)
     health, problem, remedy = _health(known, kind, log)
     users = set(living_processes(known.folder / "users"))

@@ -32,6 +32,12 @@ from bootseer.linux.root_paths import resolve_in_root
 from bootseer.linux.scripts import RunOptions
 from bootseer.prefetch.cache.files import NO_DISK
 from bootseer.prefetch.container.container_root import Bind, furnish, mount_overlay, parse_bind
+from bootseer.prefetch.container.lingering import (
+    LIVE,
+    fingerprint_of,
+    make_own_scratch,
+    take_over,
+)
 from bootseer.prefetch.container.process_spec import (
     ProcessSpec,
     arguments_of,
@@ -48,7 +54,8 @@ from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.background import ServerProcess
-from bootseer.served.folders import is_alive, new_mount_dir
+from bootseer.served.cover_users import lingering
+from bootseer.served.folders import RUN, is_alive, new_mount_dir
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names
 from bootseer.settings.config import Settings
@@ -68,6 +75,10 @@ class Container(Struct):
     scratch: Path
     rootless: bool
     binds: list[Bind] = field(default_factory=list)
+    how: str = ""
+    """How its tree came: "mounted", "changed" (instead of one that lingered), or LIVE."""
+    lingers: bool = False
+    """Whether other containers of the same tree may follow, each with a scratch of its own."""
     entered: bool = False
 
     @property
@@ -116,13 +127,16 @@ class Container(Struct):
 
     def build(self, *, own_pids: bool, furnished: bool = True) -> None:
         """The second half of `enter`: overlay, /proc and the like, binds."""
+        if self.lingers:
+            self.scratch = make_own_scratch(self.scratch)
         mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
         # As docker does: an image may name a folder that it does not have.
         working_dir = resolve_in_root(self.root, self.config.working_dir or "/")
         working_dir.mkdir(parents=True, exist_ok=True)
         if furnished:
             furnish(self.root, self.binds, own_pids=own_pids)
-        self.image.detach()
+        if not self.lingers:
+            self.image.detach()
         self.entered = True
 
     # ---- running ------------------------------------------------------------------------------
@@ -202,8 +216,9 @@ class Container(Struct):
         become(spec, rootless=self.rootless)
 
     def close(self) -> None:
-        """Unmount, where the container was never entered. Otherwise it ends by itself."""
-        if not self.entered:
+        """Unmount, where the container was never entered. Otherwise it ends by itself; so does
+        what has lingered."""
+        if not self.entered and self.how != LIVE:
             self.image.close()
 
 
@@ -214,8 +229,11 @@ def prepare_container(
     *,
     binds: Sequence[str] = (),
     process: ServerProcess | None = None,
+    job: str = "",
 ) -> Container:
     """Mount the image for a container of this process; its bundle is on its way when it returns.
+    For a start of `job`, what lingers of the same is taken over as it is, and the mount is one that
+    can linger, if the settings say so.
 
     Of the `options`, those that follow from this being a container's are set here. `binds`:
     "SRC:/DST[:ro]". `process`, if one was begun, serves it. If this process ends before
@@ -224,12 +242,23 @@ def prepare_container(
     """
     parsed = [parse_bind(text) for text in binds]
     with contextlib.ExitStack() as stack:
-        # Loads while we look for the image.
-        process = process or stack.enter_context(begin_tree_server(settings))
+        if not job:
+            # Loads while we look for the image.
+            process = process or stack.enter_context(begin_tree_server(settings))
         # Before the folder: a pull takes minutes, and one without a server is soon swept away.
         resolved = resolve_image(settings, image) if isinstance(image, str) else image
         rootless = not can_mount_directly()
+        owner = (os.geteuid(), os.getegid()) if rootless else None
+        fingerprint, how = "", "mounted"
         try:
+            if job:
+                fingerprint = fingerprint_of(settings, resolved.record.identity, owner)
+                how = "changed" if any(lingering(settings.run_dir, RUN, job)) else how
+                live = take_over(settings, resolved, fingerprint)
+                if live is not None:
+                    root, scratch = live.state_dir / "root", Path(live.state.scratch)
+                    return Container(live, root, scratch, rootless, parsed, LIVE, lingers=True)
+            process = process or stack.enter_context(begin_tree_server(settings))
             state_dir = new_mount_dir(settings.run_dir, process.identity)
         except BaseException:
             resolved.release()
@@ -242,10 +271,11 @@ def prepare_container(
             scratch = _make_scratch(scratch, state_dir)
             options = replace(
                 options,
-                purpose="run",
+                purpose=RUN,
                 scratch=str(scratch),
                 watch_pid=os.getpid(),
-                owner=(os.geteuid(), os.getegid()) if rootless else None,
+                owner=owner,
+                fingerprint=fingerprint,
             )
             mounted = mount_image(
                 settings, resolved, tree, options, state_dir=state_dir, process=process
@@ -257,7 +287,8 @@ def prepare_container(
             if not is_alive(state_dir):
                 shutil.rmtree(state_dir, ignore_errors=True)
             raise
-    return Container(mounted, root, scratch, rootless, parsed)
+    lingers = bool(job) and settings.linger_s > 0
+    return Container(mounted, root, scratch, rootless, parsed, how, lingers)
 
 
 def _make_scratch(wanted: Path, state_dir: Path) -> Path:

@@ -43,6 +43,8 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     """As `MountState` has it."""
     scratch: str = ""
     """A folder that is removed with the mount."""
+    fingerprint: str = ""
+    """As `MountState` has it."""
     watch_pid: int | None = None
     """Unmount when this process ends."""
     owner: tuple[int, int] | None = None

@@ -87,6 +87,7 @@ def begin_serving(
         started_ns=time.time_ns(),
         purpose=options.purpose,
         scratch=options.scratch,
+        fingerprint=options.fingerprint,
         user_pid=options.watch_pid or 0,
         owner=options.owner,
     )

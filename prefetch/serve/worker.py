@@ -41,7 +41,7 @@ from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
-from bootseer.served.folders import write_state
+from bootseer.served.folders import RUN, write_state
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
@@ -129,11 +129,14 @@ class ImageServer:
             self._bundle.begin(self.operations.store_pages)
         self._upkeep.start(self._figures)
 
-    def _destroyed(self) -> None:
+    def _end_start(self) -> None:
         try:
             self._end_record("unmount")
         except (BootseerError, OSError) as error:
             _log.warning("the record of this start is lost: %s", error)
+
+    def _destroyed(self) -> None:
+        self._end_start()
         self._bundle.stop()
         self._control.close()
         self._upkeep.close()
@@ -153,9 +156,13 @@ class ImageServer:
 
     def _user_ended(self) -> None:
         state_dir = self._plan.state_dir
-        while (pid := cover_users.leave(state_dir)) is not None:
+        is_container = self._plan.state.purpose == RUN
+        next_user = cover_users.last_user if is_container else cover_users.leave
+        while (pid := next_user(state_dir)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._control.watch(pid, self._user_ended)
+                # What another job reads of what lingers is no part of this start.
+                self._end_start()
                 return
         if not cover_users.is_kept(state_dir):
             self._unmount()
@@ -163,6 +170,10 @@ class ImageServer:
     def _unmount(self) -> None:
         _log.info("the process %s has ended: unmounting", self._plan.options.watch_pid)
         end_left_over(self._plan.state_dir)
+        if self._plan.state.purpose == RUN:
+            # What is left of its container may read on.
+            self._detach_command()
+            return
         try:
             mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
         except InvalidInputError:

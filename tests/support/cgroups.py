@@ -86,6 +86,26 @@ def contained(pid: int) -> Iterator[Path]:
         pytest.skip("this machine lets nobody kill a cgroup (Linux 5.14 does)")
 
 
+@contextlib.contextmanager
+def memory_limit(limit_bytes: int) -> Iterator[Path]:
+    """A cgroup whose processes, with the pages that they read, hold no more than that. Skips where
+    that cannot be."""
+    for top, file in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
+        group = Path("/sys/fs/cgroup", top, f"bootseer-test-{os.getpid()}-{next(_numbers)}")
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if (group / file).exists():
+                break
+            group.rmdir()
+    else:
+        pytest.skip("this machine lets nobody limit a cgroup's memory")
+    try:
+        (group / file).write_text(str(limit_bytes))
+        yield group
+    finally:
+        wait_for(lambda: _is_removed(group), "an empty cgroup")
+
+
 def _is_removed(group: Path) -> bool:
     """Moves out who is in it; what was killed in it takes a moment to be gone."""
     for pid in (group / "cgroup.procs").read_text().split():

@@ -5,7 +5,6 @@ Owns the start of the server process and its end. Functions may be called from a
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,18 +31,16 @@ from bootseer.fuse.striped.mounted.life.spec import (
     CheckpointPlan,
     MountSpec,
 )
-from bootseer.linux.processes import start_time
 from bootseer.served.background import begin_server
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, only_lingers
-from bootseer.served.ending import end_process, give_up
+from bootseer.served.ending import end_process, end_silent, give_up
 from bootseer.served.folders import (
     log_path,
     new_mount_dir,
     read_state,
     remove_mount_dir,
     take_lock,
-    wait_released,
 )
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
@@ -146,11 +143,7 @@ def take_over(spec: MountSpec) -> str:
             if join(known.folder, None, spec.lifetime_pid):
                 return "live"
         except (UnavailableError, DeadlineError):
-            # To be asked to end it would have to run. What it leaves, the next mount takes off.
-            for pid, started in known.state.processes:
-                if started and start_time(pid) == started:
-                    os.kill(pid, signal.SIGKILL)
-            wait_released(known.folder, _RESTART_S)
+            end_silent(known.folder, known.state)
             return "changed"
     unmount_checkpoints(Path(spec.run_dir), Path(spec.directory))
     return "changed"
