@@ -1,0 +1,91 @@
+"""A new image for what lingers: only the image stage runs, and only what is new is fetched."""
+
+import io
+import json
+import secrets
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.bootseer.launch.conftest import IMAGE_PATH, Image
+from tests.bootseer.launch.harness import Node, attribute
+from tests.support.images.building import Layout, Member, digest, tar_of
+from tests.support.mounts.fuse_mount import require_fuse, require_root
+from tests.support.servers.faulty_relay import FaultyRelay
+from tests.support.servers.registry import Registry
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.fuse, pytest.mark.root]
+
+
+class _Tag:
+    """A tag in a real registry, which images of more and more layers are pushed to."""
+
+    def __init__(self, registry: Registry, relay: FaultyRelay, folder: Path, base: Image) -> None:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            archive.add(base.root, ".")
+        self._registry, self._relay, self._folder = registry, relay, folder
+        self._layers = [buffer.getvalue()]
+        self._repository = f"team/r{secrets.token_hex(6)}"
+        self.source = ""
+
+    def push(self, version: str, tag: str = "train") -> int:
+        """With one more layer; its size."""
+        top = tar_of([Member("version", data=version.encode()), Member("new", data=b"n" * 300_000)])
+        self._layers.append(top)
+        layout = Layout(self._folder / version)
+        layout.add_image(self._layers, tag="train", run={"Env": [f"PATH={IMAGE_PATH}"]})
+        self._registry.push_layout(layout.directory, "train", f"{self._repository}:{tag}")
+        self.source = f"registry://{self._relay.host}/{self._repository}:{tag}"
+        return len(top)
+
+    def fetched_bytes(self) -> int:
+        """Of layers, by the requests that came since the last look."""
+        sizes = {digest(layer): len(layer) for layer in self._layers}
+        seen, self._relay.seen = self._relay.seen, []
+        names = [one.path.rpartition("/")[2] for one in seen if one.method == "GET"]
+        return sum(sizes.get(name, 0) for name in names)
+
+
+def _start(node: Node, tag: _Tag) -> tuple[str, str, str, int]:
+    """What it prints, how its stages were done, and bytes of layers that were fetched."""
+    checkpoint = f"{(node.base.parent / 'ckpt').as_uri()}:/ckpt"
+    options = ("--image", tag.source, "--checkpoint", checkpoint, "--linger", "10m")
+    done = node.run(*options, "--", "cat", "/version")
+    assert done.returncode == 0, done.stderr
+    spans = node.spans()
+    image, mounted = (attribute(spans[one], "bootseer.how") for one in ("image", "checkpoint"))
+    return done.stdout, image, mounted, tag.fetched_bytes()
+
+
+def _served(node: Node) -> list[str]:
+    command = [sys.executable, "-m", "bootseer", "status", "--json"]
+    text = subprocess.run(command, env=node.environment, check=True, capture_output=True).stdout
+    return [one["what"] for one in json.loads(text)["served"] if one["kind"] == "container"]
+
+
+def test_a_new_layer_under_the_same_tag_and_another(
+    node: Node, shell_image: Image, registry: Registry, relay: FaultyRelay, tmp_path: Path
+) -> None:
+    require_root()
+    require_fuse()
+    tag = _Tag(registry, relay, tmp_path / "images", shell_image)
+    tag.push("one")
+    text, *how, first_bytes = _start(node, tag)
+    assert (text, how) == ("one", ["mounted", "mounted"])
+    assert first_bytes > 1_000_000
+    assert _start(node, tag) == ("one", "live", "live", 0)
+    size = tag.push("two")
+    assert _start(node, tag) == ("two", "changed", "live", size)
+    # What the tag named before does not stay.
+    wait_for(lambda: len(_served(node)) == 1, "the end of what served the old one")
+    assert _start(node, tag) == ("two", "live", "live", 0)
+    size = tag.push("three", "next")
+    assert _start(node, tag) == ("three", "changed", "live", size)
+    options = ("--image", tag.source, "--linger", "off", "--", "cat", "/version")
+    assert node.run(*options).stdout == "three"
+    node.wait_clean()
