@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from bootseer.demo import limited
+from bootseer.linux import namespaces
 from bootseer.settings.config import variable_of
 from bootseer.store import TEST_NETWORK
 from tests.hdfs.cluster import MiniHdfs
@@ -33,6 +35,16 @@ os.environ[variable_of("publish_timelines")] = "off"
 
 def pytest_configure() -> None:
     reset_signals()
+    leave_mounts()
+
+
+def leave_mounts() -> None:
+    """Mounts of this process's own: a mount namespace that a test of another process makes would
+    copy them, and keep their servers alive for as long as it lives."""
+    # Without the rights the tests that mount are skipped, each saying so.
+    with suppress(OSError):
+        namespaces.unshare(namespaces.CLONE_NEWNS)
+        namespaces.make_private()
 
 
 def reset_signals() -> None:
