@@ -80,11 +80,13 @@ class Job:
         return self._measure(begin, restart=0)
 
     def prepare(self, standby: tuple[str, ...], status: tuple[str, ...], text: str) -> None:
-        """Run `standby` with the command of the job; until `status` prints the text."""
+        """Run `standby` with the command of the job; until `status` prints the text twice: for
+        torchrun and for its workers."""
         words: dict[str, Any] = {"cwd": self.node, "env": self.environ, "timeout": _DEADLINE_S}
         subprocess.run([*standby, *self._command], check=True, **words)
         deadline_s = time.monotonic() + _DEADLINE_S
-        while text not in subprocess.run(status, capture_output=True, text=True, **words).stdout:
+        told = {"capture_output": True, "text": True, **words}
+        while subprocess.run(status, **told).stdout.count(text) < 2:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"nothing stands by: {self._log.read_text()[-3000:]}")
             time.sleep(0.2)

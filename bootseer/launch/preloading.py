@@ -1,4 +1,4 @@
-"""The preloader of a start, and the records of imports that the nodes of a job share.
+"""The preloaders of a start, and the records of imports that the nodes of a job share.
 
 A worker writes such a record on its node when it is ready; the process that publishes kept caches
 puts it into the store, where a node that has none finds it. Alone owns its key there. The preloader
@@ -8,11 +8,14 @@ itself is `served.preload`'s.
 import contextlib
 import json
 import os
+from pathlib import Path
 
 from bootseer.errors import BootseerError
+from bootseer.launch.job import Job
 from bootseer.linux.private_files import write_private_file
 from bootseer.profile.collect import watched
-from bootseer.served.preload.launching import begin_preloader, read_record, record_path
+from bootseer.served.preload.launching import begin_preloaders
+from bootseer.served.preload.programs import read_record, record_paths
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_own_store
 
@@ -24,35 +27,40 @@ _ASK_S = 2.0
 
 
 def begin(
-    settings: Settings, command: tuple[str, ...], *, is_silent: bool
-) -> tuple[dict[str, str], str]:
-    """As `begin_preloader`, with the record of another node where this one has none. `is_silent`:
-    somebody has just waited for the store in vain.
+    settings: Settings, job: Job, *, is_silent: bool
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """As `begin_preloaders`, with the records of another node where this one has none.
+    `is_silent`: somebody has just waited for the store in vain.
 
     Raises: BootseerError, OSError; then there is no preloader.
     """
-    path = record_path(settings)
-    if not is_silent and not path.exists():
+    paths = record_paths(settings)
+    if not is_silent and not paths[0].exists():
         with (
             contextlib.suppress(BootseerError, OSError),
             contextlib.closing(open_own_store(settings, deadline_s=_ASK_S)) as store,
         ):
-            write_private_file(path, store.read(_key(settings), 0, _BYTES_MAX))
-    return begin_preloader(settings, watched(os.environ), command)
+            for path in paths:
+                write_private_file(path, store.read(_key(path), 0, _BYTES_MAX))
+    environ = watched(os.environ)
+    return begin_preloaders(settings, environ, job.command, is_standby=job.is_standby)
 
 
 def publish(settings: Settings, store: Store) -> bool:
-    """Put this node's record into the store where it names other modules than the one there.
+    """Put this node's records into the store where they name other modules than those there.
     Returns whether it did. Raises: BootseerError, OSError."""
-    record = read_record(record_path(settings))
-    if record is None:
+    return sum(_publish(path, store) for path in record_paths(settings)) > 0
+
+
+def _publish(path: Path, store: Store) -> bool:
+    if read_record(path) is None:
         return False
-    data = record_path(settings).read_bytes()
+    data = path.read_bytes()
     # What is no record is replaced.
     with contextlib.suppress(BootseerError, OSError, ValueError, AttributeError):
-        if _decides(data) == _decides(store.read(_key(settings), 0, _BYTES_MAX)):
+        if _decides(data) == _decides(store.read(_key(path), 0, _BYTES_MAX)):
             return False
-    store.publish(_key(settings), data, replace=True)
+    store.publish(_key(path), data, replace=True)
     return True
 
 
@@ -62,5 +70,5 @@ def _decides(data: bytes) -> object:
     return [record.get(name) for name in ("executable", "words", "modules", "missing")]
 
 
-def _key(settings: Settings) -> str:
-    return f"{FOLDER}{settings.job}.json"
+def _key(path: Path) -> str:
+    return f"{FOLDER}{path.name}"

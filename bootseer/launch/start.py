@@ -68,7 +68,7 @@ class _Start:
         self._is_watched = False
         self._caches: KeptCaches | None = None
         self._lingering: Lingering | None = None
-        self._program = job.command[0]
+        self._command = job.command
 
     def run(self) -> NoReturn:
         settings = self._settings
@@ -192,12 +192,12 @@ class _Start:
             if self._container is not None or not self._is_watched:
                 raise InvalidInputError("it needs the recording of imports, and no --image")
             is_silent = self._store_is_silent
-            added, program = begin(self._settings, self._job.command, is_silent=is_silent)
+            added, command = begin(self._settings, self._job, is_silent=is_silent)
         except (BootseerError, OSError) as error:
             self._say(f"warning: workers start without a preloader: {error}")
             return
         os.environ.update(added)
-        self._program = program or self._program
+        self._command = command
 
     def _finish_checkpoints(self) -> None:
         self._checkpoints.finish()
@@ -217,7 +217,7 @@ class _Start:
             execute(["true"])
         if self._is_watched:
             os.environ.update(watched(os.environ))
-        execute([self._program, *command[1:]])
+        execute(self._command)
 
     def _abandon(self) -> None:
         """Take down what was begun: the start has failed."""

@@ -36,6 +36,8 @@ _LARGE = frozenset(
 )
 # A program that starts torch's workers, as which it is run or imported.
 _LAUNCHERS = frozenset(["torch.distributed.run", "torch.distributed.launch"])
+# Where it is run as such a program: of all that it imports the last one.
+_LAST_OF_LAUNCHERS = frozenset(["torch.distributed.launcher.api"])
 PRELOAD_VARIABLE = "BOOTSEER_PRELOAD"
 _WORTH_NOTING_NS = 100_000_000
 _MODULE_NS = 5_000_000
@@ -59,6 +61,8 @@ class Collector:
         self._is_over = False
         # What the process was started with; only where its next start wants to know of this one.
         self._started_with = dict(os.environ) if PRELOAD_VARIABLE in os.environ else {}
+        is_launcher = not _LAUNCHERS.isdisjoint(sys.orig_argv[1:4])
+        self._launching = _LAST_OF_LAUNCHERS if is_launcher else _LAUNCHERS
         self._original = _frozen_importlib._find_and_load  # type: ignore[attr-defined]
 
     def begin(self) -> None:
@@ -67,8 +71,6 @@ class Collector:
         code = Collector._load.__code__.replace(co_filename="<frozen importlib._bootstrap>")
         Collector._load.__code__ = code
         _frozen_importlib._find_and_load = self._load  # type: ignore[attr-defined]
-        if self._started_with and _LAUNCHERS.intersection(sys.orig_argv[1:3]):
-            self._offer()
 
     def end(self) -> None:
         """Leave the import system as it was."""
@@ -81,23 +83,16 @@ class Collector:
             self._notes.finish()
         self.end()
 
-    def record(self) -> None:
-        """Write down what the program's next start may import ahead. Once."""
+    def record(self, how: str = "write") -> None:
+        """Write down what the program's next start may import ahead, as it does so. Once."""
         began, self._started_with = self._started_with, {}
-        if began:
-            self._preload("write", began)
-
-    def _offer(self) -> None:
-        """Workers that this process starts may be forked; it is no worker itself."""
-        self._started_with = {}
-        self._preload("offer", os.environ)
-
-    def _preload(self, name: str, environ: Any) -> None:
+        if not began:
+            return
         try:
             with _Sources(self):
                 from bootseer.served.preload import record
 
-                getattr(record, name)(environ)
+                getattr(record, how)(began)
         except Exception:
             return
 
@@ -139,8 +134,9 @@ class Collector:
             self._notes.loaded(name, module)
             if self._depth == 0:
                 self._notes.look()
-            if name in _LAUNCHERS and self._started_with:
-                self._offer()
+            if name in self._launching:
+                # Workers that this process starts may be forked; it is no worker itself.
+                self.record("launches")
         return module
 
 

@@ -1,17 +1,20 @@
 """Starts Python workers from a process that has imported what their last start imported.
 
 `launching` begins that process, the preloader, which runs as the job's own interpreter (`server`,
-`importing`, `checks`); `shim` is what a launcher such as torchrun starts in the place of the
-interpreter; `worker` is the side of the forked program; `record` writes what the next start
-imports. All but `launching` use the standard library alone: they run in the job's environment.
+`importing`, `checks`), for a program that `programs` knows; `shim` is what is started in the place
+of the interpreter, by a launcher such as torchrun or as one; `worker` is the side of the forked
+program; `record` writes what the next start imports. All but `launching` and `programs` use the
+standard library alone: they run in the job's environment.
 """
 
 VARIABLE = "BOOTSEER_PRELOAD"
-"""The folder of this start's preloader: `plan`, `socket` and `python`."""
+"""The folder of the workers' preloader in this start: `plan`, `socket` and `python`."""
 SERVER_VARIABLE = "BOOTSEER_PRELOADER"
-"""The same folder, for the preloader alone: by it sitecustomize knows that it is one."""
+"""The folder of a preloader, for itself alone: by it sitecustomize knows that it is one."""
 PYTHON_VARIABLE = "BOOTSEER_PRELOAD_PYTHON"
 """The interpreter that a launcher would have started its workers by."""
+LAUNCHER = ".launcher"
+"""Behind the names of what is the launcher's, and not its workers'."""
 EXECUTABLE_VARIABLE = "PYTHON_EXEC"
 """By this torchrun is told to start its workers by another program than its own interpreter."""
 OF_PROCESS = (

@@ -72,6 +72,9 @@ def guard(connection: Any, worker: int, stand_in: int) -> NoReturn:
             except OSError:
                 data = b""
             if not data:
+                # Where it is a launcher, its workers are groups of their own.
+                for one in _below(worker):
+                    _kill(one, SIGKILL, of_group=False)
                 _kill(worker, SIGKILL, of_group=True)
                 posix.waitpid(worker, 0)
                 posix._exit(0)
@@ -97,3 +100,17 @@ def _kill(worker: int, number: int, *, of_group: bool) -> None:
             posix.kill(worker, number)
     except OSError:
         return
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that this one has started, and those that they have: stopped, all of them."""
+    _kill(pid, SIGSTOP, of_group=False)
+    found: list[int] = []
+    try:
+        tasks = posix.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for task in tasks:
+        for child in map(int, read(f"/proc/{pid}/task/{task}/children").split()):
+            found += [*_below(child), child]
+    return found

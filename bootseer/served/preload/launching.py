@@ -1,7 +1,8 @@
-"""The launcher's side: begins the preloader of a start, where an earlier start has left a record.
+"""The launcher's side: begins the preloaders of a start, where an earlier start has left records.
 
-The preloader is nobody's child, in a session of its own, as all that serves a job; it ends with the
-process of the start. Main thread only: it forks.
+One is for the workers, or for a program without a launcher; one is for the launcher itself, if it
+is a Python program. A preloader is nobody's child, in a session of its own, as all that serves a
+job; it ends with the process of the start. Main thread only: it forks.
 """
 
 import contextlib
@@ -15,79 +16,109 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bootseer import __version__
 from bootseer.errors import BootseerError
-from bootseer.linux.private_files import is_own, private_directory, private_opener
+from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import start_time
 from bootseer.linux.removal import remove_tree
-from bootseer.served.preload import PYTHON_VARIABLE, SERVER_VARIABLE, VARIABLE, is_of_process
+from bootseer.served.preload import (
+    LAUNCHER,
+    PYTHON_VARIABLE,
+    SERVER_VARIABLE,
+    VARIABLE,
+    is_of_process,
+)
 from bootseer.served.preload import shim as shim_module
-from bootseer.served.preload.record import VERSION, digests_of, program_words
-from bootseer.served.preload.shim import situation
+from bootseer.served.preload.programs import is_startable, read_record, record_paths, words_of
+from bootseer.served.preload.record import digests_of
+from bootseer.served.preload.shim import leads_session, situation
 from bootseer.settings.config import Settings
 
 _TAKE_OVER_S = 1.0
 """For a lingering preloader to answer; it may still import."""
-# execve(2): of a first line "#!" the kernel reads so much.
-_FIRST_LINE_MAX = 127
-_RECORD_BYTES_MAX = 8 << 20
+_END = {"adopt": "", "descriptors": []}
 
 
-def begin_preloader(
-    settings: Settings, environ: Mapping[str, str], command: tuple[str, ...]
-) -> tuple[dict[str, str], str]:
-    """Begin the preloader of this start; `environ`: the environment that the command will have.
+def begin_preloaders(
+    settings: Settings,
+    environ: Mapping[str, str],
+    command: tuple[str, ...],
+    *,
+    is_standby: bool = False,
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Begin the preloaders of this start; `environ`: the environment that the command will have.
+    `is_standby`: another process will be the command.
 
-    Returns what to add to that environment, and the program to run in place of `command`'s first
-    word, or "". Without a record of an earlier start nothing is begun: this one writes it.
+    Returns what to add to that environment, and the command to run in place of `command`.
+    Without a record of an earlier start nothing is begun: this one writes it.
     Raises: BootseerError, OSError; then there is no preloader.
     """
-    kept = record_path(settings)
-    private_directory(kept.parent)
     runs = private_directory(settings.run_dir / "preload")
     _sweep(runs)
-    record = read_record(kept)
-    folder = private_directory(runs / f"{os.getpid()}-{start_time(os.getpid())}")
+    folder = runs / f"{os.getpid()}-{start_time(os.getpid())}"
     salt = secrets.token_hex(8)
-    added = {VARIABLE: str(folder)}
     plan = {
+        "release": __version__,
         "job": settings.job,
         "pid": os.getpid(),
-        "record": str(kept),
-        "refused": str(kept.with_suffix(".refused.json")),
         "salt": salt,
         "variables": digests_of(environ, salt),
         "memory_bytes": settings.preload_limit_bytes,
         "linger_s": settings.linger_s,
-        "program": record,
     }
-    _write(folder / "plan", json.dumps(plan).encode())
-    if record is None or not _is_startable(record):
-        return added, ""
+    workers, launcher = (_program(kept) for kept in record_paths(settings))
+    added = {VARIABLE: str(folder)}
+    chosen = command
+    for suffix, program in (("", {**workers, "launcher": launcher}), (LAUNCHER, launcher)):
+        record = program["program"]
+        can_begin = record is not None and is_startable(record)
+        words = words_of(record, command) if can_begin else []
+        # Workers lead sessions of their own; a launcher may not, and is none to wait for then.
+        if suffix and not (words and (is_standby or leads_session())):
+            continue
+        place = private_directory(folder.with_name(f"{folder.name}{suffix}"))
+        _write(place / "plan", json.dumps({**plan, **program}).encode())
+        if can_begin:
+            _begin(settings, place, record, {**environ, **added})
+        if words and os.access(place / "python", os.X_OK):
+            chosen = (str(place / "python"), *words[1:])
+            added[PYTHON_VARIABLE] = record["executable"]
+    return added, chosen
+
+
+def _program(kept: Path) -> dict[str, Any]:
+    """The part of a plan that is of one program; `kept`: where its record is."""
+    private_directory(kept.parent)
+    refused = str(kept.with_suffix(".refused.json"))
+    return {"record": str(kept), "refused": refused, "program": read_record(kept)}
+
+
+def _begin(
+    settings: Settings, folder: Path, record: dict[str, Any], environ: dict[str, str]
+) -> None:
+    """Have a preloader at `folder`: one that lingers, or a new one."""
     _write(folder / "python", _shim(record["executable"]), 0o700)
-    variables = _environment(record, {**environ, **added})
-    if not _take_over(runs, folder, record["words"], variables):
-        log = private_directory(settings.run_dir / "logs") / f"preload-{os.getpid()}.log"
-        with _listener(folder) as listener:
-            variables[SERVER_VARIABLE] = f"{folder}|{listener.fileno()}|1"
-            _spawn(record, variables, log, listener.fileno())
-    words = list(command)
-    is_program = words[0] == record["executable"] and program_words(words) == record["words"]
-    if not is_program or not os.access(folder / "python", os.X_OK):
-        return added, ""
-    return {**added, PYTHON_VARIABLE: record["executable"]}, str(folder / "python")
+    variables = _environment(record, environ)
+    if _take_over(folder, record["words"], variables):
+        return
+    suffix = LAUNCHER if folder.name.endswith(LAUNCHER) else ""
+    log = private_directory(settings.run_dir / "logs") / f"preload-{os.getpid()}{suffix}.log"
+    with _listener(folder) as listener:
+        variables[SERVER_VARIABLE] = f"{folder}|{listener.fileno()}|1"
+        _spawn(record, variables, log, listener.fileno())
 
 
 def let_go(settings: Settings) -> None:
     """End preloaders of the job that linger. Never raises."""
     with contextlib.suppress(OSError):
-        for folder in _lingering(settings.run_dir / "preload", settings.job):
-            _ask(folder, {"adopt": "", "descriptors": []})
+        for folder, _ in _lingering(settings.run_dir / "preload", settings.job):
+            _ask(folder, _END)
 
 
 def held(settings: Settings) -> Iterator[str]:
     """A sentence for each preloader of the job that lingers."""
     with contextlib.suppress(OSError):
-        for folder in _lingering(settings.run_dir / "preload", settings.job):
+        for folder, _ in _lingering(settings.run_dir / "preload", settings.job):
             count, _, pid = (_ask(folder, {"status": True, "descriptors": []}) or "").partition(" ")
             if count != "0" and pid:
                 yield f"imports: {count} modules are in process {pid}"
@@ -95,7 +126,7 @@ def held(settings: Settings) -> Iterator[str]:
                 yield "imports: not there yet"
 
 
-def _take_over(runs: Path, folder: Path, words: list[str], variables: Mapping[str, str]) -> bool:
+def _take_over(folder: Path, words: list[str], variables: Mapping[str, str]) -> bool:
     """Have a preloader that lingers since the job's last start serve this one, at `folder`. One
     that was made for something else ends."""
     request = {
@@ -105,7 +136,14 @@ def _take_over(runs: Path, folder: Path, words: list[str], variables: Mapping[st
         "environment": {os.fsencode(name): os.fsencode(one) for name, one in variables.items()},
         "descriptors": [],
     }
-    for other in _lingering(runs, json.loads((folder / "plan").read_bytes())["job"]):
+    ours = json.loads((folder / "plan").read_bytes())
+    for other, plan in _lingering(folder.parent, ours["job"]):
+        if plan["record"] != ours["record"]:
+            continue
+        if plan.get("release") != ours["release"]:
+            # Its code is not ours: it is asked for nothing but its end.
+            _ask(other, _END)
+            continue
         # Where the answer is yes, this is where its processes ask.
         os.link(other / "socket", folder / "socket")
         if _ask(other, request) is not None:
@@ -114,15 +152,20 @@ def _take_over(runs: Path, folder: Path, words: list[str], variables: Mapping[st
     return False
 
 
-def _lingering(runs: Path, job: str) -> Iterator[Path]:
-    """Folders of the job's preloaders whose launcher has ended."""
+def _lingering(runs: Path, job: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders and plans of the job's preloaders whose launcher has ended."""
     for folder in runs.iterdir():
-        pid, _, started = folder.name.partition("-")
-        if not pid.isdigit() or start_time(int(pid)) == started:
+        if _is_launched(folder):
             continue
         with contextlib.suppress(OSError, ValueError):
-            if json.loads((folder / "plan").read_bytes())["job"] == job:
-                yield folder
+            if (plan := json.loads((folder / "plan").read_bytes()))["job"] == job:
+                yield folder, plan
+
+
+def _is_launched(folder: Path) -> bool:
+    """Whether the process whose folder this is has not ended."""
+    pid, _, started = folder.name.partition("-")
+    return not pid.isdigit() or start_time(int(pid)) == started.partition(".")[0]
 
 
 def _ask(folder: Path, request: dict[str, Any]) -> str | None:
@@ -164,53 +207,6 @@ def _environment(record: Mapping[str, Any], environ: Mapping[str, str]) -> dict[
     }
 
 
-def record_path(settings: Settings) -> Path:
-    """Where a worker of the job writes what it has imported."""
-    return settings.cache_dir / "preload" / f"{settings.job}.json"
-
-
-def read_record(path: Path) -> dict[str, Any] | None:
-    """The record of an earlier start; None where there is none that can be used."""
-    try:
-        with open(path, "rb", opener=private_opener) as file:
-            if not is_own(os.fstat(file.fileno())):
-                return None
-            document = json.loads(file.read(_RECORD_BYTES_MAX))
-    except (OSError, ValueError):
-        return None
-    return document if _is_record(document) else None
-
-
-def _is_record(document: Any) -> bool:
-    """Whether it has all that is looked for in it: it may be another node's."""
-    if not isinstance(document, dict) or document.get("version") != VERSION:
-        return False
-    lists = [document.get(n) for n in ("words", "arguments", "varying", "missing", "modules")]
-    tables = [document.get(name) for name in ("extra", "changed")]
-    texts = [document.get("executable"), document.get("salt")]
-    return (
-        all(isinstance(one, list) for one in lists)
-        and all(isinstance(one, dict) for one in tables)
-        and all(
-            isinstance(text, str) and "\0" not in text
-            for part in (*lists, *tables, *(one.values() for one in tables if one), texts)
-            for text in part or ()
-        )
-        and bool(document["words"])
-        and os.path.isabs(document["executable"])
-    )
-
-
-def _is_startable(record: Mapping[str, Any]) -> bool:
-    executable = record["executable"]
-    line = f"#!{executable} -ISE"
-    return (
-        len(line) <= _FIRST_LINE_MAX
-        and " " not in executable
-        and os.access(executable, os.X_OK, effective_ids=True)
-    )
-
-
 def _shim(executable: str) -> bytes:
     text = Path(shim_module.__file__).read_text(encoding="utf-8")
     return f"#!{executable} -ISE\n{text}".encode()
@@ -225,8 +221,7 @@ def _write(path: Path, data: bytes, mode: int = 0o600) -> None:
 def _sweep(runs: Path) -> None:
     """Remove what preloaders that were killed have left; one that lingers holds a lock."""
     for folder in runs.iterdir():
-        pid, _, started = folder.name.partition("-")
-        if pid.isdigit() and start_time(int(pid)) != started:
+        if not _is_launched(folder):
             with contextlib.suppress(OSError, BootseerError):
                 with _opened(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

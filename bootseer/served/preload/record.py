@@ -1,9 +1,11 @@
-"""What a program's next start on this node imports ahead: written by a worker when it is ready.
+"""What a program's next start on this node imports ahead: written by a worker when it is ready, and
+by a launcher before it starts its workers.
 
 Runs in the job's process, with the standard library alone. The record is a file of the user's own
 folder, and whoever reads it checks that; values of variables that may be secrets are left out.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,10 +35,14 @@ def write(began: Mapping[str, str]) -> None:
 
     `began`: the environment that the process was started with.
     """
+    # Of a node's workers the first.
+    is_first = "TORCHELASTIC_RUN_ID" in began and began.get("LOCAL_RANK") == "0"
     folder = began.get(VARIABLE)
-    if not folder or not _is_worker(began):
-        return
-    plan = json.loads(Path(folder, "plan").read_bytes())
+    if folder and (is_first or _is_program(began)):
+        _write(began, json.loads(Path(folder, "plan").read_bytes()))
+
+
+def _write(began: Mapping[str, str], plan: Mapping[str, Any]) -> None:
     if (document := document_of(began, plan)) is None:
         return
     replace_document(plan["record"], document)
@@ -118,16 +124,21 @@ def library_modules() -> list[str]:
     return found
 
 
-def _is_worker(began: Mapping[str, str]) -> bool:
-    """Of a node's workers the first; a program without a launcher is the launcher's own process."""
-    if "TORCHELASTIC_RUN_ID" in began:
-        return began.get("LOCAL_RANK") == "0"
-    return began.get("BOOTSEER_LAUNCHED", "").partition(":")[0] == str(os.getpid())
+def _is_program(began: Mapping[str, str]) -> bool:
+    """Whether this process was `bootseer run`, and is no worker of a launcher."""
+    launched, _, _ = began.get("BOOTSEER_LAUNCHED", "").partition(":")
+    return launched == str(os.getpid()) and "TORCHELASTIC_RUN_ID" not in began
 
 
-def offer(environ: "os._Environ[str]") -> None:
-    """Let the launcher in this process start its workers through the preloader."""
-    shim = os.path.join(environ.get(VARIABLE, ""), "python")
-    if "PYTHON_EXEC" not in environ and os.path.isabs(shim) and os.access(shim, os.X_OK):
-        environ["PYTHON_EXEC"] = shim
-        environ[PYTHON_VARIABLE] = sys.executable
+def launches(began: Mapping[str, str]) -> None:
+    """Let the launcher in this process start its workers through the preloader, and write its own
+    record, if it was not forked from one itself. `began`: as of `write`."""
+    folder = began.get(VARIABLE, "")
+    if _is_program(began):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            plan = json.loads(Path(folder, "plan").read_bytes())
+            _write(began, {**plan, **plan["launcher"]})
+    shim = os.path.join(folder, "python")
+    if "PYTHON_EXEC" not in os.environ and os.path.isabs(shim) and os.access(shim, os.X_OK):
+        os.environ["PYTHON_EXEC"] = shim
+        os.environ[PYTHON_VARIABLE] = sys.executable

@@ -162,7 +162,9 @@ class _Server:
         if self._preloaded is None:
             return self._refusal
         ours = self._plan["program"]
-        known = {*ours["modules"], *self._refused()}
+        # With what it has needed itself, which its workers have found, too.
+        own = (name for name, _ in self._preloaded.modules)
+        known = {*ours["modules"], *own, *self._refused()}
         if program["executable"] != ours["executable"]:
             return "another interpreter was started last"
         if sum(name not in known for name in program["modules"]) > _NEW_SHARE_MAX * len(known):

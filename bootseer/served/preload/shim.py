@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 _PYTHON = b"BOOTSEER_PRELOAD_PYTHON"
 _EXECUTABLE = b"PYTHON_EXEC"
-_FOLDER = b"BOOTSEER_PRELOAD"
 _WAIT_S = 30.0
 SIGTERM, SIGKILL, SIGCONT, SIGSTOP, SIGCHLD = 15, 9, 18, 19, 17
 # A launcher sends these to the group of a worker's processes.
@@ -68,6 +67,12 @@ def situation() -> dict[str, Any]:
     }
 
 
+def leads_session() -> bool:
+    """Whether this process leads a session, and has no terminal."""
+    fields = read("/proc/self/stat").rpartition(b")")[2].split()
+    return int(fields[3]) == posix.getpid() and int(fields[4]) == 0
+
+
 def main() -> NoReturn:
     """Be the worker that was started."""
     reason = "it has failed"
@@ -105,8 +110,7 @@ def _ask() -> tuple[Any, str]:
     """A connection to the guard of the worker that was forked, or why none was."""
     import _socket
 
-    fields = read("/proc/self/stat").rpartition(b")")[2].split()
-    if int(fields[3]) != posix.getpid() or int(fields[4]) != 0:
+    if not leads_session():
         raise ValueError("only the leader of a session without a terminal can be forked")
     if _bytes(sys.executable) != posix.environ.get(_PYTHON):
         raise ValueError("it was imported by another interpreter")
@@ -118,7 +122,8 @@ def _ask() -> tuple[Any, str]:
     request["descriptors"] = numbers
     if not {0, 1, 2}.issubset(numbers) or len(numbers) > _DESCRIPTORS_MAX:
         raise ValueError("its standard input and output, or too many files, are open")
-    folder = posix.open(posix.environ[_FOLDER], posix.O_PATH | posix.O_CLOEXEC)
+    # Where this file is; a launcher's variables lead to its workers' preloader.
+    folder = posix.open(sys.argv[0].rpartition("/")[0], posix.O_PATH | posix.O_CLOEXEC)
     directory = posix.open(".", posix.O_PATH | posix.O_CLOEXEC)
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     connection.settimeout(_WAIT_S)

@@ -20,7 +20,7 @@ from bootseer.profile.collect import watched
 from bootseer.settings.config import load_settings
 
 environ = watched(os.environ)
-added, program = launching.begin_preloader(load_settings(), environ, tuple(json.loads(sys.argv[1])))
+added, _ = launching.begin_preloaders(load_settings(), environ, tuple(json.loads(sys.argv[1])))
 print(json.dumps({**environ, **added}), flush=True)
 sys.stdin.read()
 """

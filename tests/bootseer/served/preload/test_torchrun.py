@@ -93,6 +93,8 @@ class _Job:
                 "PYTHONDONTWRITEBYTECODE": "",
             },
             cwd=self.folder,
+            # So that torchrun itself can be forked.
+            start_new_session=True,
             capture_output=True,
             text=True,
             timeout=230,
@@ -127,5 +129,6 @@ def test_workers_of_torchrun_are_forked_also_when_it_restarts_them(
     for key in ("import_s", "memory_kib"):
         record_property(key, [[one[key] for one in ranks] for ranks in (ordinary, forked)])
     logs = [path.read_text() for path in (tmp_path / "run/logs").glob("preload-*")]
+    assert len(logs) == 2, "one is the launcher's"
     assert not any("Traceback" in text for text in logs), logs
     assert not any("not preloaded: torch " in text for text in logs), logs
