@@ -165,6 +165,16 @@ class Kubelet(Closing):
         """The servers of this node, the oldest first."""
         return [state for _, state in live_mounts(self.settings.run_dir)]
 
+    def kill_servers(self, *, only_worker: bool = False) -> None:
+        """kill -9 of all servers, or of the workers that they start again."""
+        for server in self.servers():
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+            for pid in [*([] if only_worker else [server.pid]), *map(int, children)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if not only_worker:
+            wait_for(lambda: not self.servers())
+
     def mounted(self) -> list[Path]:
         """What is mounted below the kubelet's folder."""
         paths = [Path(point.path.decode()) for point in mounts.mount_points()]

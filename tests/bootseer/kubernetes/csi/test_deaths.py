@@ -116,7 +116,7 @@ def test_driver_spawner_and_node_have_mount_namespaces_of_their_own(
             assert len(node.servers()) == 1
             node.publish("b", _kept(tmp_path))
             assert (kept / "step").read_bytes() == b"saved"
-            _kill_servers(node)
+            node.kill_servers()
             wait_for(lambda: not any(node.stats(pod).volume_condition.abnormal for pod in "abc"))
             assert (tree / "a").read_bytes() == b"a"
             for pod in "abc":
@@ -131,7 +131,7 @@ def test_a_volume_whose_server_was_killed_is_mended(local: Kubelet, tmp_path: Pa
     local.make_environment("torch", {"a": b"a"})
     tree, kept = local.publish("a", _ENVIRONMENT), local.publish("b", _kept(tmp_path))
     (kept / "step").write_bytes(b"saved")
-    _kill_servers(local)
+    local.kill_servers()
     assert local.stats("a").volume_condition.abnormal
     assert local.stats("b").volume_condition.abnormal
     # At once where a kubelet asks, else when the driver looks, or starts.
@@ -151,7 +151,7 @@ def test_a_volume_that_cannot_be_mended_yet_shows_no_folder_of_the_node(
     """A trainer would save to it."""
     kept = local.publish("a", _kept(tmp_path))
     local.stop()
-    _kill_servers(local)
+    local.kill_servers()
     shutil.move(tmp_path / "stored", tmp_path / "away")
     (tmp_path / "stored").write_bytes(b"no folder")
     local.driver = local.start_driver()
@@ -172,7 +172,7 @@ def test_a_dead_volume_can_be_taken_off(local: Kubelet, tmp_path: Path) -> None:
     local.publish("a", {**_ENVIRONMENT, "writable": "true"})
     local.publish("b", _kept(tmp_path))
     local.stop()
-    _kill_servers(local)
+    local.kill_servers()
     local.driver = local.start_driver()
     for pod in ("a", "b"):
         local.unpublish(pod)
@@ -186,7 +186,7 @@ def test_a_machine_that_starts_again_has_the_volumes_that_are_asked_for_again(
     local.publish("a", _ENVIRONMENT)
     gone = local.publish("gone", _kept(tmp_path))
     local.stop(signal.SIGKILL)
-    _kill_servers(local)
+    local.kill_servers()
     for path in reversed(local.mounted()):
         mounts.detach(path, lazy=True)
     shutil.rmtree(local.settings.run_dir)
@@ -255,7 +255,7 @@ def test_checkpoints_on_hdfs_are_durable_when_the_volume_is_gone(
     (one / "step-1").mkdir()
     (one / "step-1/model.pt").write_bytes(data)
     assert (two / "step-1/model.pt").read_bytes() == data
-    _kill_servers(kubelet, only_worker=True)
+    kubelet.kill_servers(only_worker=True)
     assert (two / "step-1/model.pt").read_bytes() == data
     (two / "step-1/last").write_bytes(data)
     kubelet.restart()
@@ -267,13 +267,3 @@ def test_checkpoints_on_hdfs_are_durable_when_the_volume_is_gone(
         assert store.exists("step-1/last")
     again = kubelet.publish("c", context, readonly=True)
     assert (again / "step-1/last").read_bytes() == data
-
-
-def _kill_servers(kubelet: Kubelet, *, only_worker: bool = False) -> None:
-    for server in kubelet.servers():
-        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        for pid in [*([] if only_worker else [server.pid]), *map(int, children)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    if not only_worker:
-        wait_for(lambda: not kubelet.servers())
