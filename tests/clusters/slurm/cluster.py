@@ -13,16 +13,18 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.clusters.slurm.machine import (
+    UNIFIED,
     Machine,
     addresses,
     environment_of,
-    has_freezer,
+    has_groups,
     machines,
     remove_groups,
 )
@@ -96,7 +98,10 @@ StorageHost=localhost
 StorageUser=root
 StorageLoc=slurm
 """
-_CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+_CGROUP = {
+    1: "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
+    2: "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n",
+}
 
 
 def require_slurm(*, accounting: bool = False) -> None:
@@ -113,7 +118,9 @@ def require_slurm(*, accounting: bool = False) -> None:
 
 
 class SlurmCluster:
-    """A running cluster. `configuration`: more lines of slurm.conf."""
+    """A running cluster. `configuration`: more lines of slurm.conf. `hierarchies`: the control
+    groups of its nodes; without that of the default processes are found by their descent.
+    `slurmd_prefix`: words that run what follows them."""
 
     def __init__(
         self,
@@ -122,8 +129,12 @@ class SlurmCluster:
         node_count: int = 2,
         configuration: str = "",
         accounting: bool = False,
+        hierarchies: Sequence[str] = ("freezer",),
+        slurmd_prefix: Sequence[str] = (),
     ) -> None:
         self.folder = folder
+        self._slurmd_prefix = slurmd_prefix
+        self.hierarchies = hierarchies if has_groups(*hierarchies) else ()
         self.nodes = [f"n{number + 1}" for number in range(node_count)]
         self.machines: dict[str, Machine] = {}
         self.home = folder / "home"
@@ -145,7 +156,8 @@ class SlurmCluster:
     def running(self) -> Iterator["SlurmCluster"]:
         """Start all of it; at the end nothing of it is left."""
         prefix = f"{_PREFIX}{os.getpid()}"
-        with machines([CONTROLLER, *self.nodes], self.folder, prefix) as found:
+        names = [CONTROLLER, *self.nodes]
+        with machines(names, self.folder, prefix, self.hierarchies) as found:
             self.machines = found
             self._start_all()
             yield self
@@ -187,7 +199,7 @@ class SlurmCluster:
 
     def start_slurmd(self, name: str) -> None:
         """Start the slurmd of a node."""
-        self.machines[name].start_process("slurmd", "-D", "-N", name)
+        self.machines[name].start_process(*self._slurmd_prefix, "slurmd", "-D", "-N", name)
 
     def kill_slurmd(self, name: str) -> None:
         """SIGKILL of the node's slurmd, and of nothing else."""
@@ -216,21 +228,22 @@ class SlurmCluster:
                 "AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost=localhost"
             )
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={name} NodeAddr={places[name]} CPUs=4"
+            f"NodeName={name} NodeHostname={name} NodeAddr={places[name]} CPUs=4 RealMemory=4000"
             for name in self.nodes
         )
         text = _CONFIGURATION.format(
             address=places[CONTROLLER],
             requeue_s=REQUEUE_S,
             kill_wait_s=KILL_WAIT_S,
-            tracking="cgroup" if has_freezer() else "linuxproc",
+            tracking="cgroup" if self.hierarchies else "linuxproc",
             accounting=accounting,
             nodes=nodes,
             more=self._configuration,
         )
         (self.etc / "slurm/slurm.conf").write_text(text)
-        if has_freezer():
-            (self.etc / "slurm/cgroup.conf").write_text(_CGROUP)
+        if self.hierarchies:
+            version = 2 if UNIFIED in self.hierarchies else 1
+            (self.etc / "slurm/cgroup.conf").write_text(_CGROUP[version])
         lines = ["127.0.0.1 localhost", *(f"{place} {name}" for name, place in places.items())]
         (self.etc / "hosts").write_text("\n".join(lines) + "\n")
         for file, row in (("passwd", "{0}:x:{1}:{1}::/home/{0}:/bin/sh"), ("group", "{0}:x:{1}:")):
@@ -330,13 +343,13 @@ def cluster_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running_cluster(
-    *, configuration: str = "", accounting: bool = False, files: Mapping[str, str] | None = None
+    *, accounting: bool = False, files: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[SlurmCluster]:
     """A cluster of two nodes, with these files in /etc of all machines; skips the test where there
-    can be none."""
+    can be none. `options`: as `SlurmCluster` has them."""
     require_slurm(accounting=accounting)
     with cluster_folder() as folder:
-        cluster = SlurmCluster(folder, configuration=configuration, accounting=accounting)
+        cluster = SlurmCluster(folder, accounting=accounting, **options)
         for name, text in (files or {}).items():
             path = cluster.etc / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,11 @@
 """Fixtures of the tests on a Slurm."""
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.clusters.slurm.cluster import SlurmCluster, running_cluster
-from tests.clusters.slurm.pages import block
+from tests.clusters.slurm.pages import block, prolog_files
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.running import running as running_hdfs
 from tests.support.named_tests import REPOSITORY
@@ -15,13 +14,10 @@ from tests.support.named_tests import REPOSITORY
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmCluster]:
     """A Slurm of two nodes, with what docs/slurm.md adds to it."""
-    script = (REPOSITORY / "docker/slurm/bootseer").read_text()
-    files = {f"slurm/{kind}.d/bootseer": script for kind in ("prolog", "epilog")}
+    files = prolog_files()
     oci = (REPOSITORY / "docker/slurm/oci.conf").read_text()
     files["slurm/oci.conf"] = oci.replace("/usr/local/bin", "/etc/slurm")
     files["slurm/bootseer-oci"] = (REPOSITORY / "docker/slurm/bootseer-oci").read_text()
-    program = f"BOOTSEER={sys.executable.rpartition('/')[0]}/bootseer\nDEADLINE=20\n"
-    files["bootseer/slurm.conf"] = program
     with running_cluster(configuration=block("slurm.md", "ini", "Prolog="), files=files) as running:
         yield running
 

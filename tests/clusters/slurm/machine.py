@@ -24,40 +24,49 @@ OWN = ("/tmp", "/run", "/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var
 HOMES = "/home"
 """The folder that all machines share."""
 ETC = "/etc"
-_FREEZER = Path("/sys/fs/cgroup/freezer")
+CGROUPS = Path("/sys/fs/cgroup")
+UNIFIED = "unified"
+"""The hierarchy of version 2. Others are of version 1, and called as their controller."""
 _END_S = 20.0
 
 
-def has_freezer() -> bool:
-    """Whether this machine has the control groups (version 1) by which slurmd finds processes."""
-    return (_FREEZER / "cgroup.procs").exists()
+def has_groups(*hierarchies: str) -> bool:
+    """Whether this machine has these hierarchies of control groups."""
+    return all((CGROUPS / one / "cgroup.procs").exists() for one in hierarchies)
 
 
 class Machine:
-    """One of them. `folder` is the cluster's, with `etc` (what is added to /etc) and `home`."""
+    """One of them. `folder` is the cluster's, with `etc` (what is added to /etc) and `home`.
+    `hierarchies`: those of control groups that it has; each machine has its own part."""
 
-    def __init__(self, name: str, folder: Path, prefix: str, address: str) -> None:
+    def __init__(
+        self, name: str, folder: Path, prefix: str, address: str, hierarchies: Sequence[str]
+    ) -> None:
         self.name = name
         self.address = address
         self._folder = folder
         self._group = f"{prefix}-{name}"
+        self._hierarchies = hierarchies
         self._first: subprocess.Popen[bytes] | None = None
         self._pid = 0
 
     def start(self) -> None:
         """Begin its first process, which waits for nothing but what it adopts."""
-        group = _FREEZER / self._group
-        enter = ""
-        if has_freezer():
+        groups = [CGROUPS / one / self._group for one in self._hierarchies]
+        for group in groups:
             group.mkdir(exist_ok=True)
-            enter = f"echo $$ > {group}/cgroup.procs; "
+            for name in ("cpuset.cpus", "cpuset.mems"):
+                if (group / name).exists():
+                    (group / name).write_text((group.parent / name).read_text())
+        enter = "".join(f"echo $$ > {group}/cgroup.procs; " for group in groups)
         plan = {
             "name": self.name,
             "folder": str(self._folder),
+            "hierarchies": self._hierarchies,
             "shown": [str(REPOSITORY), sys.base_prefix, sys.prefix, str(self._folder)],
         }
         apart = ["--mount", "--uts", "--ipc", "--net", "--pid", "--propagation", "private"]
-        apart += ["--cgroup"] if has_freezer() else []
+        apart += ["--cgroup"] if self._hierarchies else []
         log = (self._folder / f"{self.name}.log").open("wb")
         with log:
             self._first = subprocess.Popen(
@@ -193,7 +202,7 @@ def remove_groups(name: str) -> None:
     """Remove control groups in which nothing runs any more; `name` may be a pattern."""
     deadline_s = time.monotonic() + _END_S
     while time.monotonic() < deadline_s:
-        left = list(_FREEZER.glob(name))
+        left = list(CGROUPS.glob(f"*/{name}"))
         for group in left:
             for folder, _, _ in os.walk(group, topdown=False):
                 with contextlib.suppress(OSError):
@@ -215,9 +224,13 @@ def _main(plan: dict[str, Any]) -> None:
     sources = {name: os.open(folder / name, os.O_PATH) for name in ("home", "etc")}
     for where in reversed(_mounted("self")):
         namespaces.unmount(where)  # what this machine has mounted, which goes on there
-    if has_freezer():
-        namespaces.unmount(_FREEZER)
-        namespaces.mount("none", _FREEZER, "cgroup", 0, "freezer")
+    for one in plan["hierarchies"]:
+        if one == UNIFIED:
+            namespaces.mount("none", CGROUPS, "cgroup2", 0, "")
+            (CGROUPS / "system.slice").mkdir()
+        else:
+            namespaces.unmount(CGROUPS / one)
+            namespaces.mount("none", CGROUPS / one, "cgroup", 0, one)
     closed = {_closed_above(path) for path, _ in shown} - {None}
     for place in sorted({*OWN, *filter(None, closed)}):
         mode = "1777" if place in ("/tmp", "/var/tmp") else "755"
@@ -271,10 +284,12 @@ def _closed_above(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def machines(names: Sequence[str], folder: Path, prefix: str) -> Iterator[dict[str, Machine]]:
+def machines(
+    names: Sequence[str], folder: Path, prefix: str, hierarchies: Sequence[str]
+) -> Iterator[dict[str, Machine]]:
     """So many of them, until the block ends."""
     found = {
-        name: Machine(name, folder, prefix, address)
+        name: Machine(name, folder, prefix, address, hierarchies)
         for name, address in zip(names, addresses(), strict=False)
     }
     try:

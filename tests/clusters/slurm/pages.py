@@ -1,11 +1,15 @@
 """What the pages show, as files of a cluster's users."""
 
+import contextlib
 import os
 import re
 import shutil
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from tests.clusters.slurm.cluster import USERS
+from tests.clusters.slurm.cluster import USERS, SlurmCluster, running_cluster
 from tests.support.named_tests import REPOSITORY
 
 
@@ -22,3 +26,37 @@ def give(path: Path, user: str) -> None:
     for folder, folders, files in os.walk(path):
         for name in (".", *folders, *files):
             shutil.chown(Path(folder, name), USERS[user], USERS[user])
+
+
+def prolog_files() -> dict[str, str]:
+    """The files of /etc that are prolog and epilog, by name."""
+    script = (REPOSITORY / "docker/slurm/bootseer").read_text()
+    files = {f"slurm/{kind}.d/bootseer": script for kind in ("prolog", "epilog")}
+    program = f"BOOTSEER={sys.executable.rpartition('/')[0]}/bootseer\nDEADLINE=20\n"
+    return {**files, "bootseer/slurm.conf": program}
+
+
+SHARED = "/home/shared"
+"""A folder of the cluster on which the store and checkpoints of `simple_cluster` are."""
+
+
+@contextlib.contextmanager
+def simple_cluster(
+    files: Mapping[str, str] | None = None, configuration: str = "", **options: Any
+) -> Iterator[SlurmCluster]:
+    """A cluster with prolog and epilog as docs/slurm.md has them, and a store in a shared folder.
+    `files`, `configuration` and `options`: more for `running_cluster`."""
+    settings = block("slurm.md", "toml", "run_dir")
+    settings = settings.replace("hdfs://namenode:8020", f"file://{SHARED}")
+    more = {**prolog_files(), "bootseer/bootseer.toml": settings, **(files or {})}
+    lines = block("slurm.md", "ini", "Prolog=") + configuration
+    with running_cluster(configuration=lines, files=more, **options) as cluster:
+        shared = cluster.home / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        for machine in cluster.machines.values():
+            made = machine.run(
+                "install", "-d", "-m", "1777", "/var/cache/bootseer", "/run/bootseer"
+            )
+            assert made.returncode == 0, made.stderr
+        yield cluster
