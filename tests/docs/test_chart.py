@@ -24,7 +24,10 @@ EVERYTHING = {
     "nodeSelector": {"gpu": "yes"},
     "containerd": {"restartCommand": "systemctl restart k3s"},
     "csi": {"sources": ["s3://bucket/checkpoints"]},
-    "warm": {"images": ["registry://registry.example.com/team/trainer:v7"]},
+    "warm": {
+        "images": ["registry://registry.example.com/team/trainer:v7"],
+        "environments": ["train-env"],
+    },
     "metrics": {"directory": "/var/lib/node_exporter"},
 }
 LEAST = {
@@ -174,6 +177,18 @@ def test_without_the_snapshotter_pods_get_no_runtime_class_and_containerd_no_lin
     assert "RuntimeClass" not in {one["kind"] for one in found}
     names = {one["name"] for _, pod in pods(found) for one in containers(pod)}
     assert names == {"spawner", "csi", "webhook"}
+
+
+def test_the_warm_up_at_a_time_of_the_day_may_what_the_chart_s_may() -> None:
+    found = rendered({"warm": EVERYTHING["warm"]})
+    (ours,) = [pod["spec"] for name, pod in pods(found) if name == "bootseer-warm"]
+    text = (MANIFESTS.parent / "warm-cronjob.yaml").read_text()
+    theirs = yaml.safe_load(text)["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    one, other = ours["containers"][0], theirs["containers"][0]
+    assert one["securityContext"] == other["securityContext"]
+    for some, others in ((one["volumeMounts"], other["volumeMounts"]),
+                         (ours["volumes"], theirs["volumes"])):  # fmt: skip
+        assert {each["name"]: each for each in some} == {each["name"]: each for each in others}
 
 
 def test_older_clusters_get_what_they_know() -> None:

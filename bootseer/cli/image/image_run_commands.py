@@ -23,7 +23,7 @@ from bootseer.cli.output import (
     json_option,
     open_current_store,
 )
-from bootseer.errors import NoSpaceError, NotFoundError
+from bootseer.errors import NotFoundError
 from bootseer.settings.config import Settings
 
 _WINDOW_HELP = "End the record after this many seconds, if ready() was not called."
@@ -237,40 +237,18 @@ def fetch(reference: str, as_json: bool) -> None:
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
-    from bootseer.base.progress import Progress
-    from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-    from bootseer.prefetch.cache.node_cache import NodeCache
     from bootseer.prefetch.resolve.found_image import publish_later
     from bootseer.prefetch.resolve.resolve import resolve_image
-    from bootseer.prefetch.streams.streams import BlobStreams
+    from bootseer.prefetch.streams.fetching import fetch_tree
 
     settings = current_settings()
     resolved = resolve_image(settings, reference)
     try:
-        record = resolved.record
-        tree = read_kept_tree(settings.cache_dir, record.index_digest)
-        size_bytes = sum(blob.size_bytes for blob in tree.blobs)
-        with (
-            open_current_store() as store,
-            Progress(f"fetching {record.reference}", size_bytes) as progress,
-        ):
-            streams = BlobStreams(
-                tree.blobs,
-                store.read_into,
-                NodeCache(settings.cache_dir),
-                deadline_s=settings.deadline_s,
-                on_progress=progress.advance,
-                is_local=not resolved.image.is_published,
+        record, is_local = resolved.record, not resolved.image.is_published
+        with open_current_store() as store:
+            size_bytes = fetch_tree(
+                settings, store, record.index_digest, record.reference, is_local=is_local
             )
-            try:
-                streams.fill()
-                if streams.fill_fetches():
-                    raise NoSpaceError(
-                        f"cannot fetch all of {record.reference}: {settings.cache_dir} is full; "
-                        "free space or set --cache-dir to a larger disk"
-                    )
-            finally:
-                streams.close()
     finally:
         resolved.release()
     publish_later(settings, resolved)

@@ -1,4 +1,5 @@
-"""`bootseer snapshot export` and `import`: snapshots as plain archives, for and from other tools.
+"""`bootseer snapshot export`, `import` and `fetch`: snapshots as plain archives, for and from other
+tools, and one in this node's cache.
 
 The group `snapshot` is in `snapshot_commands`.
 """
@@ -86,3 +87,25 @@ def import_(file: Path, target: str, name: str, as_json: bool) -> None:
             f"stored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}, "
             f"as {human_bytes(manifest.stored_bytes)}"
         )
+
+
+@click.command(epilog="Example: bootseer snapshot fetch base-env")
+@click.argument("key")
+@json_option
+def fetch(key: str, as_json: bool) -> None:
+    """Bring all of a snapshot into this node's cache, for later mounts of it.
+
+    KEY is a fingerprint, its start, or a name.
+    """
+    from bootseer.prefetch.streams.fetching import fetch_tree
+    from bootseer.snapshots.catalogue import catalogue
+    from bootseer.snapshots.restoring.mounting.lazy_mount import have_index, name_of
+
+    settings = current_settings()
+    with open_current_store() as store:
+        manifest = catalogue.find(store, key)
+        for target in manifest.targets:
+            have_index(settings, store, target)
+            fetch_tree(settings, store, target.index.digest, name_of(target.path))
+    if as_json:
+        emit_json(summary(manifest))

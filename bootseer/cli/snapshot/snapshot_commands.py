@@ -39,6 +39,7 @@ _ELSEWHERE = {
     "verify": ("snapshot.snapshot_check_commands", "verify"),
     "export": ("snapshot.snapshot_archive_commands", "export"),
     "import": ("snapshot.snapshot_archive_commands", "import_"),
+    "fetch": ("snapshot.snapshot_archive_commands", "fetch"),
 }
 
 

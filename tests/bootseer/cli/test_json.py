@@ -109,6 +109,10 @@ def test_snapshots(own_world: World) -> None:
         assert ("files" in shown) == bool(arguments)
     restored = world("snapshot", "restore", "x", "--to", "to", "--json").json
     agree("snapshot create", restored)
+    agree("snapshot create", world("snapshot", "fetch", "x", "--json").json)
+    cached = world("image", "cache", "--json").json["streams"]
+    assert cached
+    assert all(one["present_bytes"] == one["stream_bytes"] for one in cached)
     (world.path("src/bin/program")).write_bytes(b"other\n")
     for other, equal in (((), False), (("src/",), False), (("x",), True)):
         compared = world("snapshot", "diff", "x", *other, "--json").json

@@ -25,7 +25,10 @@ def test_an_api_server_takes_every_object(tmp_path: Path) -> None:
             assert kubectl(server, tmp_path, text).count("(server dry run)") == len(found)
         with pytest.raises(AssertionError, match="privilege"):
             kubectl(server, tmp_path, text.replace('"privileged"', '"privilege"'))
-        # This server is older than one version in them.
+        # This server is older than two versions in them.
+        text = (MANIFESTS.parent / "warm-cronjob.yaml").read_text()
+        text = text.replace("apiVersion: batch/v1\n", "apiVersion: batch/v1beta1\n")
+        assert "created" in kubectl(server, tmp_path, text)
         text = kubectl(server, tmp_path, "", "kustomize", str(MANIFESTS))
         text = text.replace("apiVersion: policy/v1\n", "apiVersion: policy/v1beta1\n")
         assert "bootseer-mounts created" in kubectl(server, tmp_path, text)

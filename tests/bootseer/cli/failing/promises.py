@@ -57,6 +57,7 @@ STORE_COMMANDS: list[tuple[str, ...]] = [
     ("snapshot", "list"),
     ("snapshot", "show", "env"),
     ("snapshot", "restore", "env"),
+    ("snapshot", "fetch", "env"),
     ("run", "--image", "image:1", "--", "true"),
 ]
 
@@ -69,6 +70,7 @@ IMAGE_READERS: list[tuple[str, ...]] = [
 SNAPSHOT_READERS: list[tuple[str, ...]] = [
     ("snapshot", "show", "env", "--files"),
     ("snapshot", "restore", "env", "--to", "restored"),
+    ("snapshot", "fetch", "env"),
 ]
 
 
