@@ -1,10 +1,13 @@
-"""Volumes of the CSI driver on a cluster, in pods without privileges."""
+"""Volumes of the CSI driver on a cluster, in pods without privileges; and the warm-up of what they
+show, at a time of the day."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.objects import pod
@@ -19,7 +22,7 @@ class _Site:
     """A cluster with Bootseer, and an environment in its store."""
 
     def __init__(self, installed: Installation, shell: str, folder: Path) -> None:
-        self.cluster, self.installed, self._shell = installed.cluster, installed, shell
+        self.cluster, self.installed, self.shell = installed.cluster, installed, shell
         self.checkpoints = f"{self.cluster.hdfs.url}/checkpoints"
         (folder / "torch").mkdir()
         (folder / "torch/version").write_text("2.6\n")
@@ -34,7 +37,7 @@ class _Site:
         """A pod on the first node with these volumes, each at /NAME."""
         found = pod(
             name,
-            self._shell,
+            self.shell,
             script,
             node=self.cluster.nodes[0].name,
             securityContext=_USER,
@@ -46,6 +49,16 @@ class _Site:
         (container,) = found["spec"]["containers"]
         container["volumeMounts"] = [{"name": key, "mountPath": f"/{key}"} for key in volumes]
         return found
+
+    def remove(self, *names: str) -> None:
+        """Delete pods of this file, and wait until nothing is mounted for them."""
+        self.cluster.kubectl("delete", "pod", *names, timeout_s=180)
+        wait_for(lambda: not self.volumes(), "the end of the volumes")
+
+    def trees(self) -> list[str]:
+        """Where the driver has the trees of images and environments on the first node."""
+        found = self.installed.mounts(self.cluster.nodes[0])
+        return [one for one in found if "/csi.bootseer.io/trees/" in one]
 
     def volumes(self) -> list[str]:
         """Where pods' volumes are mounted on the first node."""
@@ -91,8 +104,7 @@ def test_volumes_in_pods_while_the_driver_is_replaced(site: _Site) -> None:
         "mine",
         "",
     ]
-    cluster.kubectl("delete", "pod", "trainer", "other", timeout_s=180)
-    wait_for(lambda: not site.volumes(), "the end of the volumes", timeout_s=60)
+    site.remove("trainer", "other")
 
 
 def _driver_of(site: _Site) -> str:
@@ -133,3 +145,113 @@ def test_a_pod_that_is_deleted_while_it_saves_leaves_whole_files(site: _Site) ->
     assert said[0] == "whole"
     assert "empty" not in said
     cluster.kubectl("delete", "pod", "reader", timeout_s=120)
+
+
+READ = "cat /data/etc/nsswitch.conf && ! echo x > /data/x && ls -l /data/bin/busybox"
+
+
+def test_an_image_is_a_volume_of_a_pod_without_a_runtime_class(site: _Site) -> None:
+    volume = {"kind": "image", "image": f"registry://{site.shell}"}
+    site.cluster.apply(site.pod("reader", READ, data=volume))
+    found = site.cluster.wait_pod("reader", "Succeeded", timeout_s=300)
+    assert "runtimeClassName" not in found["spec"]
+    assert "hosts: files" in site.cluster.kubectl("logs", "reader")
+    site.remove("reader")
+    wait_for(lambda: not site.trees(), "the end of the tree", timeout_s=300, look_s=1.0)
+
+
+def test_an_image_is_a_volume_that_an_administrator_makes(site: _Site) -> None:
+    cluster = site.cluster
+    attributes = {"kind": "image", "image": f"registry://{site.shell}"}
+    shared: dict[str, Any] = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    csi = {"driver": "csi.bootseer.io", "volumeHandle": "data", "volumeAttributes": attributes}
+    room = {"storage": "1Gi"}
+    for kind, spec in (
+        ("PersistentVolume", {"capacity": room, "csi": {**csi, "readOnly": True}}),
+        ("PersistentVolumeClaim", {"resources": {"requests": room}, "volumeName": "data"}),
+    ):
+        metadata = {"name": "data"}
+        spec = {**shared, **spec}
+        cluster.apply({"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec})
+    try:
+        for name in ("first", "second"):
+            given = site.pod(name, READ, data={})
+            claim = {"claimName": "data", "readOnly": True}
+            given["spec"]["volumes"] = [{"name": "data", "persistentVolumeClaim": claim}]
+            cluster.apply(given)
+        for name in ("first", "second"):
+            cluster.wait_pod(name, "Succeeded", timeout_s=300)
+            assert "hosts: files" in cluster.kubectl("logs", name)
+        site.remove("first", "second")
+    finally:
+        cluster.kubectl("delete", "pvc,pv", "data", "--wait=false")
+
+
+def warming(site: _Site) -> dict[str, Any]:
+    """The recipe, with the images of this cluster, of this minute, and for Kubernetes 1.20."""
+    text = (REPOSITORY / "docker/kubernetes/warm-cronjob.yaml").read_text()
+    (ours,) = {
+        container["image"]
+        for one in site.installed.objects
+        if one["kind"] == "Deployment"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    }
+    for said, meant in (
+        ("registry.example.com/bootseer-node:0.1.0", ours),
+        ("registry.example.com/team/trainer:v7", site.shell),
+        ("train-env", "torch"),
+        ("0-600", "0-1"),
+        ("apiVersion: batch/v1", "apiVersion: batch/v1beta1"),
+    ):
+        assert text.count(said) == 1
+        text = text.replace(said, meant)
+    found: dict[str, Any] = yaml.safe_load(text)
+    count = len(site.cluster.nodes)
+    found["spec"] |= {"schedule": "* * * * *", "successfulJobsHistoryLimit": 1}
+    found["spec"]["jobTemplate"]["spec"] |= {"completions": count, "parallelism": count}
+    return found
+
+
+def test_each_node_is_warmed_at_a_time_of_the_day_and_when_asked(site: _Site) -> None:
+    cluster, where = site.cluster, ("--namespace", NAMESPACE)
+    # It has nothing of what earlier tests have read.
+    cluster.wipe(cluster.nodes[1])
+    site.installed.wait_ready()
+    job = warming(site)
+    cluster.apply(job)
+    name = job["metadata"]["name"]
+
+    def pods_of(job: str) -> list[dict[str, Any]]:
+        """Its pods that have warmed their nodes."""
+        found = cluster.list("pods", *where, f"--selector=job-name={job}")
+        return [one for one in found if one["status"]["phase"] == "Succeeded"]
+
+    def by_the_clock() -> list[str]:
+        """Jobs that the CronJob has made, and that are complete."""
+        found = cluster.list("jobs", *where)
+        return [
+            one["metadata"]["name"] for one in found
+            if one["metadata"]["name"].startswith(name) and one["status"].get("succeeded") == 2
+        ]  # fmt: skip
+
+    try:
+        wait_for(by_the_clock, "the Job of this minute", timeout_s=240, look_s=1.0)
+        made = by_the_clock()[0]
+        cluster.kubectl("patch", "cronjob", name, *where, "--patch", '{"spec": {"suspend": true}}')
+        cluster.kubectl("create", "job", *where, f"--from=cronjob/{name}", "warm-now")
+        wait_for(lambda: len(pods_of("warm-now")) == 2, "the warm-up", timeout_s=240, look_s=1.0)
+        for each in (made, "warm-now"):
+            hosts = {one["spec"]["nodeName"] for one in pods_of(each)}
+            assert hosts == {node.name for node in cluster.nodes}
+    finally:
+        cluster.kubectl("delete", "cronjob", name, *where)
+        cluster.kubectl("delete", "job", "warm-now", *where, "--ignore-not-found")
+    # All of both is here: of the image's layers, and of the environment's.
+    shown = cluster.kubectl(
+        "exec", *where, site.installed.pod_of("node", cluster.nodes[1]),
+        "--container", "csi", "--", "bootseer", "image", "cache", "--json",
+    )  # fmt: skip
+    streams = json.loads(shown)["streams"]
+    assert len(streams) >= 2
+    # One that was pulled whole has neither.
+    assert all(one.get("present_bytes") == one.get("stream_bytes") for one in streams), streams

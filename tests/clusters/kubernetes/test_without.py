@@ -1,0 +1,128 @@
+"""Pods while parts of Bootseer are removed, as by `helm upgrade`, or down on one node: those that
+ask for nothing notice nothing, the others start the ordinary way, or their events say why not.
+
+Without the webhook: see `test_webhook`. These tests are the last: they wipe nodes.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.installation import Installation
+from tests.clusters.kubernetes.objects import pod
+from tests.support.containers.chart import NAMESPACE
+from tests.support.waiting import wait_for
+
+REPLAY = {"bootseer.io/replay": "auto"}
+ENVIRONMENT = {"bootseer.io/environment": "none-such"}
+
+
+@pytest.fixture(autouse=True)
+def restored(cluster: Cluster, installed: Installation) -> Iterator[None]:
+    """Each test begins on a first node that has served nothing, and leaves all of Bootseer."""
+    cluster.wipe(cluster.nodes[0])
+    installed.wait_ready()
+    yield
+    cluster.kubectl("delete", "pods", "--selector=bed=yes", "--timeout=120s", timeout_s=180)
+    installed.apply()
+
+
+class _Pods:
+    """Pods on the first node."""
+
+    def __init__(self, cluster: Cluster, image: str) -> None:
+        self.cluster, self._image = cluster, image
+        self.checkpoint = {"bootseer.io/checkpoint": f"{cluster.hdfs.url}/checkpoints/without"}
+
+    def apply(self, name: str, annotations: dict[str, str]) -> None:
+        node = self.cluster.nodes[0].name
+        script = "echo ran; ls /mnt/checkpoints /opt/environment"
+        self.cluster.apply(
+            pod(name, self._image, f"{script}; true", node=node, annotations=annotations)
+        )
+
+    def run(self, name: str, annotations: dict[str, str], warning: str = "") -> dict[str, Any]:
+        """A pod that has run, and was created with this warning: the webhook believes for moments
+        what the cluster had before."""
+        wait_for(lambda: self._is_warned(name, annotations, warning), warning, look_s=0.5)
+        return self.cluster.wait_pod(name, "Succeeded", timeout_s=300)
+
+    def _is_warned(self, name: str, annotations: dict[str, str], warning: str) -> bool:
+        self.apply(name, annotations)
+        found = self.cluster.get("pod", name)["metadata"]["annotations"]
+        if warning in found.get("bootseer.io/warnings", ""):
+            return True
+        self.cluster.kubectl("delete", "pod", name)
+        return False
+
+    def wait_event(self, name: str, words: str) -> None:
+        """Wait until a pod that has not started says so."""
+        wait_for(lambda: words in self.cluster.events(name), f"{words!r} of {name}", look_s=0.5)
+        assert self.cluster.get("pod", name)["status"]["phase"] == "Pending"
+
+
+@pytest.fixture
+def pods(cluster: Cluster, shell: str) -> _Pods:
+    """Pods of a small image."""
+    return _Pods(cluster, shell)
+
+
+def upgrade(installed: Installation, values: dict[str, Any], kind: str, name: str) -> None:
+    """`helm upgrade`, which also deletes what is no longer in the chart."""
+    image = next(
+        one["spec"]["template"]["spec"]["containers"][0]["image"]
+        for one in installed.objects
+        if one["kind"] == "Deployment"
+    )
+    Installation(installed.cluster, image, values).apply()
+    installed.cluster.kubectl("delete", kind, name)
+
+
+def test_without_the_driver(installed: Installation, pods: _Pods) -> None:
+    upgrade(installed, {"csi": {"enabled": False}}, "csidriver", "csi.bootseer.io")
+    pods.run("plain", {})
+    pods.run("environment", ENVIRONMENT, "no CSI driver")
+    pods.apply("saves", pods.checkpoint)
+    pods.wait_event("saves", "csi.bootseer.io")
+    pods.run("replayed", REPLAY)
+    installed.apply()
+    pods.cluster.wait_pod("saves", "Succeeded", timeout_s=300)
+
+
+def test_without_the_snapshotter(installed: Installation, pods: _Pods) -> None:
+    upgrade(installed, {"snapshotter": {"enabled": False}}, "runtimeclass", "bootseer")
+    pods.run("plain", {})
+    pods.run("saves", pods.checkpoint)
+    found = pods.run("replayed", REPLAY, "no runtime class")
+    assert found["spec"].get("runtimeClassName") is None
+
+
+def test_on_a_node_without_driver_and_snapshotter(installed: Installation, pods: _Pods) -> None:
+    """The runtime class, the CSIDriver and the webhook are there: the cluster has other nodes."""
+    cluster = installed.cluster
+    select = {"kubernetes.io/hostname": cluster.nodes[1].name}
+    spec = {"spec": {"template": {"spec": {"nodeSelector": select}}}}
+    where = ("daemonset", "bootseer-node", "--namespace", NAMESPACE)
+    cluster.kubectl("patch", *where, "--patch", json.dumps(spec))
+    first = cluster.nodes[0].name
+    wait_for(
+        lambda: first not in [
+            one["spec"].get("nodeName")
+            for one in cluster.list("pods", "--namespace", NAMESPACE,
+                                    "--selector=app.kubernetes.io/component=node")
+        ],
+        "the end of driver and snapshotter", timeout_s=180, look_s=0.5,
+    )  # fmt: skip
+    pods.run("plain", {})
+    pods.apply("saves", pods.checkpoint)
+    pods.apply("replayed", REPLAY)
+    pods.wait_event("saves", "csi.bootseer.io")
+    pods.wait_event("replayed", "bootseer")
+    remove = [{"op": "remove", "path": "/spec/template/spec/nodeSelector"}]
+    cluster.kubectl("patch", *where, "--type=json", "--patch", json.dumps(remove))
+    installed.wait_ready()
+    cluster.wait_pod("saves", "Succeeded", timeout_s=300)
+    cluster.wait_pod("replayed", "Succeeded", timeout_s=300)
