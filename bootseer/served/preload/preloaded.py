@@ -9,6 +9,7 @@ import _frozen_importlib
 import _imp
 import os
 import sys
+from array import array
 from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
@@ -38,8 +39,10 @@ class Preloaded:
         """By the number of modules that were complete."""
         self.consulted: list[tuple[int, str]] = []
         """That number, and a variable that was read before it was reached."""
-        self.files: dict[str, tuple[int, int, int]] = {}
-        self.folders: dict[str, int] = {}
+        self._paths = b""
+        self._marks = array("Q")
+        """Of files and folders. In one piece: each worker looks at all, and to touch an object of a
+        page of many costs it that page."""
         self._on_path: set[str] = set()
         """Those that `sys.path` leads to, and not a finder of others as setuptools has for
         distutils; whether finders are the same is looked at as well."""
@@ -55,26 +58,30 @@ class Preloaded:
 
     def note_files(self, began_ns: int) -> None:
         """Note the files that were read. Raises: Refusal where one was changed meanwhile."""
+        paths: dict[str, None] = {}
         for name, module in self.modules:
             path = getattr(getattr(module, "__spec__", None), "origin", None)
             if isinstance(path, str) and os.path.isabs(path):
-                self.files[path] = _fingerprint(path)
-                if self.files[path][1] > began_ns:
+                paths[path] = None
+                if _marks_of(path)[1] > began_ns:
                     raise Refusal(f"the file of {name} was changed while it was imported")
             if "." not in name and isinstance(path, str) and _found(name) == path:
                 self._on_path.add(name)
         for folder in sys.path:
             if folder.endswith(("site-packages", "dist-packages")):
-                self.folders[folder] = _time_of(folder)
+                paths[folder] = None
+        for path in paths:
+            self._paths += os.fsencode(path) + b"\0"
+            self._marks.extend(_marks_of(path))
 
     def stale(self) -> str:
         """A file that was changed since it was imported; or nothing."""
-        for path, known in self.files.items():
-            if _fingerprint(path) != known:
-                return path
-        for path, time_ns in self.folders.items():
-            if _time_of(path) != time_ns:
-                return path
+        begin = place = 0
+        while (end := self._paths.find(b"\0", begin)) >= 0:
+            path = self._paths[begin:end]
+            if _marks_of(path) != self._marks[place : place + 3]:
+                return os.fsdecode(path)
+            begin, place = end + 1, place + 3
         return ""
 
     def hide(self, visible: Iterable[str]) -> None:
@@ -180,16 +187,10 @@ def _found(name: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _fingerprint(path: str) -> tuple[int, int, int]:
+def _marks_of(path: str | bytes) -> "array[int]":
+    """What changes where the file does."""
     try:
         status = os.stat(path)
     except OSError:
-        return (-1, -1, -1)
-    return (status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def _time_of(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return -1
+        return array("Q", (0, 0, 0))
+    return array("Q", (status.st_size, max(0, status.st_mtime_ns), status.st_ino))

@@ -1,6 +1,8 @@
 """Whatever is killed, stopped or changed: a worker ends as an ordinary one would, or starts so."""
 
+import mmap
 import os
+import re
 import signal
 import subprocess
 import time
@@ -207,3 +209,19 @@ def test_a_thousand_forks_leak_nothing(waiting: Node) -> None:
         assert [process.wait(60) for process in processes] == [0] * 8
     wait_for(lambda: held()[:2] == (files, children))
     assert held()[2] < memory_kib + 1024
+
+
+def test_a_fork_copies_the_tables_of_few_pages(node: Node) -> None:
+    with mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(b"x" * len(memory))
+        try:
+            memory.madvise(25)  # MADV_COLLAPSE
+        except OSError as error:
+            pytest.skip(f"this kernel makes no large pages when it is asked to: {error}")
+    node.write("modules/heavy.py", "VALUE = bytearray(b'x') * (64 << 20)")
+    node.write("program.py", "import heavy; print(len(heavy.VALUE))")
+    node.begin("heavy")
+    assert node.run().stdout == f"{64 << 20}\n"
+    memory_of = Path(f"/proc/{node.preloader}/smaps_rollup").read_text(encoding="ascii")
+    (size,) = re.findall(r"AnonHugePages: +(\d+) kB", memory_of)
+    assert int(size) > 0
