@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.output import current_settings
-from bootseer.errors import BootseerError, NotFoundError, PermissionDeniedError
+from bootseer.cli.output import Seconds, current_settings
+from bootseer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from bootseer.kubernetes.installer.daemon import Daemon
@@ -64,15 +64,27 @@ def install(socket: Path, restart: str) -> None:
     metavar="NAMESPACE/NAME",
     help="Do nothing while the API server knows this DaemonSet: the pod is only replaced.",
 )
+@click.option(
+    "--until-unused",
+    "patience_s",
+    type=Seconds(0, 3600),
+    metavar="TIME",
+    default=0.0,
+    help="Wait so long, at most, for the end of pods of the runtime class. Default: not at all.",
+)
 @_of_containerd
-def remove(socket: Path, restart: str, unless_daemonset: str | None) -> None:
+def remove(socket: Path, restart: str, unless_daemonset: str | None, patience_s: float) -> None:
     """Take away what `install` has added, to the byte, and have containerd forget it."""
     from bootseer.kubernetes.installer import install as installer
+    from bootseer.kubernetes.removal import is_removed, wait_unused
 
-    if unless_daemonset is not None and _is_there(unless_daemonset):
-        click.echo(f"{unless_daemonset} is there: nothing is removed", err=True)
+    if unless_daemonset is not None and not is_removed(unless_daemonset):
+        click.echo(f"{unless_daemonset} may be there: nothing is removed", err=True)
         return
-    _say(installer.remove(_daemon(socket, restart), _address()), "is as it was")
+    daemon = _daemon(socket, restart)
+    if patience_s:
+        wait_unused("pods of the runtime class", daemon.has_pods, patience_s)
+    _say(installer.remove(daemon, _address()), "is as it was")
 
 
 @containerd.command(epilog="Example: bootseer kubernetes containerd status")
@@ -86,21 +98,6 @@ def status(socket: Path, restart: str) -> None:
             "`bootseer kubernetes containerd install`"
         )
     click.echo(f"containerd runs with the snapshotter at {plugin}")
-
-
-def _is_there(daemonset: str) -> bool:
-    from bootseer.kubernetes.api import ACCOUNT, Api
-
-    namespace, _, name = daemonset.partition("/")
-    try:
-        found = Api(ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
-    except PermissionDeniedError:
-        # What gave this pod the right to ask is gone with all the rest.
-        return False
-    except BootseerError as error:
-        click.echo(f"nobody says whether {daemonset} is there: {error}", err=True)
-        return True
-    return found is not None and "deletionTimestamp" not in found["metadata"]
 
 
 def _daemon(socket: Path, restart: str) -> "Daemon":

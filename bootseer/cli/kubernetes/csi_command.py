@@ -42,6 +42,18 @@ from bootseer.errors import UnsupportedError
     help="How long what a start touches of a tree is recorded.",
 )
 @click.option("--check", is_flag=True, help="Ask the driver that runs whether it answers.")
+@click.option(
+    "--until-unused",
+    "patience_s",
+    type=Seconds(0, 3600),
+    metavar="TIME",
+    help="Only wait, so long at most, until no volume is published here.",
+)
+@click.option(
+    "--unless-daemonset",
+    metavar="NAMESPACE/NAME",
+    help="With that: not while the API server knows this DaemonSet; the pod is only replaced.",
+)
 def csi(
     kubelet_dir: Path,
     endpoint: Path | None,
@@ -49,6 +61,8 @@ def csi(
     sources: tuple[str, ...],
     window_s: float,
     check: bool,
+    patience_s: float | None,
+    unless_daemonset: str | None,
 ) -> None:
     """Serve images, environments and checkpoints as volumes of pods.
 
@@ -62,6 +76,7 @@ def csi(
             f"the driver needs the Python module {error.name}: pip install 'bootseer[kubernetes]'"
         ) from error
     from bootseer.kubernetes.csi.driver import NAME, Driver
+    from bootseer.kubernetes.csi.records import Records
     from bootseer.kubernetes.csi.service import handlers_of
     from bootseer.kubernetes.csi.wire import IDENTITY, MESSAGES
 
@@ -70,6 +85,13 @@ def csi(
     registration = registration or kubelet_dir / "plugins_registry" / f"{NAME}-reg.sock"
     if check:
         ask(endpoint, f"/{IDENTITY}/Probe", MESSAGES["ProbeRequest"](), MESSAGES["ProbeResponse"])
+        return
+    if patience_s is not None:
+        from bootseer.kubernetes.removal import is_removed, wait_unused
+
+        if unless_daemonset is None or is_removed(unless_daemonset):
+            records = Records(current_settings().run_dir / "volumes")
+            wait_unused("volumes", lambda: any(True for _ in records.all()), patience_s)
         return
     if os.geteuid() != 0:
         raise UnsupportedError("a driver mounts for a kubelet and needs root")

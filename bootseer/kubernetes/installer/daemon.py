@@ -27,7 +27,13 @@ _CREDENTIALS = struct.Struct("3i")
 _CRI, _INTROSPECTION = "runtime.v1", "containerd.services.introspection.v1"
 # Field numbers are those of k8s.io/cri-api and of containerd's api/services/introspection/v1.
 _FILES: dict[str, Messages] = {
-    _CRI: {"StatusRequest": ((1, "bool", "verbose"),), "StatusResponse": ((2, LABELS, "info"),)},
+    _CRI: {
+        "StatusRequest": ((1, "bool", "verbose"),),
+        "StatusResponse": ((2, LABELS, "info"),),
+        "ListPodSandboxRequest": (),
+        "ListPodSandboxResponse": ((1, f"*.{_CRI}.PodSandbox", "items"),),
+        "PodSandbox": ((1, "string", "id"), (7, "string", "runtime_handler")),
+    },
     _INTROSPECTION: {
         "PluginsRequest": ((1, "*string", "filters"),),
         "PluginsResponse": ((1, f"*.{_INTROSPECTION}.Plugin", "plugins"),),
@@ -109,6 +115,11 @@ class Daemon:
         runtimes = json.loads(status.info["config"])["containerd"].get("runtimes") or {}
         address = [one.exports.get("address", "") for one in plugins]
         return (address or [""])[0], runtimes.get(NAME) or {}
+
+    def has_pods(self) -> bool:
+        """Whether it has a pod of our runtime class, running or not. Raises: UnavailableError."""
+        found = self._ask(f"{_CRI}.RuntimeService", "ListPodSandbox")
+        return any(one.runtime_handler == NAME for one in found.items)
 
     def restart(self) -> None:
         """Ask for a restart; containers go on. Raises: UnsupportedError, DeadlineError."""

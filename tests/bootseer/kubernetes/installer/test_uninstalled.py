@@ -1,12 +1,19 @@
 """Whether the chart is gone, as a pod of it asks when it ends."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from bootseer.cli import cli
+from bootseer.kubernetes import removal
+from bootseer.kubernetes.csi.attributes import ImageVolume
+from bootseer.kubernetes.csi.records import Record, Records
 from tests.bootseer.kubernetes.webhook.api_servers import NAME, NAMESPACE, ApiServer, real
 from tests.docs.test_chart import manifests
 
@@ -21,7 +28,7 @@ def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
     with real(tmp_path) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("bootseer.kubernetes.api.ACCOUNT", server.account)
+        monkeypatch.setattr(removal, "ACCOUNT", server.account)
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
         # Its rights went first.
@@ -56,3 +63,36 @@ def goes_on() -> bool:
     words += ["--unless-daemonset", f"{NAMESPACE}/bootseer-node"]
     done = CliRunner().invoke(cli, words)
     return "no containerd answers" in str(done.exception)
+
+
+def test_a_driver_that_is_removed_waits_for_the_end_of_its_volumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet could not take them off without it."""
+    monkeypatch.setenv("BOOTSEER_RUN_DIR", str(tmp_path / "run"))
+    waits = Event()
+
+    def sleep(_seconds: float) -> None:
+        waits.set()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    records = Records(tmp_path / "run/volumes")
+    records.write(Record("a", "/kubelet/a", ImageVolume("app:1"), True))
+    words = ["kubernetes", "csi", "--until-unused", "1h"]
+    with ThreadPoolExecutor(1) as pool:
+        # One that is only replaced ends at once.
+        monkeypatch.setattr(removal, "is_removed", lambda name: False)
+        done = pool.submit(CliRunner().invoke, cli, [*words, "--unless-daemonset", "a/b"])
+        assert done.result(60).exit_code == 0
+        assert not waits.is_set()
+        waiting = pool.submit(CliRunner().invoke, cli, words)
+        assert waits.wait(60)
+        assert not waiting.done()
+        records.remove("/kubelet/a")
+        assert waiting.result(60).exit_code == 0
+
+
+def test_a_removal_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    removal.wait_unused("volumes", lambda: True, 0.0)
+    assert "volumes are still there" in caplog.text
