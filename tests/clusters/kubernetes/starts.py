@@ -11,8 +11,10 @@ from typing import Any
 
 from bench.machine.processes import ending_with_us
 from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.bed.machine import Node
 from tests.clusters.kubernetes.objects import pod
+from tests.support.containers.chart import NAMESPACE
 from tests.support.waiting import wait_for
 
 REPLAY = {"bootseer.io/replay": "auto"}
@@ -48,6 +50,13 @@ def start(cluster: Cluster, name: str, image: str, node: Node, **given: Any) -> 
     # Nanoseconds, of which Python takes six digits.
     printed = datetime.fromisoformat(stamp[:26].rstrip("Z") + "+00:00")
     return Start(ended, printed.timestamp() - began_s)
+
+
+def index(installation: Installation, image: str) -> None:
+    """Put an image's index into the store, as an administrator does."""
+    where = ("--namespace", NAMESPACE, installation.pod_of("node"), "--container", "snapshotter")
+    command = ("bootseer", "image", "index", f"registry://{image}")
+    installation.cluster.kubectl("exec", *where, "--", *command, timeout_s=400)
 
 
 @contextmanager

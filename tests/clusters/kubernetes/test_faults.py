@@ -20,6 +20,7 @@ from tests.clusters.kubernetes.starts import (
     assert_nothing_on_the_disk,
     checked,
     following,
+    index,
     saved,
     wait_saved,
 )
@@ -40,15 +41,7 @@ HOLDERS = ("spawner", "checkpoint server", "image server")
 @pytest.fixture(scope="module")
 def indexed(cluster: Cluster, installed: Installation, trainer: str) -> None:
     """The store has the image, and the node nothing of it: it is served, and not pulled."""
-    command = ("bootseer", "image", "index", f"registry://{trainer}")
-    in_pod = (
-        "--namespace",
-        "bootseer-system",
-        installed.pod_of("node"),
-        "--container",
-        "snapshotter",
-    )
-    cluster.kubectl("exec", *in_pod, "--", *command, timeout_s=400)
+    index(installed, trainer)
     cluster.wipe(cluster.nodes[0])
     installed.wait_ready()
 

@@ -163,6 +163,14 @@ def build_image(
         _umoci("config", "--image", image, *config)
 
 
+def add_layer(layout: Path, tag: str, tree: Path) -> None:
+    """Put one more layer on an image. Files of the layout are replaced, never changed."""
+    index = (layout / "index.json").read_bytes()
+    (layout / "index.json").unlink()
+    (layout / "index.json").write_bytes(index)
+    _umoci("insert", "--image", f"{layout}:{tag}", str(tree), "/")
+
+
 def _umoci(*command: str) -> None:
     done = subprocess.run(
         ["umoci", *command], capture_output=True, text=True, timeout=600, check=False

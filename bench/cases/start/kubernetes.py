@@ -1,0 +1,205 @@
+"""How long does a pod take to its first line on an empty node, and what does Bootseer cost there?
+
+On the tests' cluster: two nodes, each with namespaces, a containerd and a disk of its own, and a
+registry and an HDFS behind nothing but this machine's memory.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bench.model import (
+    Bound,
+    Case,
+    Column,
+    Sample,
+    TakeSample,
+    Target,
+    Variant,
+    Workspace,
+    ratio,
+)
+from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.images import add_layer, bootseer_image, trainer_image
+from tests.clusters.kubernetes.bed.installation import Installation
+from tests.clusters.kubernetes.bed.machine import Node
+from tests.clusters.kubernetes.objects import pod
+from tests.clusters.kubernetes.starts import REPLAY, TRAIN, index, said, start, wait_said
+
+_POD_COUNT = 20
+_WATCHED_S = 20.0
+_COMPONENTS = {
+    "spawner": "bootseer kubernetes spawner",
+    "snapshotter": "bootseer -v snapshotter",
+    "csi": "bootseer -v kubernetes csi",
+    "webhook": "bootseer kubernetes webhook",
+    "image_servers": "bootseer.prefetch.serve",
+    "checkpoint_servers": "bootseer.fuse.striped.mounted.server",
+}
+# Command line, proportional share of the memory, and clock ticks of each process of the node.
+_SHARES = r"""for each in /proc/[0-9]*; do
+  line=$(tr '\0\n' '  ' < $each/cmdline 2>/dev/null) || continue
+  case $line in *bootseer*) ;; *) continue ;; esac
+  memory=$(awk '/^Pss:/ {print $2}' $each/smaps_rollup 2>/dev/null)
+  ticks=$(sed 's/.*) //' $each/stat 2>/dev/null | awk '{print $12 + $13}')
+  echo "${memory:-0} ${ticks:-0} $line"
+done"""
+
+
+class _Bed:
+    """The cluster with Bootseer, and its two images: one has been recorded, its twin has not."""
+
+    def __init__(self, cluster: Cluster, installation: Installation, images: dict[str, str]):
+        self.cluster = cluster
+        self.installation = installation
+        self._images = images
+        self._count = 0
+
+    def start(self, variant: str) -> Sample:
+        """A pod on a node with an empty disk, from before it is asked for to its first line."""
+        node = self.cluster.nodes[1]
+        self.cluster.wipe(node)
+        self.installation.wait_ready()
+        self._count += 1
+        annotations = {} if variant == "pulled" else REPLAY
+        image = self._images[variant]
+        given = start(
+            self.cluster, f"{variant}-{self._count}", image, node, annotations=annotations
+        )
+        if variant != "pulled" and ("no bundle" in said(node)) != (variant == "lazy"):
+            raise RuntimeError(f"it was not {variant}: {said(node)[-500:]}")
+        self.clear()
+        return Sample(given.first_line_s)
+
+    def install(self) -> Sample:
+        """From one command, on empty nodes, until all is ready; and then what it takes there."""
+        self.installation.remove()
+        for node in self.cluster.nodes:
+            self.cluster.wipe(node)
+        installed_s = self.installation.apply()
+        idle = self._taken("idle")
+        source = f"{self.cluster.hdfs.url}/checkpoints/many"
+        annotations = {**REPLAY, "bootseer.io/checkpoint": source}
+        script = f"{TRAIN} --checkpoints /mnt/checkpoints --steps 100000 --every 1000000 --pause 1"
+        names = [f"one-of-many-{number}" for number in range(_POD_COUNT)]
+        for number, name in enumerate(names):
+            node = self.cluster.nodes[number % len(self.cluster.nodes)]
+            image = self._images["replayed"]
+            self.cluster.apply(pod(name, image, script, node=node.name, annotations=annotations))
+        for name in names:
+            self.cluster.wait_pod(name, "Running", timeout_s=400)
+        busy = self._taken(f"{_POD_COUNT}_pods")
+        self.clear()
+        return Sample(installed_s, figures={**idle, **busy})
+
+    def clear(self) -> None:
+        """Delete all pods that were measured."""
+        self.cluster.kubectl("delete", "pods", "--selector=bed=yes", timeout_s=300)
+
+    def _taken(self, when: str) -> dict[str, float]:
+        """What each component has of the memory and the CPU of its node, the larger of the
+        nodes'."""
+        found: dict[str, float] = {}
+        before = [_shares(node) for node in self.cluster.nodes]
+        time.sleep(_WATCHED_S)
+        for node, old in zip(self.cluster.nodes, before, strict=True):
+            for name, (memory_kib, ticks) in _shares(node).items():
+                spent_s = (ticks - old.get(name, (0, 0))[1]) / os.sysconf("SC_CLK_TCK")
+                for figure, value in (
+                    (f"{name}_{when}_mib", memory_kib / 1024),
+                    (f"{name}_{when}_cpu_percent", max(0.0, 100 * spent_s / _WATCHED_S)),
+                ):
+                    found[figure] = max(found.get(figure, 0.0), round(value, 2))
+        return found
+
+
+def _shares(node: Node) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for line in node.run("sh", "-c", _SHARES).stdout.splitlines():
+        memory, ticks, command = line.split(" ", 2)
+        for name, pattern in _COMPONENTS.items():
+            if pattern in command:
+                known = found.get(name, (0, 0))
+                found[name] = (known[0] + int(memory), known[1] + int(ticks))
+    return found
+
+
+@contextlib.contextmanager
+def _prepare(workspace: Workspace) -> Iterator[None]:
+    with Cluster(say=workspace.say) as cluster:
+        node_image = cluster.push(bootseer_image(), "bootseer-node:bench")
+        layout, tag = trainer_image(workspace.say)
+        trainer = cluster.push((layout, tag), "team/trainer:1")
+        twin = cluster.push(_twin(layout, tag, workspace.directory), "team/twin:1")
+        installation = Installation(cluster, node_image)
+        workspace.say(f"installed in {installation.apply():.1f} s")
+        for image in (trainer, twin):
+            index(installation, image)
+        node = cluster.nodes[1]
+        start(cluster, "recorded", trainer, node, annotations=REPLAY)
+        wait_said(node, "published a bundle", 1)
+        images = {"pulled": trainer, "lazy": twin, "replayed": trainer}
+        bed = workspace.shared["bed"] = _Bed(cluster, installation, images)
+        bed.clear()
+        workspace.shared["notes"] = [
+            "seconds of a start: from before `kubectl apply` of a pod to the time stamp of its "
+            "first line, on a node whose disk was emptied before, with Bootseer ready on it; "
+            "nothing limits the network, which is this machine's memory",
+            "the image has torch, pandas, transformers, scipy, scikit-learn, pyarrow and OpenCV; "
+            "its program imports torch. lazy: the same and one small layer, never recorded",
+            "memory: proportional share of the processes on the node that has more of them; CPU "
+            f"of one core over {_WATCHED_S:g} s; the {_POD_COUNT} pods have one image and one "
+            "folder of checkpoints",
+        ]
+        yield
+
+
+def _twin(layout: Path, tag: str, work: Path) -> tuple[Path, str]:
+    """The same image with another tree, whose starts no record tells of."""
+    copy = work / "twin"
+    shutil.copytree(layout, copy, copy_function=os.link)
+    (work / "layer").mkdir()
+    (work / "layer/twin").write_text("another tree\n")
+    add_layer(copy, tag, work / "layer")
+    return copy, tag
+
+
+def _session(
+    take: Callable[[_Bed], Sample],
+) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+    @contextlib.contextmanager
+    def session(workspace: Workspace) -> Iterator[TakeSample]:
+        def sample() -> Sample:
+            try:
+                return take(workspace.shared["bed"])
+            except AssertionError as error:
+                raise RuntimeError(str(error)) from None
+
+        yield sample
+
+    return session
+
+
+CASE = Case(
+    name="kubernetes",
+    description="A pod's first line on an empty node of a real Kubernetes; what Bootseer takes.",
+    prepare=_prepare,
+    variants=(
+        Variant("pulled", "pulled by containerd 1.7", _session(lambda bed: bed.start("pulled"))),
+        Variant("lazy", "served, never recorded", _session(lambda bed: bed.start("lazy"))),
+        Variant("replayed", "served and replayed", _session(lambda bed: bed.start("replayed"))),
+        Variant("install", "from one command until all is ready", _session(_Bed.install)),
+    ),
+    ratios=(
+        ratio("pulled", "replayed", "wall_s", "time", Target(Bound.AT_LEAST, 3)),
+        ratio("pulled", "lazy", "wall_s", "time"),
+        ratio("lazy", "replayed", "wall_s", "time"),
+    ),
+    columns=(Column("s", "wall_s"),),
+    runs=3,
+    quick_runs=1,
+    warmups=0,
+)
