@@ -207,7 +207,7 @@ def warming(site: _Site) -> dict[str, Any]:
         text = text.replace(said, meant)
     found: dict[str, Any] = yaml.safe_load(text)
     count = len(site.cluster.nodes)
-    found["spec"] |= {"schedule": "* * * * *", "successfulJobsHistoryLimit": 1}
+    found["spec"]["schedule"] = "* * * * *"
     found["spec"]["jobTemplate"]["spec"] |= {"completions": count, "parallelism": count}
     return found
 

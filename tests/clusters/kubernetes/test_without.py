@@ -126,3 +126,12 @@ def test_on_a_node_without_driver_and_snapshotter(installed: Installation, pods:
     installed.wait_ready()
     cluster.wait_pod("saves", "Succeeded", timeout_s=300)
     cluster.wait_pod("replayed", "Succeeded", timeout_s=300)
+
+
+def test_without_all_of_it(installed: Installation, pods: _Pods) -> None:
+    """As when the chart is removed: annotations mean nothing, and are in nobody's way."""
+    installed.remove()
+    for name, annotations in (("plain", {}), ("replayed", REPLAY), ("saves", pods.checkpoint)):
+        spec = pods.run(name, annotations)["spec"]
+        assert "runtimeClassName" not in spec
+        assert [volume for volume in spec["volumes"] if "csi" in volume] == []
