@@ -14,6 +14,15 @@ from tests.support.mounts.fuse_mount import require_fuse, require_root
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
+# Devices as a container without --device /dev/fuse has them, at the folder $0.
+NO_FUSE = """
+mount -t tmpfs none "$0" && mkdir "$0/shm" && mount --bind /dev/shm "$0/shm" || exit 90
+for name in null zero full random urandom tty; do
+    touch "$0/$name" && mount --bind "/dev/$name" "$0/$name" || exit 91
+done
+mount --rbind "$0" /dev && exec "$@"
+"""
+
 
 @pytest.fixture
 def one(node: Node) -> Node:
@@ -33,16 +42,16 @@ def _options(node: Node) -> tuple[str, ...]:
     return ("--setup", setup, "--target", "env", "--mode", "mount", "--checkpoint", checkpoint)
 
 
-def _standby(node: Node, *words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "bootseer", "standby", *words]
+def _standby(node: Node, *words: str, prefix: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    command = [*prefix, sys.executable, "-m", "bootseer", "standby", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, env=node.environment, cwd=node.base, stdout=pipe, stderr=pipe, text=True
     )
 
 
-def _done(node: Node, *words: str) -> tuple[int, str, str]:
-    with _standby(node, *words) as process:
+def _done(node: Node, *words: str, prefix: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    with _standby(node, *words, prefix=prefix) as process:
         out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
@@ -99,3 +108,29 @@ def test_killed_at_any_moment(one: Node) -> None:
         assert (started.returncode, started.stdout) == (0, "a\n1\n"), started.stderr
         one.wait_clean()
     assert list((one.base / "env").iterdir()) == []
+
+
+def test_without_fuse_a_start_is_an_ordinary_one(one: Node) -> None:
+    """It has its environment, extracted, and one line says why it is not mounted."""
+    devices = one.base.parent / "devices"
+    devices.mkdir()
+    unshare = ("unshare", "--mount", "--propagation", "private")
+    prefix = (*unshare, "sh", "-c", NO_FUSE, str(devices))
+    environment = _options(one)[:-2]
+    code, _, err = _done(one, *environment, prefix=prefix)
+    assert (code, err.count("warning: ")) == (0, 1), err
+    assert "warning: extracted: it cannot be mounted: there is no /dev/fuse" in err
+    assert one.mounts() == []
+    code, out, err = _done(one, "--status", prefix=prefix)
+    assert (code, "lingering" in out) == (0, True), err
+    # What is there already is left as it is; what is not comes likewise.
+    for number in range(2):
+        words = (*environment, "--linger", "10m", "--", "cat", "env/x")
+        started = one.run(*words, prefix=prefix)
+        assert (started.returncode, started.stdout) == (0, "a\n"), started.stderr
+        assert started.stderr.count("warning: ") == number, started.stderr
+        (one.base / "env/x").unlink()
+        (one.base / "env").rmdir()
+    assert (one.base.parent / "count").read_text() == "ran\n"
+    assert _done(one, "--end")[0] == 0
+    one.wait_clean()
