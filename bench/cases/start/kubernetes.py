@@ -6,10 +6,8 @@ registry and an HDFS behind nothing but this machine's memory.
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from bench.model import (
     Bound,
@@ -23,7 +21,7 @@ from bench.model import (
     ratio,
 )
 from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import add_layer, bootseer_image, trainer_image
+from tests.clusters.kubernetes.bed.images import bootseer_image, trainer_image, twin_image
 from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.bed.machine import Node
 from tests.clusters.kubernetes.objects import pod
@@ -131,9 +129,8 @@ def _shares(node: Node) -> dict[str, tuple[int, int]]:
 def _prepare(workspace: Workspace) -> Iterator[None]:
     with Cluster(say=workspace.say) as cluster:
         node_image = cluster.push(bootseer_image(), "bootseer-node:bench")
-        layout, tag = trainer_image(workspace.say)
-        trainer = cluster.push((layout, tag), "team/trainer:1")
-        twin = cluster.push(_twin(layout, tag, workspace.directory), "team/twin:1")
+        trainer = cluster.push(trainer_image(workspace.say), "team/trainer:1")
+        twin = cluster.push(twin_image(workspace.say), "team/twin:1")
         installation = Installation(cluster, node_image)
         workspace.say(f"installed in {installation.apply():.1f} s")
         for image in (trainer, twin):
@@ -149,22 +146,12 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             "first line, on a node whose disk was emptied before, with Bootseer ready on it; "
             "nothing limits the network, which is this machine's memory",
             "the image has torch, pandas, transformers, scipy, scikit-learn, pyarrow and OpenCV; "
-            "its program imports torch. lazy: the same and one small layer, never recorded",
+            "its program imports torch. lazy: the same files in other layers, never recorded",
             "memory: proportional share of the processes on the node that has more of them; CPU "
             f"of one core over {_WATCHED_S:g} s; the {_POD_COUNT} pods have one image and one "
             "folder of checkpoints",
         ]
         yield
-
-
-def _twin(layout: Path, tag: str, work: Path) -> tuple[Path, str]:
-    """The same image with another tree, whose starts no record tells of."""
-    copy = work / "twin"
-    shutil.copytree(layout, copy, copy_function=os.link)
-    (work / "layer").mkdir()
-    (work / "layer/twin").write_text("another tree\n")
-    add_layer(copy, tag, work / "layer")
-    return copy, tag
 
 
 def _session(
