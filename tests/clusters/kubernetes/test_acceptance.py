@@ -9,10 +9,11 @@ import pytest
 
 from bench.containers.layout import Layout
 from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import trainer_image
+from tests.clusters.kubernetes.bed.images import shell_image, trainer_image
 from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.starts import REPLAY, said, start, wait_said
+from tests.clusters.kubernetes.objects import pod
+from tests.clusters.kubernetes.starts import REPLAY, index, said, start, wait_said
 from tests.support.waiting import wait_for
 
 
@@ -60,6 +61,27 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
 
     # The driver's part comes by itself.
     wait_for(lambda: wanted <= names(), f"{wanted}", look_s=1.0)
+
+
+def test_a_pod_without_the_class_waits_until_some_pod_has_pulled_the_image(
+    cluster: Cluster, installed: Installation
+) -> None:
+    """containerd knows an image, whichever snapshotter it was pulled for, and unpacks it for
+    another one from its own content, which lacks the layers."""
+    image = cluster.push(shell_image(), "team/shared:1")
+    index(installed, image)
+    node = cluster.nodes[1]
+    cluster.wipe(node)
+    installed.wait_ready()
+    cluster.apply(pod("lazy", image, "echo lazy", node=node.name, annotations=REPLAY))
+    cluster.wait_pod("lazy", "Succeeded")
+    cluster.apply(pod("waits", image, "echo waited", node=node.name))
+    wait_for(lambda: "content digest" in cluster.events("waits"), "what it waits for", look_s=1.0)
+    pulls = pod("pulls", image, "echo pulled", node=node.name)
+    pulls["spec"]["containers"][0]["imagePullPolicy"] = "Always"
+    cluster.apply(pulls)
+    for name in ("pulls", "waits"):
+        cluster.wait_pod(name, "Succeeded", timeout_s=180)
 
 
 def layers_of_the_trainer() -> set[str]:
