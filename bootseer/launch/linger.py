@@ -21,10 +21,9 @@ from bootseer.errors import BootseerError, UnavailableError
 from bootseer.linux.processes import start_time, wait_readable
 from bootseer.served import cover_users
 from bootseer.served.background import Report, ServerProcess, begin_server
-from bootseer.served.ending import sweep
+from bootseer.served.ending import remove_ended_scratch, sweep
 from bootseer.served.folders import (
     LINGER,
-    RUN,
     MountState,
     live_mounts,
     new_mount_dir,
@@ -138,14 +137,11 @@ def _serve(line: bytes, report: Report) -> None:
 
 def _stay(run_dir: Path, until_s: float) -> None:
     """What containers wrote that are over goes before."""
-    if any(state.purpose == RUN for _, state in live_mounts(run_dir)):
-        from bootseer.prefetch.container.lingering import remove_ended_scratch
-
-        # Processes that a job has left may use it yet.
-        pause_s = _LOOK_FIRST_S
-        while not remove_ended_scratch(run_dir) and time.monotonic() + pause_s < until_s:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_MAX_S)
+    pause_s = _LOOK_FIRST_S
+    # Processes that a job has left may use it yet.
+    while not remove_ended_scratch(run_dir) and time.monotonic() + pause_s < until_s:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_MAX_S)
     time.sleep(max(until_s - time.monotonic(), 0))
 
 

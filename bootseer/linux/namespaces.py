@@ -4,6 +4,7 @@ Python gained `os.unshare` with 3.12 and never had mount(2); ctypes gives both. 
 state. Everything here acts on the calling process.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -65,6 +66,19 @@ def has_processes(namespace: str) -> bool:
     """Whether a mount namespace has a process that this user may look at."""
     names = filter(str.isdigit, os.listdir("/proc"))
     return any(mount_namespace(name) == namespace for name in names)
+
+
+def is_seen(source: str) -> bool:
+    """Whether a process that this user may look at has a mount of this source."""
+    known = {""}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        namespace = mount_namespace(name)
+        if namespace not in known:
+            known.add(namespace)
+            with contextlib.suppress(OSError):
+                if os.fsencode(f" {source} ") in Path(f"/proc/{name}/mountinfo").read_bytes():
+                    return True
+    return False
 
 
 def map_user(uid: int, gid: int) -> None:

@@ -82,9 +82,14 @@ def write_note(folder: Path, name: str) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
+def name_of(pid: int) -> str:
+    """What names process `pid` for ever."""
+    return f"{pid}-{start_time(pid)}"
+
+
 def note_process(folder: Path, pid: int) -> None:
     """Note process `pid` in the folder. Raises: BootseerError, OSError."""
-    write_note(folder, f"{pid}-{start_time(pid)}")
+    write_note(folder, name_of(pid))
 
 
 def notes(folder: Path) -> list[str]:

@@ -39,6 +39,11 @@ def source_of(identity: str) -> str:
     return _SOURCE + identity
 
 
+def container_source(scratch: Path) -> str:
+    """What to give as the source of a container's root that is written to `scratch`."""
+    return f"bootseer-container:{scratch.name}"
+
+
 def parse_covers(mountinfo: bytes) -> list[Cover]:
     """The covers in the text of a mountinfo file, oldest first. Pure."""
     lines = list(mounts.parse_lines(mountinfo))

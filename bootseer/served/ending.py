@@ -16,16 +16,17 @@ from pathlib import Path
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
-from bootseer.linux.private_files import is_own
-from bootseer.linux.processes import start_time, wait_readable
+from bootseer.linux.private_files import is_own, private_directory
+from bootseer.linux.processes import name_of, notes, start_time, wait_readable
 from bootseer.linux.removal import remove_tree
 from bootseer.served.cover_users import serves_itself
-from bootseer.served.covers import covers, uncover_all
+from bootseer.served.covers import container_source, covers, uncover_all
 from bootseer.served.folders import (
     CHECKPOINT,
     MountState,
     dead_mounts,
     is_alive,
+    live_mounts,
     mounts_dir,
     read_state,
     remove_mount_dir,
@@ -210,6 +211,43 @@ def remove_scratch(directory: Path) -> None:
         remove_tree(directory)
     except OSError as error:
         _log.warning("cannot remove all of %s, which a container wrote: %s", directory, error)
+
+
+# What the containers of one tree write lies apart, in folders that are called by the processes that
+# began them. One is over when that process has ended, and no other one has such a root.
+
+
+def make_own_scratch(scratch: Path) -> Path:
+    """The folder for what this process's container writes. Raises: BootseerError."""
+    return private_directory(scratch / name_of(os.getpid()))
+
+
+def is_in_use(scratch: str) -> bool:
+    """Whether a container that writes below `scratch` is not over."""
+    return any(map(_is_in_use, _own_folders(scratch)))
+
+
+def remove_ended_scratch(run_dir: Path) -> bool:
+    """Remove what containers wrote that are over, but whose tree is kept. Returns whether nothing
+    of such is left. Never raises."""
+    is_all = True
+    for _, state in live_mounts(run_dir):
+        for path in _own_folders(state.scratch):
+            if _is_in_use(path):
+                is_all = False
+            else:
+                remove_scratch(path)
+    return is_all
+
+
+def _own_folders(scratch: str) -> list[Path]:
+    names = notes(Path(scratch)) if scratch else []
+    return [Path(scratch) / name for name in names if name.partition("-")[0].isdigit()]
+
+
+def _is_in_use(path: Path) -> bool:
+    pid = int(path.name.partition("-")[0])
+    return name_of(pid) == path.name or namespaces.is_seen(container_source(path))
 
 
 def _unmount_left_over(path: Path) -> None:

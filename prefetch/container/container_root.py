@@ -18,7 +18,7 @@ from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, 
 from bootseer.linux import namespaces
 from bootseer.linux.namespaces import MS_BIND, MS_REC
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.covers import mount_layers
+from bootseer.served.covers import container_source, mount_layers
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
     if not rootless:
         os.chown(upper, status.st_uid, status.st_gid)
     upper.chmod(stat.S_IMODE(status.st_mode))
-    mount_layers([tree], scratch, root, options=",userxattr" if rootless else "")
+    options = ",userxattr" if rootless else ""
+    mount_layers([tree], scratch, root, source=container_source(scratch), options=options)
 
 
 def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:

@@ -35,7 +35,6 @@ from bootseer.prefetch.container.container_root import Bind, furnish, mount_over
 from bootseer.prefetch.container.lingering import (
     LIVE,
     fingerprint_of,
-    make_own_scratch,
     take_over,
 )
 from bootseer.prefetch.container.process_spec import (
@@ -55,6 +54,7 @@ from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.background import ServerProcess
 from bootseer.served.cover_users import lingering
+from bootseer.served.ending import make_own_scratch
 from bootseer.served.folders import RUN, is_alive, new_mount_dir
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names

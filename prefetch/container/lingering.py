@@ -1,8 +1,7 @@
 """The tree of a container that stays after its job, for the next start: found, and taken over.
 
-Alone knows which tree is what a start asks for, and what became of the writes of earlier ones: each
-container has a folder of its own for them, called by its mount namespace, which is over when no
-process is in that any more. Who keeps a tree is in `served.cover_users`. Stateless; any thread.
+Alone knows which tree is what a start asks for. Who keeps it is in `served.cover_users`. Stateless;
+any thread.
 """
 
 import contextlib
@@ -14,22 +13,18 @@ from pathlib import Path
 from bootseer.base.documents import to_line
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting.mounts import find_mount
-from bootseer.linux.namespaces import has_processes, mount_namespace
-from bootseer.linux.private_files import private_directory
 from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
 from bootseer.prefetch.resolve.mount import MountedImage
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, lingering
-from bootseer.served.ending import end_silent, remove_scratch
-from bootseer.served.folders import RUN, live_mounts
+from bootseer.served.ending import end_silent
+from bootseer.served.folders import RUN
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 
 LIVE = "live"
 """How a tree comes that has lingered."""
-_NAMESPACES = "mnt:["
-"""How the names of mount namespaces begin."""
 
 
 def fingerprint_of(settings: Settings, identity: str, owner: tuple[int, int] | None) -> str:
@@ -59,30 +54,3 @@ def take_over(settings: Settings, resolved: ResolvedImage, fingerprint: str) -> 
             # What it records is over.
             return MountedImage(settings, resolved.record, state, state_dir, "")
     return None
-
-
-def make_own_scratch(scratch: Path) -> Path:
-    """The folder for what this process's container writes. In its mount namespace.
-
-    Raises: BootseerError.
-    """
-    own = scratch / mount_namespace()
-    # One that was called so before is over.
-    remove_scratch(own)
-    return private_directory(own)
-
-
-def remove_ended_scratch(run_dir: Path) -> bool:
-    """Remove what containers wrote that are over, but whose tree is kept. Returns whether nothing
-    of such is left. Never raises."""
-    is_all = True
-    with contextlib.suppress(OSError):
-        for _, state in live_mounts(run_dir):
-            for path in Path(state.scratch).iterdir() if state.scratch else ():
-                if not path.name.startswith(_NAMESPACES):
-                    continue
-                if has_processes(path.name):
-                    is_all = False
-                else:
-                    remove_scratch(path)
-    return is_all

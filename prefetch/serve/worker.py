@@ -41,6 +41,7 @@ from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
+from bootseer.served.ending import is_in_use
 from bootseer.served.folders import RUN, write_state
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
@@ -170,8 +171,8 @@ class ImageServer:
     def _unmount(self) -> None:
         _log.info("the process %s has ended: unmounting", self._plan.options.watch_pid)
         end_left_over(self._plan.state_dir)
-        if self._plan.state.purpose == RUN:
-            # What is left of its container may read on.
+        if is_in_use(self._plan.state.scratch):
+            # What is left of a container may read on.
             self._detach_command()
             return
         try:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bootseer.launch.harness import Node
+from tests.bootseer.launch.harness import Node, attribute
 from tests.support.mounts.fuse_mount import require_fuse
 from tests.support.others import folder_of_others
 
@@ -55,6 +56,25 @@ def test_image_and_checkpoint(node: Node, image_root: Path, tmp_path: Path) -> N
     assert (first.returncode, first.stdout) == (0, "job\n"), first.stderr
     second = node.run(*job, "cat /ckpt/x; exit 3", prefix=prefix)
     assert (second.returncode, second.stdout, second.stderr) == (3, "saved\n", "")
+    node.wait_clean()
+
+
+def test_an_image_lingers_without_root(node: Node, image_root: Path, tmp_path: Path) -> None:
+    job = (
+        *("--image", image_root, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
+        *("--linger", "10m", "--", "sh", "-c", "ls /ckpt /tmp; echo > /ckpt/x; echo > /tmp/y"),
+    )
+    # Both in one mount namespace.
+    twice = ("sh", "-c", '"$@" && "$@"', "sh")
+    done = node.run(*job, prefix=(*unprivileged(node), *twice))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "/ckpt:\n\n/tmp:\n/ckpt:\nx\n\n/tmp:\n"
+    spans = node.spans()
+    how = [attribute(spans[name], "bootseer.how") for name in ("image", "checkpoint")]
+    assert how == ["live", "live"]
+    for pid, line in node.processes().items():
+        if "bootseer.launch.linger" in line:
+            os.kill(pid, signal.SIGTERM)
     node.wait_clean()
 
 

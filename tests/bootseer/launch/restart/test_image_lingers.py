@@ -72,7 +72,7 @@ class _Job:
 
     def written(self) -> list[Path]:
         """Folders for what containers write."""
-        return list((self.node.base / "cache/containers").glob("*/mnt:*"))
+        return list((self.node.base / "cache/containers").glob("*/*-*"))
 
     def end(self) -> None:
         for entry in self.served("lingering"):
@@ -124,6 +124,19 @@ def test_what_is_left_of_a_job_keeps_what_it_writes(job: _Job) -> None:
     wait_until(lambda: not job.written(), "the end of what the first one wrote")
     assert (said / "it").read_text() == "mine\n"
     job.end()
+
+
+def test_another_mount_namespace_does_not_keep_it(job: _Job) -> None:
+    """One that was made meanwhile, with all mounts of the host, and lives on."""
+    job.start("true")
+    (entry,) = job.served("container")
+    with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as other:
+        table = Path(f"/proc/{other.pid}/mountinfo")
+        ours = os.readlink("/proc/self/ns/mnt")
+        wait_until(lambda: os.readlink(f"/proc/{other.pid}/ns/mnt") != ours, "the namespace")
+        assert entry["where"][0] in table.read_text()
+        job.end()
+        other.kill()
 
 
 def test_unmounting_ends_it_at_once(job: _Job) -> None:
@@ -200,6 +213,7 @@ def test_another_users_start_has_its_own(job: _Job) -> None:
         assert job.how == ("mounted", "live")
     finally:
         os.chown(state, 0, 0)
+    wait_until(lambda: len(job.served("container")) == 1, "the end of the other job's server")
     assert job.server() == server
     job.end()
 
