@@ -43,6 +43,8 @@ class SetupResult(Struct, frozen=True):
     look told; of "restored": the first of that, as the snapshot has it."""
     is_changed: bool = False
     """Whether something else had lingered on the targets since the last start."""
+    was_here: bool = False
+    """Whether it was restored as a link to files that this node had already."""
 
     @property
     def hit(self) -> bool:

@@ -190,6 +190,7 @@ def restore_stored(
         mode=done.choice.mode,
         mode_reason=done.choice.reason,
         ready_names=done.ready_names,
+        was_here=done.was_here,
     )
 
 

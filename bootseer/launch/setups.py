@@ -76,7 +76,8 @@ def set_up(
         span.set("bootseer.mode", result.mode)
     span.set("bootseer.hit", result.hit)
     span.set("bootseer.bytes", result.moved_bytes)
-    is_live = result.how == "in place" and result.mode
+    # An image's root is made anew by each start: what is kept for it is what it is a link to.
+    is_live = result.mode and (result.how == "in place" or (container and result.was_here))
     changed = "changed: " if result.is_changed else ""
     span.set("bootseer.how", LIVE if is_live else changed + result.how)
     # Whatever it was that kept this one from a snapshot: the next one asks briefly first.

@@ -51,6 +51,8 @@ class Facts(Struct, frozen=True):
     target_count: int
     file_count: int
     content_bytes: int
+    lingers: bool = False
+    """The next start on this node is meant to find it."""
 
 
 class Choice(Struct, frozen=True):
@@ -137,7 +139,9 @@ def _said(method: str) -> str:
 
 def _automatic(facts: Facts) -> Choice:
     is_small = facts.content_bytes < SMALL_BYTES and facts.file_count < SMALL_COUNT
-    if is_small and not facts.has_trees:
+    # An image's root is another one then, while the node keeps a tree for it.
+    is_kept = facts.has_trees or (facts.lingers and facts.is_container)
+    if is_small and not is_kept:
         return Choice(EXTRACT, "it is small")
     method, problem = _link_method(facts)
     if facts.is_container:

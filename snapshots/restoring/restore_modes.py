@@ -56,6 +56,8 @@ class Restored(Struct, frozen=True):
     """Bytes that came from the store; for a mount, those that came by now."""
     ready_names: tuple[str, ...] = ()
     """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record of a mount."""
+    was_here: bool = False
+    """Whether the files are a link to those that this node had already."""
 
 
 def restore_by_choice(
@@ -146,9 +148,11 @@ def _link(
 
     trees = NodeTrees(settings)
     moved_bytes = sum(item.target.index.size_bytes for item in placed)
+    was_here = True
 
     def build(target: Target, tree: Tree, directory: Path) -> None:
-        nonlocal moved_bytes
+        nonlocal moved_bytes, was_here
+        was_here = False
         moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s).moved_bytes
 
     def fill(target: Target, tree: Tree, directory: Path) -> str:
@@ -175,7 +179,7 @@ def _link(
             on_finished=on_finished,
             privileges=settings.restore_privileges,
         )
-    return Restored(choice, moved_bytes)
+    return Restored(choice, moved_bytes, was_here=was_here)
 
 
 def find_facts(
@@ -202,6 +206,7 @@ def find_facts(
         target_count=len(placed),
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,
+        lingers=settings.linger_s > 0,
     )
 
 

@@ -18,6 +18,7 @@ from bootseer.snapshots.restoring.modes import (
     fallback,
 )
 
+SMALL = {"file_count": 1, "content_bytes": 1}
 ROOT = Facts(
     may_mount=True,
     has_fuse=True,
@@ -56,6 +57,9 @@ ROOT = Facts(
         ({"has_trees": True, "has_fuse": False, "all_whole": False}, EXTRACT, "no /dev/fuse"),
         ({"is_container": True}, LINK, "an overlay over this node's cache"),
         ({"is_container": True, "may_mount": False}, EXTRACT, "needs root"),
+        ({"is_container": True, **SMALL}, EXTRACT, "it is small"),
+        ({"is_container": True, **SMALL, "lingers": True}, LINK, "an overlay over"),
+        ({"lingers": True, **SMALL}, EXTRACT, "it is small"),
     ],
 )
 def test_the_best_way_that_a_node_allows_is_taken(

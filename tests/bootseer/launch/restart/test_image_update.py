@@ -35,7 +35,13 @@ class _Tag:
 
     def push(self, version: str, tag: str = "train") -> int:
         """With one more layer; its size."""
-        top = tar_of([Member("version", data=version.encode()), Member("new", data=b"n" * 300_000)])
+        top = tar_of(
+            [
+                Member("version", data=version.encode()),
+                Member("new", data=b"n" * 300_000),
+                Member("env", "d"),
+            ]
+        )
         self._layers.append(top)
         layout = Layout(self._folder / version)
         layout.add_image(self._layers, tag="train", run={"Env": [f"PATH={IMAGE_PATH}"]})
@@ -88,4 +94,34 @@ def test_a_new_layer_under_the_same_tag_and_another(
     assert _start(node, tag) == ("three", "changed", "live", size)
     options = ("--image", tag.source, "--linger", "off", "--", "cat", "/version")
     assert node.run(*options).stdout == "three"
+    node.wait_clean()
+
+
+def test_an_environment_belongs_to_its_image(
+    node: Node, shell_image: Image, registry: Registry, relay: FaultyRelay, tmp_path: Path
+) -> None:
+    """It is live in the same one, and set up once more in a new one, whose files it may be of."""
+    require_root()
+    require_fuse()
+    tag = _Tag(registry, relay, tmp_path / "images", shell_image)
+    setup = ("--setup", "cat /version > /env/version", "--target", "/env")
+
+    def start() -> tuple[str, object, object]:
+        command = ("--linger", "10m", "--", "cat", "/env/version")
+        done = node.run("--image", tag.source, *setup, *command)
+        assert done.returncode == 0, done.stderr
+        spans = node.spans()
+        image, environment = (
+            attribute(spans[one], "bootseer.how") for one in ("image", "environment")
+        )
+        return done.stdout, image, environment
+
+    tag.push("one")
+    assert start() == ("one", "mounted", "captured")
+    # As on another node, which has no such files yet.
+    assert start() == ("one", "live", "restored")
+    assert start() == ("one", "live", "live")
+    tag.push("two")
+    assert start() == ("two", "changed", "captured")
+    node.run("--image", tag.source, "--linger", "off", "--", "cat", "/version")
     node.wait_clean()
