@@ -2,15 +2,19 @@
 
 import contextlib
 import os
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec.structs import replace
 
 from bootseer.cli.lazy_group import WrappingCommand
-from bootseer.cli.output import current_config, entrypoint_option, say
+from bootseer.cli.output import current_config, entrypoint_option, printable, say
 from bootseer.cli.snapshot.snapshot_output import mode_option
 from bootseer.settings.config import Settings
+
+if TYPE_CHECKING:
+    from bootseer.launch.job import Job
 
 
 @click.command(
@@ -95,6 +99,33 @@ from bootseer.settings.config import Settings
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
+    no_trace_python: bool, linger: str | None, command: tuple[str, ...], **options: Any
+) -> None:
+    """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
+
+    The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. The
+    first start of a job records; later starts, on any node, replay. See `bootseer report`, and
+    docs/launch.md for what the job finds in its environment.
+    """
+    from bootseer.launch.start import launch
+    from bootseer.settings.config import parse_linger
+
+    job = _job(command, **options)
+    config = current_config()
+    settings = _with_options(config.settings, options)
+    if config.sources["store_url"] == "default":
+        # A folder of this node, as the one where the timeline is.
+        settings = replace(settings, publish_timelines=False)
+    if no_trace_python:
+        settings = replace(settings, trace_python=False)
+    if linger is not None:
+        settings = replace(settings, linger_s=parse_linger(linger))
+    launch(settings, job, say)
+
+
+def _job(
+    command: tuple[str, ...],
+    *,
     image: str,
     no_index: bool,
     binds: tuple[str, ...],
@@ -107,33 +138,22 @@ def run(
     checkpoints: tuple[str, ...],
     kept: tuple[str, ...],
     no_keep: bool,
-    no_trace_python: bool,
     preload: bool,
-    linger: str | None,
-    command: tuple[str, ...],
-) -> None:
-    """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
-
-    The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. The
-    first start of a job records; later starts, on any node, replay. See `bootseer report`, and
-    docs/launch.md for what the job finds in its environment.
-    """
+) -> "Job":
+    """What the options ask for; see `_with_options`. Raises: UsageError, InvalidInputError."""
     from bootseer.launch.checkpoints import parse_checkpoint
     from bootseer.launch.job import Job
-    from bootseer.launch.start import launch
-    from bootseer.settings.config import parse_linger
 
-    if binds and not image:
-        raise click.UsageError("--bind needs --image")
-    if entrypoint is not None and not image:
-        raise click.UsageError("--entrypoint needs --image")
-    if no_index and not image:
-        raise click.UsageError("--no-index needs --image")
+    for name, is_given in (
+        *(("--bind", binds), ("--entrypoint", entrypoint is not None), ("--no-index", no_index)),
+    ):
+        if is_given and not image:
+            raise click.UsageError(f"{name} needs --image")
     if (targets or inputs or variables or mode) and not setups:
         raise click.UsageError(
             "--target, --input, --env and --mode are about a set-up: add --setup"
         )
-    job = Job(
+    return Job(
         command=command,
         image=image,
         setups=setups,
@@ -146,27 +166,16 @@ def run(
         kept=_directories(kept),
         preload=preload,
     )
-    config = current_config()
-    settings = _with_options(config.settings, mode, kept, no_keep=no_keep)
-    if config.sources["store_url"] == "default":
-        # A folder of this node, as the one where the timeline is.
-        settings = replace(settings, publish_timelines=False)
-    if no_index:
+
+
+def _with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
+    kept = options["kept"]
+    if options["mode"] is not None:
+        settings = replace(settings, restore_mode=options["mode"])
+    if options["no_keep"] or {"auto", "off"}.intersection(kept):
+        settings = replace(settings, keep_caches="auto" in kept and not options["no_keep"])
+    if options["no_index"]:
         settings = replace(settings, auto_index=False)
-    if no_trace_python:
-        settings = replace(settings, trace_python=False)
-    if linger is not None:
-        settings = replace(settings, linger_s=parse_linger(linger))
-    launch(settings, job, say)
-
-
-def _with_options(
-    settings: Settings, mode: str | None, kept: tuple[str, ...], *, no_keep: bool
-) -> Settings:
-    if mode is not None:
-        settings = replace(settings, restore_mode=mode)
-    if no_keep or {"auto", "off"}.intersection(kept):
-        settings = replace(settings, keep_caches="auto" in kept and not no_keep)
     return settings
 
 
@@ -180,15 +189,12 @@ def _directories(kept: tuple[str, ...]) -> tuple[str, ...]:
     return directories
 
 
-_HELD = (
-    *("setups", "targets", "inputs", "variables", "mode", "checkpoints"),
-    *("kept", "no_keep", "preload"),
-)
+_NOT_HELD = ("no_trace_python", "linger", "command")
 
 
 @click.command(
     cls=WrappingCommand,
-    params=[one for one in run.params if one.name in _HELD],
+    params=[one for one in run.params if one.name not in _NOT_HELD],
     epilog="Example: bootseer standby --setup 'pip install -r requirements.txt' "
     "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt --for 2h",
 )
@@ -204,29 +210,15 @@ _HELD = (
 @click.option("--end", "ends", is_flag=True, help="Let go of what is held for the job.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def standby(
-    setups: tuple[str, ...],
-    targets: tuple[str, ...],
-    inputs: tuple[str, ...],
-    variables: tuple[str, ...],
-    mode: str | None,
-    checkpoints: tuple[str, ...],
-    kept: tuple[str, ...],
-    no_keep: bool,
-    preload: bool,
-    duration: str,
-    shows: bool,
-    ends: bool,
-    command: tuple[str, ...],
+    duration: str, shows: bool, ends: bool, command: tuple[str, ...], **options: Any
 ) -> None:
     """Prepare all but COMMAND, and hold it for the job's start on this node.
 
     `bootseer run` with the same options takes it over as it is, as it does what lingers after
-    a job: mounts of environments and checkpoint folders; where COMMAND is named, its kept caches
-    and, with --preload, its imports. Ends when all is there; what is held goes by itself after a
-    while.
+    a job: mounts of images, environments and checkpoint folders; where COMMAND is named, its kept
+    caches and, with --preload, its imports. Ends when all is there; what is held goes by itself
+    after a while.
     """
-    from bootseer.launch.checkpoints import parse_checkpoint
-    from bootseer.launch.job import Job
     from bootseer.launch.linger import let_go
     from bootseer.launch.start import launch
     from bootseer.linux.removal import remove_tree
@@ -239,15 +231,16 @@ def standby(
     if ends:
         let_go(settings)
         return
-    if not (setups or checkpoints or command):
-        raise click.UsageError("nothing to hold: add --setup, --checkpoint, or -- COMMAND")
-    if preload and not command:
+    if not (options["image"] or options["setups"] or options["checkpoints"] or command):
+        raise click.UsageError("nothing to hold: add --image, --setup, --checkpoint, or -- COMMAND")
+    if options["preload"] and not command:
         raise click.UsageError("--preload needs COMMAND: its imports are held")
+    job = replace(_job(command or ("true",), **options), is_standby=True)
     stages = settings.run_dir / "standby"
     with contextlib.suppress(OSError):
         remove_tree(stages)
     settings = replace(
-        _with_options(settings, mode, kept, no_keep=no_keep),
+        _with_options(settings, options),
         linger_s=parse_linger(duration),
         # It is no start of the job, and not to be seen among these.
         timeline_dir=stages,
@@ -256,26 +249,15 @@ def standby(
     )
     if not command:
         settings = replace(settings, keep_caches=False)
-    job = Job(
-        command=command or ("true",),
-        setups=setups,
-        targets=targets,
-        inputs=inputs,
-        variables=variables,
-        checkpoints=tuple(parse_checkpoint(text) for text in checkpoints),
-        kept=_directories(kept),
-        preload=preload,
-        is_standby=True,
-    )
     launch(settings, job, say)
 
 
 def _show_held(settings: Settings) -> None:
     from bootseer.cli.node.status_commands import emit_entries, node_entries
-    from bootseer.errors import NotFoundError
-    from bootseer.launch.standby import expected_s
+    from bootseer.errors import BootseerError, NotFoundError
+    from bootseer.launch.standby import expected_s, held_sentence
     from bootseer.served.preload.launching import held as preloaders
-    from bootseer.served.status import find_known
+    from bootseer.served.status import known_servers
 
     entries = node_entries(settings.run_dir)
     holders = {
@@ -287,11 +269,12 @@ def _show_held(settings: Settings) -> None:
     if not held:
         raise NotFoundError(f"nothing is held on this node for the job {settings.job}")
     emit_entries(held)
-    for one in held:
-        known = find_known(settings.run_dir, Path(one.where[0])) if one.where else None
-        if known is not None and known.is_running:
-            count = known.ask("status")["memory"]["used_bytes"]
-            click.echo(f"{known.state.directory}: {count} bytes of checkpoints are in memory")
+    servers = {one.pid for one in held}
+    for known in known_servers(settings.run_dir):
+        # The table says who does not answer.
+        with contextlib.suppress(BootseerError):
+            if known.is_running and known.state.pid in servers and (line := held_sentence(known)):
+                click.echo(printable(line))
     for sentence in preloaders(settings):
         click.echo(sentence)
     if (expected := expected_s(settings)) is not None:

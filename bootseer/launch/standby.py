@@ -5,10 +5,12 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.profile.decoding import decode
+from bootseer.served.folders import CHECKPOINT, RUN
+from bootseer.served.status import Known
 from bootseer.settings.config import Settings
 from bootseer.timeline.otlp import START, Stage
 
-_HELD = ("environment", "checkpoint")
+_HELD = ("image", "environment", "checkpoint")
 
 
 def expected_s(settings: Settings) -> tuple[float, float] | None:
@@ -27,6 +29,24 @@ def expected_s(settings: Settings) -> tuple[float, float] | None:
                 took_ns = start.end_ns - start.start_ns
                 return took_ns / 1e9, (took_ns - _covered_ns(held, start.end_ns)) / 1e9
     return None
+
+
+def held_sentence(known: Known) -> str:
+    """What of a checkpoint folder or an image is warm; "" of others. Raises: BootseerError."""
+    if known.state.purpose == CHECKPOINT:
+        count = known.ask("status")["memory"]["used_bytes"]
+        return f"{known.state.directory}: {count} bytes of checkpoints are in memory"
+    if known.state.purpose != RUN:
+        return ""
+    figures = known.ask("status")
+    bundle = figures["prefetch"]
+    pages = "no start of it was recorded, so no pages are read ahead"
+    if bundle is not None:
+        # An error is in the table.
+        where = "on their way into" if bundle["finished_after_s"] is None else "in"
+        pages = f"{bundle['bundle_stream_bytes']} bytes that starts read are {where} memory"
+    on_node = f"{figures['cached_bytes']} of {figures['image_bytes']} bytes are on this node"
+    return f"{known.state.reference}: {on_node}; {pages}"
 
 
 def _time_of(path: Path) -> float:

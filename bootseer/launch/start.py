@@ -204,6 +204,10 @@ class _Start:
 
     def _become(self) -> NoReturn:
         command = self._job.command
+        if self._job.is_standby:
+            hand_over()
+            # Of the host, which is seen from within a container's mounts.
+            execute(["true"])
         if self._container is not None:
             from bootseer.launch.image import PACKAGE_INSIDE, container_environment
 
@@ -213,8 +217,6 @@ class _Start:
             hand_over()
             self._container.exec(command, environment, entrypoint=self._job.entrypoint)
         hand_over()
-        if self._job.is_standby:
-            execute(["true"])
         if self._is_watched:
             os.environ.update(watched(os.environ))
         execute(self._command)
