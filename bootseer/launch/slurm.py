@@ -14,6 +14,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.mounting.mounts import find_mount
 from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
+from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import living_processes, start_time
 from bootseer.served.ending import sweep
 from bootseer.served.folders import (
@@ -44,11 +45,13 @@ def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
                 os.kill(state.pid, signal.SIGTERM)
     for folder, state in ended:
         # A server ends by itself when its last user has; one that hangs is ended as Slurm does it.
-        if not wait_released(folder, _END_S) and not _is_used(folder, state):
+        if not wait_released(folder, _END_S) and not _is_used(folder, state, job):
             _kill_session(state.pid)
             wait_released(folder, _END_S)
     for folder, state in dead_mounts(run_dir):
-        if not _is_used(folder, state):
+        # What a job has mounted in a /tmp of its own went with that; here it is another's.
+        is_here = state.mount_namespace in ("", mount_namespace())
+        if is_here and not _is_used(folder, state, job):
             _unmount(run_dir, state, say)
     sweep(run_dir)
 
@@ -75,9 +78,12 @@ def _kill_session(pid: int) -> None:
                     os.kill(int(entry.name), signal.SIGKILL)
 
 
-def _is_used(folder: Path, state: MountState) -> bool:
-    is_watched = state.user_pid and start_time(state.user_pid)
-    return bool(is_watched or any(living_processes(folder / "users")))
+def _is_used(folder: Path, state: MountState, job: str) -> bool:
+    """By another job than `job`, which is over: what lives of it, nobody was left to kill."""
+    users = [*living_processes(folder / "users")]
+    if state.user_pid and start_time(state.user_pid):
+        users.append(state.user_pid)
+    return any(not job or job_of(pid) != job for pid in users)
 
 
 def _unmount(run_dir: Path, state: MountState, say: Callable[[str], None]) -> None:

@@ -38,6 +38,9 @@ while step < until:
         file.write(str(step))
 """
 
+SRUN = "srun --overlap"
+"""For one step after another: else `srun` waits for the end of the last, and looks seldom."""
+
 
 @pytest.fixture(autouse=True)
 def _clean(cluster: SlurmCluster) -> Iterator[None]:
@@ -159,3 +162,18 @@ def test_the_slurmd_of_a_node_is_killed_under_a_job(cluster: SlurmCluster, hdfs_
     assert cluster.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL") == "COMPLETED"
     assert re.search(r"\b10$", listed(cluster, hdfs_url), re.M)
     assert_clean(cluster)
+
+
+def test_the_daemons_of_a_job_are_killed_and_it_lives(cluster: SlurmCluster, hdfs_url: str) -> None:
+    """Nobody is left to kill what the job has: its epilog ends the server, and the save with it."""
+    run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- python /home/saving.py /tmp/ckpt"
+    words = ("-wn1", "--no-requeue", "-o", "daemons.out")
+    job = cluster.submit(*words, script=script(f"srun {run}"))
+    wait_for((cluster.home / "alice/saving").exists, "the save")
+    cluster.machines["n1"].run("pkill", "-9", "slurmstepd")
+    cluster.kill_slurmd("n1")
+    cluster.start_slurmd("n1")
+    cluster.wait_for_state(job, "FAILED", "CANCELLED", "NODE_FAIL")
+    assert_clean(cluster)
+    assert "whole" in listed(cluster, hdfs_url)
+    assert "half" not in listed(cluster, hdfs_url)

@@ -102,6 +102,27 @@ def test_a_jobs_mounts_are_taken_off_and_no_others(
     assert said == []
 
 
+@pytest.mark.fuse
+@pytest.mark.parametrize(("over", "is_ended"), [("3", True), ("4", False)])
+def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, over: str, is_ended: bool
+) -> None:
+    """Slurm's daemons were killed, which would have killed it."""
+    require_fuse()
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    directory = tmp_path / "mounted"
+    directory.mkdir()
+    with subprocess.Popen(["sleep", "600"]) as user:
+        try:
+            spec = mount_spec(settings, (tmp_path / "3").as_uri(), directory, lifetime_pid=user.pid)
+            mount_checkpoints(spec)
+            tidy(settings, over, pytest.fail)
+            assert os.path.ismount(directory) is not is_ended
+        finally:
+            user.kill()
+            clear_mount(directory)
+
+
 # ---- the script -------------------------------------------------------------------------------
 
 
