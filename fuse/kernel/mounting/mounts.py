@@ -135,10 +135,27 @@ def absolute(path: Path) -> Path:
 
 
 def find_mount(path: Path) -> Mount | None:
-    """The topmost FUSE mount on exactly `path`."""
+    """The topmost FUSE mount on exactly `path`, if it is seen there: in a namespace that has got
+    another /tmp, what had been mounted in /tmp is listed still."""
     wanted = absolute(path)
-    found = [mount for mount in fuse_mounts() if mount.path == wanted]
-    return found[-1] if found else None
+    text = Path("/proc/self/mountinfo").read_bytes()
+    found = [mount for mount in parse_mountinfo(text) if mount.path == wanted]
+    return found[-1] if found and not is_hidden(text, os.fsencode(wanted)) else None
+
+
+def is_hidden(text: bytes, path: bytes) -> bool:
+    """Whether what is mounted on `path` is not seen there, since something was mounted later on a
+    folder above it; by the text of a mountinfo file. Pure."""
+    lines = {line.number: line for line in parse_lines(text)}
+    beside = list(lines.values())
+    below = next((line for line in reversed(beside) if line.path == path), None)
+    while below is not None:
+        for one in beside:
+            if one.parent == below.parent and one.path != below.path:
+                if below.path.startswith(one.path.rstrip(b"/") + b"/"):
+                    return True
+        below = lines.pop(below.parent, None)
+    return False
 
 
 def abort_connection(device_minor: int, path: Path | None = None) -> bool:

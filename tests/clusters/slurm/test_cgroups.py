@@ -11,7 +11,7 @@ import pytest
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.clusters.slurm.machine import UNIFIED, has_groups
 from tests.clusters.slurm.pages import SHARED, simple_cluster
-from tests.clusters.slurm.test_faults import assert_clean, script
+from tests.clusters.slurm.test_faults import SRUN, assert_clean, script
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 
@@ -83,7 +83,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
 
 
 CHECKPOINT = f"--checkpoint file://{SHARED}/ckpt:/tmp/ckpt"
-RUN = f"srun bootseer run {CHECKPOINT} --"
+RUN = f"{SRUN} bootseer run {CHECKPOINT} --"
 # The groups of the servers of checkpoint folders, a line each.
 GROUPS = 'for pid in $(pgrep -f mounted.server); do grep -E "freezer|0::" /proc/$pid/cgroup; done'
 

@@ -32,6 +32,25 @@ def test_mountinfo_is_parsed() -> None:
     assert len(points) == 5
 
 
+# A job of Slurm that has got a /tmp of its own, in which it has mounted again.
+_OWN_TMP = rb"""22 1 254:0 / / rw - ext4 /dev/vda rw
+30 22 0:40 / /tmp rw - tmpfs none rw
+31 30 0:41 / /tmp/ckpt rw - fuse.bootseer-stripe before rw
+32 22 0:42 / /tmpfile rw - fuse.bootseer-stripe beside rw
+33 30 254:0 /own /tmp rw - ext4 /dev/vda rw
+"""
+
+
+def test_what_is_mounted_below_a_later_mount_is_hidden() -> None:
+    before = _OWN_TMP[: _OWN_TMP.index(b"33 30")]
+    assert not mounts.is_hidden(before, b"/tmp/ckpt")
+    assert mounts.is_hidden(_OWN_TMP, b"/tmp/ckpt")
+    for path in (b"/", b"/tmp", b"/tmpfile", b"/nowhere"):
+        assert not mounts.is_hidden(_OWN_TMP, path)
+    again = _OWN_TMP + b"34 33 0:43 / /tmp/ckpt rw - fuse.bootseer-stripe again rw\n"
+    assert not mounts.is_hidden(again, b"/tmp/ckpt")
+
+
 def test_absolute_resolves_the_parent_only(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

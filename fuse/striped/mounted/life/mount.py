@@ -129,10 +129,15 @@ def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any
 
 def take_over(spec: MountSpec) -> str:
     """Let the job of `spec` have what lingers on its directory since the last start: "live". What
-    was mounted otherwise, or does not answer, is taken off: "changed". "": nothing lingers there.
+    was mounted otherwise, or does not answer, is taken off: "changed". "": nothing lingers there
+    that this process sees: a job of Slurm may have a /tmp of its own.
 
     Raises: BootseerError.
     """
+    # An earlier step of it may have mounted there since.
+    take_off_dead_mounts(Path(spec.run_dir), Path(spec.directory))
+    if find_mount(Path(spec.directory)) is None:
+        return ""
     known = find_known(Path(spec.run_dir), Path(spec.directory))
     if known is None or not known.is_running or not only_lingers(known.folder):
         return ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from bootseer.errors import InvalidInputError, UnsupportedError, from_oserror
 from bootseer.fuse.kernel.mounting.mounts import absolute, detach, find_mount
 from bootseer.fuse.striped.mounted.life.spec import SUBTYPE
+from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.status import find_known
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,9 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
     # Servers of other containers are asked; one of ours that is stuck would keep us waiting.
     known = find_known(run_dir, directory)
     if known is not None and known.is_running:
-        return
+        # That of another mount namespace may have mounted on a folder that is only called so, too.
+        if known.state.mount_namespace in ("", mount_namespace()):
+            return
     while (mounted := find_mount(directory)) is not None and mounted.subtype == SUBTYPE:
         try:
             directory.stat()
