@@ -150,10 +150,9 @@ def is_hidden(text: bytes, path: bytes) -> bool:
     beside = list(lines.values())
     below = next((line for line in reversed(beside) if line.path == path), None)
     while below is not None:
-        for one in beside:
-            if one.parent == below.parent and one.path != below.path:
-                if below.path.startswith(one.path.rstrip(b"/") + b"/"):
-                    return True
+        above = {one.path for one in beside if one.parent == below.parent} - {below.path}
+        if any(below.path.startswith(path.rstrip(b"/") + b"/") for path in above):
+            return True
         below = lines.pop(below.parent, None)
     return False
 

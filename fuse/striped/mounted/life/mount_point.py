@@ -33,12 +33,12 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
 
     A mount that answers stays. Raises: BootseerError.
     """
-    # Servers of other containers are asked; one of ours that is stuck would keep us waiting.
+    # One of ours that is stuck would keep us waiting. Those of other containers and namespaces are
+    # asked: their mount may be on another folder of this name.
     known = find_known(run_dir, directory)
-    if known is not None and known.is_running:
-        # That of another mount namespace may have mounted on a folder that is only called so, too.
-        if known.state.mount_namespace in ("", mount_namespace()):
-            return
+    is_ours = known is not None and known.state.mount_namespace in ("", mount_namespace())
+    if known is not None and known.is_running and is_ours:
+        return
     while (mounted := find_mount(directory)) is not None and mounted.subtype == SUBTYPE:
         try:
             directory.stat()
