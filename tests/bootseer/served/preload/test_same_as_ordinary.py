@@ -171,3 +171,16 @@ def test_multiprocessing_is_the_same(heavy: Node) -> None:
     heavy.begin(*MODULES, "heavy.part")
     output, _, code = _same(heavy)
     assert (output.count("(21, '__"), code) == (3, 0)
+
+
+def test_a_digest_of_the_installation_is_computed_once(node: Node) -> None:
+    node.write("modules/triton/__init__.py", "")
+    node.write("modules/triton/runtime/__init__.py", "")
+    node.write(
+        "modules/triton/runtime/cache.py",
+        "import functools, os\n@functools.lru_cache\ndef triton_key():\n    return os.getpid()\n",
+    )
+    node.write("program.py", "import triton.runtime.cache as c; print(c.triton_key())")
+    node.begin(*MODULES, "triton", "triton.runtime", "triton.runtime.cache")
+    done = node.run()
+    assert (done.stdout, done.stderr) == (f"{node.preloader}\n", "")
