@@ -6,7 +6,6 @@ Only the command's own failure, and a declaration that cannot be used, are error
 """
 
 import logging
-import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -298,6 +297,8 @@ class _Run:
                     self._wait = attempt.note_wait(watch.owner, 0)
                 self.report(f"another node is running the set-up of {key[:12]}; waiting")
             # Spread, so that a thousand nodes do not ask in step.
+            import random  # here: who waits has time
+
             began = time.monotonic()
             time.sleep(min(pause * random.uniform(0.5, 1.0), max(0, self.end - began)))
             attempt.waited_s += time.monotonic() - began

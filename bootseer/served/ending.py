@@ -8,7 +8,6 @@ unmount and what to remove is not for us. Edge module; any thread.
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -81,6 +80,8 @@ def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
         if not wait_released(directory, _GIVEN_UP_END_S):
             _log.warning("the server of the mount %s does not end", directory.name)
     if not sweep_one(directory) and not is_alive(directory):
+        import shutil  # here: it loads every kind of compression
+
         shutil.rmtree(directory, ignore_errors=True)
 
 

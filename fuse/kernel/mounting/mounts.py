@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -187,6 +186,8 @@ def _umount2(path: Path, flags: int) -> OSError | None:
 
 def find_helper() -> str | None:
     """The set-user-id helper that mounts and unmounts for ordinary users."""
+    import shutil  # here: it loads every kind of compression
+
     return shutil.which("fusermount3") or shutil.which("fusermount")
 
 

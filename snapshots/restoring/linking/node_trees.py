@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -247,6 +246,8 @@ def clone(source: int, target: int) -> None:
 
 def can_reflink(directory: Path) -> bool:
     """Whether files of the file system of `directory`, in which we may write, can be cloned."""
+    import tempfile  # here: it loads every kind of compression
+
     try:
         with (
             tempfile.TemporaryFile(dir=directory) as one,
