@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
-from bootseer.base.redact import without_users
+from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, private_opener, write_private_file
@@ -41,7 +41,7 @@ class Note(Struct, frozen=True):
     """What a launcher says of itself."""
 
     settings: Settings
-    """But for the user and password of the store's URL, which are in the worker's environment."""
+    """But for user, password and query of the store's URL: the worker's environment has them."""
     timeline: Path
     pid: int
     """Of the launcher, and of the job that it becomes."""
@@ -67,7 +67,7 @@ def begin_publisher(settings: Settings, timeline: Timeline) -> None:
         return
     ready_name = new_ready_name()
     pid = os.getpid()
-    shown = replace(settings, store_url=without_users(settings.store_url))
+    shown = replace(settings, store_url=public_url(settings.store_url))
     job = os.environ.get("SLURM_JOB_ID", "")
     note = Note(shown, timeline.path, pid, start_time(pid), ready_name, job)
     identity = _identity(settings)

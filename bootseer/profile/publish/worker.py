@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.base.documents import from_line, to_line
-from bootseer.base.redact import redact, without_users
+from bootseer.base.redact import public_url, redact
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.processes import in_a_copy, start_time, wait_readable
@@ -98,7 +98,7 @@ class _Follower:
 
     def _take(self, note: Note) -> None:
         url = os.environ.get(STORE_VARIABLE, "")
-        if without_users(url) == note.settings.store_url:
+        if public_url(url) == note.settings.store_url:
             note = replace(note, settings=replace(note.settings, store_url=url))
         known = {one.settings.rank for one in self._notes}
         if note.settings.rank in known:

@@ -173,7 +173,8 @@ def test_the_daemons_of_a_job_are_killed_and_it_lives(cluster: SlurmCluster, hdf
     cluster.machines["n1"].run("pkill", "-9", "slurmstepd")
     cluster.kill_slurmd("n1")
     cluster.start_slurmd("n1")
-    cluster.wait_for_state(job, "FAILED", "CANCELLED", "NODE_FAIL")
+    # The controller finds out when it looks after the node, some two minutes later.
+    cluster.wait_for_state(job, "FAILED", "CANCELLED", "NODE_FAIL", timeout_s=600.0)
     assert_clean(cluster)
     assert "whole" in listed(cluster, hdfs_url)
     assert "half" not in listed(cluster, hdfs_url)
