@@ -1,6 +1,7 @@
 """A real S3 server for tests: moto's, over HTTP, in a process of its own, on loopback."""
 
 import contextlib
+import importlib
 import importlib.util
 import queue
 import re
@@ -51,6 +52,8 @@ def s3_server() -> Iterator[dict[str, str]]:
         }
         yield environment
     finally:
+        # fsspec would give clients of this server to those who ask for the next one.
+        importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()
         process.kill()
         process.wait(20)
         listener.join(20)
