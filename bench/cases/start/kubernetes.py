@@ -21,7 +21,7 @@ from bench.model import (
     ratio,
 )
 from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import bootseer_image, trainer_image, twin_image
+from tests.clusters.kubernetes.bed.images import bootseer_image, trainer_image
 from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.bed.machine import Node
 from tests.clusters.kubernetes.objects import pod
@@ -48,12 +48,12 @@ done"""
 
 
 class _Bed:
-    """The cluster with Bootseer, and its two images: one has been recorded, its twin has not."""
+    """The cluster with Bootseer, and an image of which a start has been recorded."""
 
-    def __init__(self, cluster: Cluster, installation: Installation, images: dict[str, str]):
+    def __init__(self, cluster: Cluster, installation: Installation, image: str):
         self.cluster = cluster
         self.installation = installation
-        self._images = images
+        self._image = image
         self._count = 0
 
     def start(self, variant: str) -> Sample:
@@ -63,11 +63,9 @@ class _Bed:
         self.installation.wait_ready()
         self._count += 1
         annotations = {} if variant == "pulled" else REPLAY
-        image = self._images[variant]
-        given = start(
-            self.cluster, f"{variant}-{self._count}", image, node, annotations=annotations
-        )
-        if variant != "pulled" and ("no bundle" in said(node)) != (variant == "lazy"):
+        name = f"{variant}-{self._count}"
+        given = start(self.cluster, name, self._image, node, annotations=annotations)
+        if annotations and "no bundle" in said(node):
             raise RuntimeError(f"it was not {variant}: {said(node)[-500:]}")
         self.clear()
         return Sample(given.first_line_s)
@@ -85,8 +83,9 @@ class _Bed:
         names = [f"one-of-many-{number}" for number in range(_POD_COUNT)]
         for number, name in enumerate(names):
             node = self.cluster.nodes[number % len(self.cluster.nodes)]
-            image = self._images["replayed"]
-            self.cluster.apply(pod(name, image, script, node=node.name, annotations=annotations))
+            self.cluster.apply(
+                pod(name, self._image, script, node=node.name, annotations=annotations)
+            )
         for name in names:
             self.cluster.wait_pod(name, "Running", timeout_s=400)
         busy = self._taken(f"{_POD_COUNT}_pods")
@@ -130,23 +129,20 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     with Cluster(say=workspace.say) as cluster:
         node_image = cluster.push(bootseer_image(), "bootseer-node:bench")
         trainer = cluster.push(trainer_image(workspace.say), "team/trainer:1")
-        twin = cluster.push(twin_image(workspace.say), "team/twin:1")
         installation = Installation(cluster, node_image)
         workspace.say(f"installed in {installation.apply():.1f} s")
-        for image in (trainer, twin):
-            index(installation, image)
+        index(installation, trainer)
         node = cluster.nodes[1]
         start(cluster, "recorded", trainer, node, annotations=REPLAY)
         wait_said(node, "published a bundle", 1)
-        images = {"pulled": trainer, "lazy": twin, "replayed": trainer}
-        bed = workspace.shared["bed"] = _Bed(cluster, installation, images)
+        bed = workspace.shared["bed"] = _Bed(cluster, installation, trainer)
         bed.clear()
         workspace.shared["notes"] = [
             "seconds of a start: from before `kubectl apply` of a pod to the time stamp of its "
             "first line, on a node whose disk was emptied before, with Bootseer ready on it; "
             "nothing limits the network, which is this machine's memory",
             "the image has torch, pandas, transformers, scipy, scikit-learn, pyarrow and OpenCV; "
-            "its program imports torch. lazy: the same files in other layers, never recorded",
+            "its program imports torch",
             "memory: proportional share of the processes on the node that has more of them; CPU "
             f"of one core over {_WATCHED_S:g} s; the {_POD_COUNT} pods have one image and one "
             "folder of checkpoints",
@@ -176,15 +172,10 @@ CASE = Case(
     prepare=_prepare,
     variants=(
         Variant("pulled", "pulled by containerd 1.7", _session(lambda bed: bed.start("pulled"))),
-        Variant("lazy", "served, never recorded", _session(lambda bed: bed.start("lazy"))),
         Variant("replayed", "served and replayed", _session(lambda bed: bed.start("replayed"))),
         Variant("install", "from one command until all is ready", _session(_Bed.install)),
     ),
-    ratios=(
-        ratio("pulled", "replayed", "wall_s", "time", Target(Bound.AT_LEAST, 3)),
-        ratio("pulled", "lazy", "wall_s", "time"),
-        ratio("lazy", "replayed", "wall_s", "time"),
-    ),
+    ratios=(ratio("pulled", "replayed", "wall_s", "time", Target(Bound.AT_LEAST, 3)),),
     columns=(Column("s", "wall_s"),),
     runs=3,
     quick_runs=1,

@@ -4,20 +4,15 @@ Nothing of Bootseer is in the first two, and the trainer is of ordinary size. Th
 cache's folder.
 """
 
-import gzip
-import itertools
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
-from bench.containers.layout import GZIP_LEVEL, LayerWriter, Layout
+from bench.containers.layout import Layout
 from bench.containers.packages import Packages
 from bench.containers.torch_image import TAGS, torch_image
 from bench.model import SkippedError
@@ -125,34 +120,6 @@ def trainer_image(say: Callable[[str], None]) -> tuple[Path, str]:
             target.folder.rename(layout)
             shutil.rmtree(work)
     return layout, "1"
-
-
-def twin_image(say: Callable[[str], None]) -> tuple[Path, str]:
-    """The trainer once more, no layer of which is the same: what is known of that one's starts is
-    of no use to it."""
-    trainer, tag = trainer_image(say)
-    cache = cache_folder() / "images"
-    layout = cache / "twin"
-    with _locked(cache):
-        if not layout.is_dir():
-            say("image: the trainer's twin")
-            target = Layout(_emptied(cache / "twin-work"))
-            target.create()
-            blobs = (Layout(trainer).blob(layer.digest) for layer in Layout(trainer).layers(tag))
-            target.write_index({tag: [target.add_layer(partial(_put_twin, one)) for one in blobs]})
-            _umoci("config", "--image", f"{target.folder}:{tag}", *_CONFIG)
-            target.folder.rename(layout)
-    return layout, tag
-
-
-def _put_twin(blob: Path, writer: LayerWriter) -> None:
-    """The layer with one more file in front."""
-    packer = zlib.compressobj(GZIP_LEVEL, wbits=31)
-    with gzip.open(blob) as source:
-        pieces = iter(lambda: source.read(1 << 20), b"")
-        for piece in itertools.chain([tarfile.TarInfo("twin").tobuf()], pieces):
-            writer.put(piece, packer.compress(piece))
-    writer.put(b"", packer.flush())
 
 
 def bootseer_image() -> tuple[Path, str]:
