@@ -1,7 +1,5 @@
 """`bootseer standby`: what a start needs is mounted before it, and gone where none comes."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -97,13 +95,7 @@ def test_killed_at_any_moment(one: Node) -> None:
             time.sleep(delay_s)
             process.kill()
             process.communicate(timeout=60)
-        for pid, line in one.processes().items():
-            if "bootseer.launch.linger" in line:
-                os.kill(pid, signal.SIGKILL)
-        for folder in (one.base / "run/mounts").iterdir():
-            if not (folder / "state.json").exists():
-                # As it is a minute later: until then it may be one that is being made.
-                os.utime(folder, (1, 1))
+        one.kill_lingering()
         started = one.run(*_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
         assert (started.returncode, started.stdout) == (0, "a\n1\n"), started.stderr
         one.wait_clean()

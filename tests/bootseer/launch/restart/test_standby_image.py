@@ -1,8 +1,6 @@
 """`bootseer standby --image`: the tree, its pages and what a container gets are there before it."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -92,13 +90,7 @@ def test_killed_at_any_moment(one: Node, known_image: Image) -> None:
             time.sleep(delay_s)
             process.kill()
             process.communicate(timeout=60)
-        for pid, line in one.processes().items():
-            if "bootseer.launch.linger" in line:
-                os.kill(pid, signal.SIGKILL)
-        for folder in (one.base / "run/mounts").iterdir():
-            if not (folder / "state.json").exists():
-                # As it is a minute later: until then it may be one that is being made.
-                os.utime(folder, (1, 1))
+        one.kill_lingering()
         started = one.run(*options, "--", "sh", "-c", SHOW)
         assert (started.returncode, started.stdout) == (0, "set-up\n1\n"), started.stderr
         one.wait_clean()
