@@ -99,6 +99,14 @@ def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> s
     return _fault_of_entries(here, owners)
 
 
+def unwritable(path: Path) -> Path | None:
+    """The path, or the nearest folder above it that exists, where this user cannot write to it;
+    None where the user can."""
+    path = path.absolute()
+    there = next(filter(os.path.exists, (path, *path.parents)))
+    return None if os.access(there, os.W_OK) else there
+
+
 def _fault_of_entries(folder: str, owners: Owners) -> str:
     # A user who can enter has a part of it; no other user can have put anything into folders of
     # ours.

@@ -1,12 +1,13 @@
 """The default of every setting: for this user, this node and this job.
 
-Looks at the host's name and at the login's folder. Any thread.
+Looks at the host's name and at the login's folders. Any thread.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from bootseer.linux.ownership import unwritable
 from bootseer.settings.values import as_name
 
 
@@ -21,6 +22,17 @@ def _own_runtime_dir(environ: Mapping[str, str]) -> Path | None:
     except OSError:
         pass
     return None
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    """The login's folder, or one instead where the user cannot write to it: a pod's user often has
+    a number only, whose HOME is /."""
+    named = Path(environ.get("HOME") or "/").absolute()
+    if unwritable(named):
+        for folder in ("/var/tmp", environ.get("TMPDIR") or "/tmp"):
+            if os.access(folder, os.W_OK):
+                return Path(folder) / f"bootseer-{os.geteuid()}"
+    return named
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
@@ -42,7 +54,7 @@ def _submission(environ: Mapping[str, str]) -> str:
 
 def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Each setting's value, as text, where nothing else says one."""
-    home = Path(environ.get("HOME") or "/")
+    home = _home(environ)
     cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "bootseer"
     data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share") / "bootseer"
     state = Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "bootseer"

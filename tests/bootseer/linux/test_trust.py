@@ -268,3 +268,19 @@ def test_a_store_in_the_home_of_another_user_is_not_the_default(
     assert "store_url" in caplog.text
     named = (home / "store").as_uri()
     assert load_config({"store_url": named}, {"HOME": str(home)}).settings.store_url == named
+
+
+@root_only
+def test_a_folder_that_a_user_cannot_make_is_replaced(tmp_path: Path) -> None:
+    """As /run/bootseer/alice on a node where nobody made it at the boot: the job starts."""
+    code = (
+        "import os, pwd, sys; from bootseer.settings.config import load_config\n"
+        "os.setuid(4321)\n"
+        "environ = {'HOME': '/', 'BOOTSEER_RUN_DIR': '/run/missing/alice'}\n"
+        "print(load_config({}, environ).settings.run_dir)"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd="/", check=True)
+    own = "/var/tmp/bootseer-4321/.cache/bootseer/run"
+    assert done.stdout.strip() == own
+    assert f"/run/missing/alice is not used, but {own}: it is missing" in done.stderr

@@ -1,6 +1,8 @@
 """Settings: their strength order, parsing and errors."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,24 @@ def test_a_runtime_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
         others = tmp_path
         os.chown(tmp_path, 4321, 4321)
     assert default_settings({**environ, "XDG_RUNTIME_DIR": str(others)})["run_dir"] == without
+
+
+def test_a_user_without_a_folder_has_one_of_their_own_for_a_while() -> None:
+    """As in a pod whose user is a number, and whose HOME is /."""
+    if os.geteuid() == 0:
+        code = (
+            "import os, sys\n"
+            "from bootseer.settings.default_settings import default_settings\n"
+            "os.setuid(4321)\n"
+            "print(default_settings({'HOME': sys.argv[1]})['timeline_dir'])"
+        )
+        for home in ("/", "/nonexistent/home"):
+            words = [sys.executable, "-c", code, home]
+            said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+            assert said == "/var/tmp/bootseer-4321/.local/state/bootseer/timeline"
+    else:
+        found = default_settings({"HOME": "/"})["timeline_dir"]
+        assert found.startswith(f"/var/tmp/bootseer-{os.geteuid()}/")
 
 
 def test_a_misspelt_variable_is_said_once_and_without_its_value(

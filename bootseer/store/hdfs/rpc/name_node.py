@@ -175,7 +175,11 @@ def _addresses(cluster: str, config: dict[str, str]) -> tuple[tuple[str, int], .
 def _user() -> str:
     import getpass  # Loads terminals' code.
 
-    return getpass.getuser()
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # In a pod, a user often has a number only.
+        return str(os.geteuid())
 
 
 def _is_secure(config: dict[str, str]) -> bool:

@@ -1,7 +1,10 @@
 """Files written directly to DataNodes: whole for every reader, or left to somebody else."""
 
+import os
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -163,6 +166,23 @@ def test_a_small_file_whose_datanode_fails_is_written_again(
 def test_an_empty_file(backend: HdfsBackend) -> None:
     backend.create("f").close()
     assert backend.read("f") == b""
+
+
+@pytest.mark.root
+def test_a_user_without_a_name_writes_under_the_number(hdfs_url: str) -> None:
+    """As in a pod, whose image knows no such user."""
+    code = (
+        "import sys; from bootseer.store import open_backend\n"
+        "with open_backend(sys.argv[1]).create('f') as writer: writer.write(b'mine')"
+    )
+    # The interpreter may lie in a folder of root's.
+    sees_all = ["--inh-caps", "+dac_override", "--ambient-caps", "+dac_override"]
+    words = ["setpriv", "--reuid", "4321", *sees_all, sys.executable, "-c", code, hdfs_url]
+    named = ("USER", "LOGNAME", "LNAME", "USERNAME", "HADOOP_USER_NAME")
+    environment = {name: value for name, value in os.environ.items() if name not in named}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert HdfsBackend(hdfs_url).read("f") == b"mine"
 
 
 def test_crc32c() -> None:
