@@ -40,16 +40,27 @@ _FLAGS = {
 }
 
 
-def _octal(text: str) -> int:
-    return int(text, 8)
+_ID_MAX = 2**32 - 2
+"""The largest user or group: the next number means none."""
+
+
+def _bounded(convert: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    def checked(text: str) -> float:
+        number = convert(text)
+        # Not so is nan, too.
+        if not least <= number <= most:
+            raise ValueError(f"it is not from {least:g} to {most:g}")
+        return number
+
+    return checked
 
 
 _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "uid": ("uid", int),
-    "gid": ("gid", int),
-    "umask": ("umask", _octal),
+    "uid": ("uid", _bounded(int, 0, _ID_MAX)),
+    "gid": ("gid", _bounded(int, 0, _ID_MAX)),
+    "umask": ("umask", _bounded(lambda text: int(text, 8), 0, 0o777)),
     "memory": ("memory_bytes", parse_size),
-    "deadline": ("deadline_s", float),
+    "deadline": ("deadline_s", _bounded(float, 0.001, 86_400)),
     "stripe_unit": ("stripe_unit_bytes", parse_size),
     "stripe_count": ("stripe_count", int),
     "layout": ("layout", str),

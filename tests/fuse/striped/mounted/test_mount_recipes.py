@@ -34,6 +34,18 @@ def test_mount_options_are_translated() -> None:
             parse_options([bad])
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("uid=-1", "uid=4294967295", "gid=99999999999", "umask=-1", "umask=1000"),
+        *("deadline=0", "deadline=-1", "deadline=nan", "deadline=inf", "deadline=1e9"),
+    ],
+)
+def test_numbers_that_the_kernel_or_a_clock_does_not_take_are_refused(option: str) -> None:
+    with pytest.raises(InvalidInputError, match="it is not from"):
+        parse_options([option])
+
+
 def test_every_mount_option_is_documented() -> None:
     text = (REPOSITORY / "docs" / "mounting.md").read_text(encoding="utf-8")
     with pytest.raises(InvalidInputError) as caught:
