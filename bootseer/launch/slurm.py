@@ -94,7 +94,9 @@ def _unmount(run_dir: Path, state: MountState, say: Callable[[str], None]) -> No
         for name in unmount_checkpoints(run_dir, directory, timeout_s=_END_S):
             say(f"{directory}/{name} was being written, and is lost")
     except BootseerError as error:
-        say(str(error))
+        # Where it is gone, the epilog of another job of the user has done it.
+        if find_mount(directory) is not None:
+            say(str(error))
 
 
 def wished_checkpoints(comment: str) -> list[str]:

@@ -40,6 +40,7 @@ _PROGRAMS = (
     "unshare",
     "setpriv",
     "ip",
+    "systemd-tmpfiles",
 )
 _ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "sacct", "mariadbd", "mariadb-install-db")
 _PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
@@ -203,12 +204,19 @@ class SlurmCluster:
 
     def kill_slurmd(self, name: str) -> None:
         """SIGKILL of the node's slurmd, and of nothing else."""
-        pid = self.machines[name].path("/run/slurmd.pid").read_text().strip()
-        self.machines[name].run("kill", "-9", pid)
+        file = self.machines[name].path("/run/slurmd.pid")
+        wait_for(file.exists, "slurmd's start")
+        self.machines[name].run("kill", "-9", file.read_text().strip())
+        file.unlink()
 
     def lose_node(self, name: str) -> None:
         """SIGKILL of all that Slurm has on a node, and of all that its jobs have there."""
         self.machines[name].run("sh", "-c", "kill -9 -1")
+
+    def lose_power(self, name: str) -> None:
+        """As `lose_node`; but its mounts and control groups are gone as well, and what was in
+        memory. It is on again, without Slurm's daemons."""
+        self.machines[name].lose_power(self.controller)
 
     def return_node(self, name: str) -> None:
         """Start a lost node's daemons again."""

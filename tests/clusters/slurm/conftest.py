@@ -39,8 +39,6 @@ def hdfs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def cluster(slurm: SlurmCluster, hdfs: MiniHdfs) -> SlurmCluster:
     """A Slurm of two nodes with Bootseer, as docs/slurm.md installs it, and a store on an HDFS."""
     settings = block("slurm.md", "toml", "run_dir").replace("hdfs://namenode:8020", hdfs.url)
-    for machine in slurm.machines.values():
-        machine.path("/etc/bootseer/bootseer.toml").write_text(settings)
-        made = machine.run("install", "-d", "-m", "1777", "/var/cache/bootseer", "/run/bootseer")
-        assert made.returncode == 0, made.stderr
+    for etc in (slurm.etc, *(machine.path("/etc") for machine in slurm.machines.values())):
+        (etc / "bootseer/bootseer.toml").write_text(settings)
     return slurm

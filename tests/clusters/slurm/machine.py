@@ -11,16 +11,20 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bootseer.linux import namespaces
+from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[3]
 OWN = ("/tmp", "/run", "/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var/lib", "/mnt")
 """Folders of a machine's own, in memory, empty at first."""
+DISKS = ("/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var/lib")
+"""The ones of these that keep their content when the machine loses its power."""
 HOMES = "/home"
 """The folder that all machines share."""
 ETC = "/etc"
@@ -67,10 +71,14 @@ class Machine:
         }
         apart = ["--mount", "--uts", "--ipc", "--net", "--pid", "--propagation", "private"]
         apart += ["--cgroup"] if self._hierarchies else []
+        # It was switched on this moment: slurmd tells the controller when that was.
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+        apart += ["--time", f"--boottime=-{int(up_s)}"]
         log = (self._folder / f"{self.name}.log").open("wb")
         with log:
             self._first = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "sh", "-ec", f'{enter}exec "$@"', "sh",
+                 "taskset", "--cpu-list", str(_lowest_cpu()),
                  "unshare", *apart, "--fork", "--kill-child=KILL",
                  sys.executable, "-m", "tests.clusters.slurm.machine", json.dumps(plan)],
                 cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
@@ -162,6 +170,22 @@ class Machine:
         """How this machine's root user reaches a path of it."""
         return Path(f"/proc/{self._pid}/root") / inside.lstrip("/")
 
+    def lose_power(self, switch: "Machine") -> None:
+        """Kill all that runs on it at once, and switch it on again: its disks are as they were,
+        all else is as at first."""
+        self.run("sh", "-c", "kill -9 -1")
+        wait_for(lambda: not self.processes(), f"the end of all that runs on {self.name}")
+        with tempfile.TemporaryDirectory(dir=self._folder) as kept:
+            places = [place[1:] for place in DISKS]
+            subprocess.run(["cp", "-a", "--parents", *places, kept], cwd=self.path("/"), check=True)
+            subprocess.run([*switch.on_its_network(), "ip", "link", "del", f"to-{self.name}"])
+            self.end()
+            self.start()
+            self.connect(switch)
+            for place in places:
+                copy = ["cp", "-a", f"{kept}/{place}/.", str(self.path(place))]
+                subprocess.run(copy, check=True)
+
     def end(self) -> None:
         """End all that runs on it."""
         first, self._first = self._first, None
@@ -193,6 +217,28 @@ def environment_of(user: str) -> dict[str, str]:
 def addresses() -> Iterator[str]:
     """Of the machines of a cluster: no other network sees them."""
     return (f"10.217.0.{number}" for number in range(1, 255))
+
+
+_NUMBER = """
+import fcntl, os, sys
+get_mount_namespace_id = 0x8008B705  # NS_GET_MNTNS_ID
+found = fcntl.ioctl(os.open("/proc/self/ns/mnt", os.O_RDONLY), get_mount_namespace_id, bytes(8))
+print(int.from_bytes(found, sys.byteorder))
+"""
+
+
+def _lowest_cpu() -> int:
+    """The CPU on which new mount namespaces get the lowest numbers.
+
+    Linux 6.18 counts them on each CPU apart, and binds the file of no namespace whose number is
+    below that of the caller's. Slurm binds those of jobs (job_container/tmpfs).
+    """
+    numbers = {}
+    for cpu in os.sched_getaffinity(0):
+        words = ["taskset", "--cpu-list", str(cpu), "unshare", "--mount", sys.executable]
+        done = subprocess.run([*words, "-c", _NUMBER], capture_output=True)
+        numbers[cpu] = int(done.stdout or 0)  # older kernels do not tell, and count as one
+    return min(numbers, key=lambda cpu: numbers[cpu])
 
 
 # ---- control groups ---------------------------------------------------------------------------
@@ -255,6 +301,8 @@ def _main(plan: dict[str, Any]) -> None:
     namespaces.mount("/run/fuse", "/dev/fuse", "", namespaces.MS_BIND, "")
     for name in ("spool/slurmd", "spool/slurmctld"):
         Path("/var", name).mkdir()
+    if Path("/etc/tmpfiles.d/bootseer.conf").exists():
+        subprocess.run(["systemd-tmpfiles", "--create", "bootseer.conf"], check=True)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:

@@ -29,11 +29,12 @@ def give(path: Path, user: str) -> None:
 
 
 def prolog_files() -> dict[str, str]:
-    """The files of /etc that are prolog and epilog, by name."""
+    """The files of /etc that a node needs, by name, but for the settings."""
     script = (REPOSITORY / "docker/slurm/bootseer").read_text()
     files = {f"slurm/{kind}.d/bootseer": script for kind in ("prolog", "epilog")}
     program = f"BOOTSEER={sys.executable.rpartition('/')[0]}/bootseer\nDEADLINE=20\n"
-    return {**files, "bootseer/slurm.conf": program}
+    folders = block("slurm.md", "text", "/run/bootseer")
+    return {**files, "bootseer/slurm.conf": program, "tmpfiles.d/bootseer.conf": folders}
 
 
 SHARED = "/home/shared"
@@ -54,9 +55,4 @@ def simple_cluster(
         shared = cluster.home / "shared"
         shared.mkdir()
         shared.chmod(0o777)
-        for machine in cluster.machines.values():
-            made = machine.run(
-                "install", "-d", "-m", "1777", "/var/cache/bootseer", "/run/bootseer"
-            )
-            assert made.returncode == 0, made.stderr
         yield cluster

@@ -7,6 +7,7 @@ import pytest
 
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.clusters.slurm.test_faults import assert_clean, script
+from tests.clusters.slurm.test_prolog import said
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
 
@@ -32,6 +33,27 @@ def test_tasks_of_an_array_are_starts_of_their_own(cluster: SlurmCluster) -> Non
         assert (found["attempt"], found["node_count"], found["rank_count"]) == (0, 1, 1)
 
 
+def test_twenty_tasks_of_an_array_start_at_once(cluster: SlurmCluster, hdfs_url: str) -> None:
+    """With an environment that they share, and a checkpoint folder each."""
+    set_up = "mkdir -p /tmp/packages; echo shared > /tmp/packages/one"
+    run = f"srun bootseer run --setup '{set_up}' --target /tmp/packages "
+    run += f"--checkpoint {hdfs_url}/$SLURM_ARRAY_TASK_ID:/tmp/ckpt-$SLURM_JOB_ID -- "
+    run += "sh -c 'cp /tmp/packages/one /tmp/ckpt-$SLURM_JOB_ID/'"
+    words = ("-J", "twenty", "--array=1-20", "-n1", "-o", "twenty-%a.out")
+    job = cluster.submit(*words, script=script(run))
+    for task in range(1, 21):
+        state = cluster.wait_for_state(f"{job}_{task}", "COMPLETED", "FAILED", timeout_s=240)
+        assert state == "COMPLETED", (cluster.home / f"alice/twenty-{task}.out").read_text()
+    assert_clean(cluster)
+    texts = [(cluster.home / f"alice/twenty-{task}.out").read_text() for task in range(1, 21)]
+    assert sum(text.count("bootseer: stored snapshot") for text in texts) == 1
+    # Their prologs and epilogs do not get into one another's way.
+    assert [said(cluster, name) for name in cluster.nodes] == [[], []]
+    for task in range(1, 21):
+        ls = ("bootseer", "checkpoint", "ls", f"{hdfs_url}/{task}")
+        assert "one" in cluster.run(*ls, user="alice")
+
+
 def test_components_of_a_heterogeneous_job_are_one_start(cluster: SlurmCluster) -> None:
     words = ("-J", "mixed", "-o", "mixed.out", "-N1", "-n1", "-c4", ":", "-N1", "-n2", "-c2")
     job = cluster.submit(*words, script=script(f"srun --het-group=0,1 {RUN}"))
@@ -39,6 +61,19 @@ def test_components_of_a_heterogeneous_job_are_one_start(cluster: SlurmCluster) 
     assert_clean(cluster)
     found = report(cluster, "mixed", "--submission", str(job))
     assert (found["node_count"], found["rank_count"]) == (2, 3)
+
+
+def test_the_epilog_of_each_component_publishes_what_was_killed(cluster: SlurmCluster) -> None:
+    """Its own number is another than the one that tasks of the job know."""
+    words = ("-J", "killed", "-o", "killed.out", "-N1", "-n1", "-c4", ":", "-N1", "-n1", "-c2")
+    run = "srun --het-group=0,1 bootseer run -- sh -c 'kill -9 -1'"
+    job = cluster.submit(*words, script=script(run))
+    cluster.wait_for_state(job, "COMPLETED", "FAILED", "CANCELLED")
+    assert_clean(cluster)
+    # Else the report sees what the nodes have written into the user's home.
+    cluster.controller.run("rm", "-rf", "/home/alice/.local/state")
+    found = report(cluster, "killed", "--submission", str(job))
+    assert (found["node_count"], found["rank_count"]) == (2, 2)
 
 
 def test_a_job_is_the_job_of_its_name_and_number(cluster: SlurmCluster) -> None:

@@ -3,6 +3,7 @@ and that it never keeps a job from starting or drains a node."""
 
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -51,6 +52,72 @@ def test_checkpoints_are_mounted_before_the_job_that_asks_for_it(
     assert '"live"' in found
 
 
+def test_a_folder_that_another_user_has_taken_is_the_users_again(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    """Else that user's job and its epilog would use different folders, and its mounts stay."""
+    machine = cluster.machines["n1"]
+    places = [
+        f"{top}/bootseer-{USERS['alice']}" for top in ("/run/bootseer", "/var/cache/bootseer")
+    ]
+    machine.run("rm", "-rf", *places)
+    assert machine.run("ln", "-s", "/home/alice", places[0], user="bob").returncode == 0
+    assert machine.run("mkdir", places[1], user="bob").returncode == 0
+    comment = f"bootseer standby --checkpoint {hdfs_url}:/tmp/ckpt"
+    run = f"srun bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- touch /tmp/ckpt/mine"
+    words = ("-wn1", f"--comment={comment}", "-o", "taken.out")
+    job = cluster.submit(*words, script=script("mountpoint /tmp/ckpt", run))
+    assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", cluster.logs()
+    assert "is a mountpoint" in (cluster.home / "alice/taken.out").read_text()
+    assert_clean(cluster)
+    for place in places:
+        assert machine.run("stat", "-c", "%U %a", place).stdout == "alice 700\n"
+    assert not any("is not used" in line for line in said(cluster, "n1")), said(cluster, "n1")
+
+
+def test_a_folder_of_all_users_that_is_full_drains_no_node(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    machine = cluster.machines["n1"]
+    small = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=1777", "none", "/run/bootseer"]
+    assert machine.run(*small).returncode == 0
+    try:
+        machine.run("sh", "-c", "head -c 100000 /dev/zero > /run/bootseer/full", user="bob")
+        run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- true"
+        job = cluster.submit("-wn1", "-o", "full.out", script=script(f"srun {run}"))
+        assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
+        assert "No space left on device" in (cluster.home / "alice/full.out").read_text()
+        assert_clean(cluster)
+    finally:
+        machine.run("umount", "--lazy", "/run/bootseer")
+
+
+def test_an_epilog_that_runs_several_times_at_once_says_nothing(
+    cluster: SlurmCluster, hdfs_url: str
+) -> None:
+    """As where slurmd was killed in it, and that of another job of the user runs beside."""
+    run = f"bootseer run --checkpoint {hdfs_url}:/tmp/ckpt -- sh -c 'kill -9 -1'"
+    machine = cluster.machines["n1"]
+    epilog = machine.path("/etc/slurm/epilog.d/bootseer")
+    text = epilog.read_text()
+    epilog.write_text("#!/bin/sh\n")
+    try:
+        job = cluster.submit("-wn1", "-o", "/dev/null", script=script(f"srun {run}"))
+        cluster.wait_for_state(job, "FAILED", "COMPLETED")
+        cluster.wait_for_idle()
+        assert machine.mounts() == ["/tmp/ckpt"]
+    finally:
+        epilog.write_text(text)
+    uid = str(USERS["alice"])
+    known = {"JOB_ID": str(job), "JOB_UID": uid, "JOB_GID": uid, "SCRIPT_CONTEXT": "epilog_slurmd"}
+    variables = [f"SLURM_{name}={value}" for name, value in known.items()]
+    command = machine.command("env", *variables, "/etc/slurm/epilog.d/bootseer")
+    epilogs = [subprocess.Popen(command) for _ in range(4)]
+    assert [one.wait(60) for one in epilogs] == [0] * 4
+    assert_clean(cluster)
+    assert said(cluster, "n1") == []
+
+
 SILENT = "import socket, time; one = socket.create_server(('127.0.0.1', 7999)); time.sleep(600)"
 
 
@@ -71,6 +138,20 @@ def test_a_store_that_cannot_be_reached_costs_one_line(cluster: SlurmCluster, ho
         cluster.machines["n1"].run("pkill", "-f", "create_server")
     (line,) = said(cluster, "n1")
     assert f"prolog of job {job}: " in line
+    assert_clean(cluster)
+
+
+def test_a_job_that_is_cancelled_in_its_prolog_leaves_nothing(cluster: SlurmCluster) -> None:
+    cluster.machines["n1"].start_process("python", "-c", SILENT)
+    wait_for(lambda: _listens(cluster), "a server")
+    try:
+        comment = "bootseer standby --checkpoint hdfs://127.0.0.1:7999/x:/tmp/ckpt"
+        job = cluster.submit("-wn1", f"--comment={comment}", "-o", "no.out", script=script("true"))
+        wait_for(lambda: "slurm prolog" in str(cluster.machines["n1"].processes()), "it")
+        cluster.run("scancel", str(job))
+        cluster.wait_for_state(job, "CANCELLED")
+    finally:
+        cluster.machines["n1"].run("pkill", "-f", "create_server")
     assert_clean(cluster)
 
 

@@ -126,12 +126,12 @@ def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
 # ---- the script -------------------------------------------------------------------------------
 
 
-def _lines_of_a_job(folder: Path) -> list[str]:
+def _lines_of_a_job(folder: Path, **more: str) -> list[str]:
     """What prolog and epilog log, with the configuration and the program of this folder."""
     text = SCRIPT.read_text().replace("/etc/bootseer/slurm.conf", str(folder / "conf"))
     log = folder / "log"
     (folder / "script").write_text(text.replace("/var/log/bootseer-slurm.log", str(log)))
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0", **more}
     for kind in ("prolog", "epilog"):
         done = subprocess.run(
             ["sh", folder / "script"],
@@ -170,6 +170,52 @@ def test_the_script_succeeds_whatever_bootseer_does(
         assert f"{kind} of job 7: " in one
         assert line in one
         assert one.isprintable()
+
+
+def _script_that_notes_its_end(folder: Path, say: str) -> Path:
+    """A program that says something before it does its work; the file that it makes then."""
+    (folder / "bootseer").write_text(f"#!/bin/sh\n{say}\ntouch {folder}/done-$2\n")
+    (folder / "bootseer").chmod(0o755)
+    (folder / "conf").write_text(f"BOOTSEER={folder}/bootseer\n")
+    return folder / "done-epilog"
+
+
+@_root_only
+def test_more_than_the_log_keeps_ends_nothing_early(tmp_path: Path) -> None:
+    """As where many files were being written, each of which is named: more than pipes hold."""
+    say = "n=0; while [ $n -lt 300 ]; do printf %1000d $n; n=$((n + 1)); done"
+    end = _script_that_notes_its_end(tmp_path, say)
+    assert all(len(line) < 2100 for line in _lines_of_a_job(tmp_path))
+    assert end.exists()
+
+
+@_root_only
+def test_a_log_that_cannot_be_written_keeps_nothing_undone(tmp_path: Path) -> None:
+    end = _script_that_notes_its_end(tmp_path, "echo something")
+    (tmp_path / "log").symlink_to(tmp_path / "nowhere/log")
+    assert _lines_of_a_job(tmp_path) == []
+    assert end.exists()
+
+
+@_root_only
+def test_a_user_whose_cache_cannot_be_emptied_holds_up_no_epilog(tmp_path: Path) -> None:
+    """As where that user holds its locks."""
+    end = _script_that_notes_its_end(tmp_path, "[ $1 = slurm ] || { trap '' TERM; sleep 60; }")
+    (tmp_path / "cache/bootseer-0").mkdir(parents=True)
+    (tmp_path / "cache/bootseer-0/file").write_text("content")
+    with (tmp_path / "conf").open("a") as conf:
+        conf.write(f"DEADLINE=15 CACHE_DIR={tmp_path}/cache CACHE_LIMIT=0\n")
+    (line,) = _lines_of_a_job(tmp_path)
+    assert "the cache of user 0 is not emptied" in line
+    assert "ended after" not in line
+    assert end.exists()
+
+
+@_root_only
+def test_components_of_a_heterogeneous_job_are_one_job(tmp_path: Path) -> None:
+    """Slurm tells their tasks the number of the first component, and each epilog its own."""
+    _script_that_notes_its_end(tmp_path, "echo it is $SLURM_JOB_ID")
+    assert all("it is 6" in one for one in _lines_of_a_job(tmp_path, SLURM_HET_JOB_ID="6"))
 
 
 @_root_only
