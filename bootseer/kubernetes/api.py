@@ -25,15 +25,14 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _OBJECT: Form[dict[str, Any]] = Form(
     type=dict[str, Any], what="an object", size_max=4 * 1024 * 1024, is_foreign=True
 )
-_TIMEOUT_S = 2.0
 
 
 class Api:
     """A client of the API server."""
 
-    def __init__(self, account: Path) -> None:
+    def __init__(self, account: Path, timeout_s: float = 2.0) -> None:
         """`account`: the folder into which the kubelet puts token, certificate and namespace. Its
-        variables name the server. Raises: InvalidInputError."""
+        variables name the server. `timeout_s`: of each request. Raises: InvalidInputError."""
         self._url = _server(os.environ.get("KUBERNETES_SERVICE_HOST", ""))
         self._account = account
         try:
@@ -44,7 +43,7 @@ class Api:
                 ssl_context=context,
                 maxsize=4,
                 retries=False,
-                timeout=urllib3.Timeout(total=_TIMEOUT_S),
+                timeout=urllib3.Timeout(total=timeout_s),
             )
             self.namespace = (account / "namespace").read_text().strip()
         except OSError as error:

@@ -14,34 +14,49 @@ from bootseer.kubernetes.api import ACCOUNT, Api
 
 _log = logging.getLogger(__name__)
 
+PATIENCE_S = 20.0
+"""A removal of everything keeps an API server busy: every node asks it at once."""
 _LOOK_S = 0.5
 
 
 def is_removed(daemonset: str) -> bool:
-    """Whether the API server knows no DaemonSet NAMESPACE/NAME any more. Never raises."""
+    """Whether the API server knows no DaemonSet NAMESPACE/NAME any more; one that does not answer
+    is asked again for `PATIENCE_S`. Never raises."""
     namespace, _, name = daemonset.partition("/")
-    try:
-        found = Api(ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
-    except PermissionDeniedError:
-        # What gave this pod the right to ask is gone with all the rest.
-        return True
-    except BootseerError as error:
-        _log.warning("nobody says whether %s is there: %s", daemonset, error)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            found = Api(ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
+        except PermissionDeniedError:
+            # What gave this pod the right to ask is gone with all the rest.
+            return True
+        except BootseerError as error:
+            if time.monotonic() > deadline_s:
+                _log.warning("nobody says whether %s is there: %s", daemonset, error)
+                return False
+            time.sleep(_LOOK_S)
+        else:
+            return found is None or "deletionTimestamp" in found["metadata"]
+
+
+def await_removal(
+    daemonset: str | None, what: str, is_used: Callable[[], bool], patience_s: float
+) -> bool:
+    """Whether Bootseer is removed, and not only this pod replaced by one of `daemonset`; first
+    waits, at most so long, until nothing is used. Pods that have not ended by then are left to
+    their users. Never raises."""
+    if daemonset is not None and not is_removed(daemonset):
+        _log.warning("%s may be there: nothing is removed", daemonset)
         return False
-    return found is None or "deletionTimestamp" in found["metadata"]
-
-
-def wait_unused(what: str, is_used: Callable[[], bool], patience_s: float) -> None:
-    """Until nothing is used, or so long; pods that have not ended by then are left to their
-    users. Never raises."""
     deadline_s = time.monotonic() + patience_s
     try:
-        while is_used():
+        while patience_s and is_used():
             if time.monotonic() > deadline_s:
                 _log.warning(
                     "%s are still there after %g s; they end with errors", what, patience_s
                 )
-                return
+                break
             time.sleep(_LOOK_S)
     except BootseerError as error:
         _log.warning("nobody says whether %s are there: %s", what, error)
+    return True

@@ -29,6 +29,7 @@ from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.metadata import Metadata
 from bootseer.prefetch.snapshotter.pulled import PulledImages
 from bootseer.prefetch.snapshotter.snapshot import (
+    ImageMount,
     Kind,
     Lower,
     Mount,
@@ -37,6 +38,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
     Usage,
     chain_named,
     chains_in_use,
+    container_of,
     lower_of,
     mounts_of,
     wanted_chain,
@@ -63,14 +65,17 @@ class Snapshotter:
         *,
         linger_s: float,
         window_s: float,
+        on_mount: Callable[[ImageMount], None] | None = None,
     ) -> None:
         """An image's mount outlives its last container by `linger_s`, so that a restart finds it;
-        a start is recorded for `window_s`. `content`: see `PulledImages`.
+        a start is recorded for `window_s`. `content`: see `PulledImages`. `on_mount` is called
+        for each container of CRI over a served image, from any thread.
 
         Raises: BusyError where another one works there; BootseerError.
         """
         self._settings = settings
         self._linger_s = linger_s
+        self._on_mount = on_mount
         self._directories = Directories(root)
         self._metadata = Metadata(self._directories.database)
         self._chains = ChainTrees(settings, self._metadata)
@@ -199,10 +204,23 @@ class Snapshotter:
         ancestors = self._metadata.with_ancestors(parent) if parent else []
         lower = lower_of(ancestors)
         above = lower.numbers[0] if lower.numbers else None
+        begin_ns, began_ns = time.time_ns(), time.monotonic_ns()
         with self._lower_directories(lower, labels) as directories:
+            waited_ns = time.monotonic_ns() - began_ns
             snapshot = self._metadata.create(
                 kind, key, parent, labels, lambda made: self._directories.make(made, above)
             )
+            container = container_of(key)
+            if self._on_mount and container and lower.chain_id:
+                fresh_ns = self._lazy_trees.first_use(directories[-1])
+                self._on_mount(
+                    ImageMount(
+                        container,
+                        directories[-1],
+                        *(fresh_ns or (begin_ns, waited_ns)),
+                        is_live=fresh_ns is None,
+                    )
+                )
             return self._mounts(snapshot, directories)
 
     @contextlib.contextmanager

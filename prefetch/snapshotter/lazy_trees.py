@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 PURPOSE = "snapshot"
 
+_FRESH_S = 60.0
+"""A mount is of the start of the container that is made so soon after it."""
 _WAIT_S = 60.0
 """How long to wait for others that mount the same tree: each of them gives up after less."""
 
@@ -48,6 +50,8 @@ class LazyTrees:
         self._holds: dict[TreeKey, int] = defaultdict(int)
         self._mounting: set[Path] = set()
         self._unused_since_s: dict[TreeKey, float] = {}
+        # Begin and length of new mounts that no container has used yet.
+        self._fresh_ns: dict[Path, tuple[int, int]] = {}
 
     @contextlib.contextmanager
     def using(self, key: TreeKey, name: str, *, is_local: bool = False) -> Iterator[Path]:
@@ -72,6 +76,19 @@ class LazyTrees:
                 self._holds[key] -= 1
                 if not self._holds[key]:
                     del self._holds[key]
+
+    def first_use(self, path: Path) -> tuple[int, int] | None:
+        """When the tree there was mounted, since 1970, and how long that took, in nanoseconds, for
+        the first that asks, soon; None for all others."""
+        with self._lock:
+            self._forget_old()
+            return self._fresh_ns.pop(path, None)
+
+    def _forget_old(self) -> None:
+        oldest_ns = time.time_ns() - int(_FRESH_S * 1e9)
+        self._fresh_ns = {
+            path: found for path, found in self._fresh_ns.items() if sum(found) > oldest_ns
+        }
 
     def retire(self, in_use: Callable[[], frozenset[TreeKey]], linger_s: float) -> None:
         """Take off what nothing has used for `linger_s`, and remove what dead servers left.
@@ -119,6 +136,7 @@ class LazyTrees:
 
     def _mount(self, key: TreeKey, name: str, is_local: bool) -> Path:
         path = self._folder / secrets.token_hex(8)
+        begin_ns, began_ns = time.time_ns(), time.monotonic_ns()
         with self._lock:
             self._mounting.add(path)
         try:
@@ -143,6 +161,9 @@ class LazyTrees:
         finally:
             with self._lock:
                 self._mounting.discard(path)
+        with self._lock:
+            self._forget_old()
+            self._fresh_ns[path] = begin_ns, time.monotonic_ns() - began_ns
         return path
 
     def _remove_empty(self) -> None:

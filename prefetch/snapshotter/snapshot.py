@@ -21,6 +21,7 @@ WORKLOAD_LABEL = "containerd.io/snapshot/bootseer.workload"
 """The label of a container's snapshot that names the workload whose record it replays."""
 
 _DIGEST_GRAMMAR = re.compile(r"[a-z0-9]+(?:[.+_-][a-z0-9]+)*:[A-Za-z0-9=_-]{1,255}")
+_CONTAINER = re.compile(r"k8s\.io/[0-9]{1,19}/([0-9a-f]{64})")
 _WORKLOAD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _KEY_CHARACTERS_MAX = 4096
 
@@ -72,6 +73,18 @@ class Lower(Struct, frozen=True):
     chain_id: str
 
 
+class ImageMount(Struct, frozen=True):
+    """What a container waited for to lie on its image."""
+
+    container: str
+    """Its id."""
+    directory: Path
+    begin_ns: int
+    duration_ns: int
+    is_live: bool
+    """It found the image mounted, by another container or before its snapshotter began."""
+
+
 class TreeKey(Struct, frozen=True):
     """Names a served tree. Containers of one image share it unless their workloads differ."""
 
@@ -107,6 +120,12 @@ def chain_named(key: str) -> str:
     containerd's own names come as "NAMESPACE/NUMBER/NAME" (core/metadata/snapshot.go)."""
     name = key.rpartition("/")[2]
     return name if is_digest(name) else ""
+
+
+def container_of(key: str) -> str:
+    """The container of CRI that a snapshot is named after; "" for any other key."""
+    found = _CONTAINER.fullmatch(key)
+    return found[1] if found else ""
 
 
 def workload_of(labels: Mapping[str, str], default: str) -> str:

@@ -50,6 +50,13 @@ from bootseer.settings.config import variable_of
     show_default=True,
     help="How long what a start touches is recorded.",
 )
+@click.option(
+    "--containerd",
+    type=click.Path(path_type=Path),
+    metavar="SOCKET",
+    help="Where containerd answers, which is asked for the pods of containers: the mount of an "
+    "image is then a stage of theirs in `bootseer report`. Default: nobody is asked.",
+)
 @click.option("--check", is_flag=True, help="Ask the snapshotter that runs whether it answers.")
 def snapshotter(
     address: Path,
@@ -57,6 +64,7 @@ def snapshotter(
     content: Path | None,
     linger_s: float,
     window_s: float,
+    containerd: Path | None,
     check: bool,
 ) -> None:
     """Serve images of the store to containerd, without pulling them.
@@ -90,9 +98,23 @@ def snapshotter(
         say(f"warning: {variable_of(name)} is stronger than {name} = {redact(text)!r} of the file")
     root = root.absolute()
     content = content.absolute() if content else root.parent / CONTENT_FOLDER
-    core = Snapshotter(settings, root, content, linger_s=linger_s, window_s=window_s)
+    image_mounts = None
+    if containerd is not None:
+        from bootseer.kubernetes.image_mounts import ImageMounts
+
+        image_mounts = ImageMounts(settings, containerd.absolute())
+    core = Snapshotter(
+        settings,
+        root,
+        content,
+        linger_s=linger_s,
+        window_s=window_s,
+        on_mount=image_mounts.take if image_mounts else None,
+    )
 
     def start() -> None:
+        if image_mounts:
+            image_mounts.start()
         core.start()
         click.echo(f"serving on {address}", err=True)
 

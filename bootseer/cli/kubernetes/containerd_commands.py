@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.output import Seconds, current_settings
+from bootseer.cli.kubernetes.kubernetes_commands import at_removal
+from bootseer.cli.output import current_settings
 from bootseer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -59,32 +60,22 @@ def install(socket: Path, restart: str) -> None:
 
 
 @containerd.command(epilog="Example: bootseer kubernetes containerd remove")
-@click.option(
-    "--unless-daemonset",
-    metavar="NAMESPACE/NAME",
-    help="Do nothing while the API server knows this DaemonSet: the pod is only replaced.",
-)
-@click.option(
-    "--until-unused",
-    "patience_s",
-    type=Seconds(0, 3600),
-    metavar="TIME",
-    default=0.0,
-    help="Wait so long, at most, for the end of pods of the runtime class. Default: not at all.",
-)
+@at_removal
 @_of_containerd
-def remove(socket: Path, restart: str, unless_daemonset: str | None, patience_s: float) -> None:
+def remove(
+    socket: Path, restart: str, unless_daemonset: str | None, patience_s: float | None
+) -> None:
     """Take away what `install` has added, to the byte, and have containerd forget it."""
+    from bootseer.kubernetes.cri import runtime_handlers
     from bootseer.kubernetes.installer import install as installer
-    from bootseer.kubernetes.removal import is_removed, wait_unused
+    from bootseer.kubernetes.installer.block import NAME
+    from bootseer.kubernetes.removal import await_removal
 
-    if unless_daemonset is not None and not is_removed(unless_daemonset):
-        click.echo(f"{unless_daemonset} may be there: nothing is removed", err=True)
-        return
-    daemon = _daemon(socket, restart)
-    if patience_s:
-        wait_unused("pods of the runtime class", daemon.has_pods, patience_s)
-    _say(installer.remove(daemon, _address()), "is as it was")
+    def has_pods() -> bool:
+        return NAME in runtime_handlers(socket)
+
+    if await_removal(unless_daemonset, "pods of the runtime class", has_pods, patience_s or 0.0):
+        _say(installer.remove(_daemon(socket, restart), _address()), "is as it was")
 
 
 @containerd.command(epilog="Example: bootseer kubernetes containerd status")

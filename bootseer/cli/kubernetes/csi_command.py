@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from bootseer.cli.kubernetes.kubernetes_commands import at_removal
 from bootseer.cli.output import Seconds, current_settings
 from bootseer.errors import UnsupportedError
 
@@ -42,18 +43,7 @@ from bootseer.errors import UnsupportedError
     help="How long what a start touches of a tree is recorded.",
 )
 @click.option("--check", is_flag=True, help="Ask the driver that runs whether it answers.")
-@click.option(
-    "--until-unused",
-    "patience_s",
-    type=Seconds(0, 3600),
-    metavar="TIME",
-    help="Only wait, so long at most, until no volume is published here.",
-)
-@click.option(
-    "--unless-daemonset",
-    metavar="NAMESPACE/NAME",
-    help="With that: not while the API server knows this DaemonSet; the pod is only replaced.",
-)
+@at_removal
 def csi(
     kubelet_dir: Path,
     endpoint: Path | None,
@@ -87,11 +77,12 @@ def csi(
         ask(endpoint, f"/{IDENTITY}/Probe", MESSAGES["ProbeRequest"](), MESSAGES["ProbeResponse"])
         return
     if patience_s is not None:
-        from bootseer.kubernetes.removal import is_removed, wait_unused
+        from bootseer.kubernetes.removal import await_removal
 
-        if unless_daemonset is None or is_removed(unless_daemonset):
-            records = Records(current_settings().run_dir / "volumes")
-            wait_unused("volumes", lambda: any(True for _ in records.all()), patience_s)
+        records = Records(current_settings().run_dir / "volumes")
+        await_removal(
+            unless_daemonset, "volumes", lambda: any(True for _ in records.all()), patience_s
+        )
         return
     if os.geteuid() != 0:
         raise UnsupportedError("a driver mounts for a kubelet and needs root")

@@ -12,14 +12,14 @@ from msgspec import Struct
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.settings.values import as_name, parse_size
+from bootseer.settings.values import parse_size
 from bootseer.snapshots.catalogue.manifest import is_name
 
-_POD = "csi.storage.k8s.io/"
-"""What a kubelet adds where the driver asks for it (podInfoOnMount)."""
 _START = ("job", "submission", "attempt", "rank")
 _SIZE_DEFAULT = "10GiB"
 _SIZE_MIN_BYTES = 1 << 20
+_MEMORY_MAX_BYTES = 4 << 30
+"""Half of what the chart gives to all servers of a node (mounts.resources)."""
 _VALUE_CHARS_MAX = 1024
 _OPTIONS = (
     *("uid", "gid", "umask", "memory", "deadline"),
@@ -30,9 +30,11 @@ _ATTRIBUTES = {
     "environment": ("environment", "target", "writable", "size", "uid", "gid", "workload"),
     "checkpoint": ("source", *_OPTIONS),
 }
-_IN_REGISTRY = re.compile(rf"{REGISTRY}[A-Za-z0-9][A-Za-z0-9._:@/-]*")
+_IN_REGISTRY = re.compile(rf"{REGISTRY}(?:[A-Za-z0-9]|\[[0-9A-Fa-f:.]+\])[A-Za-z0-9._:@/-]*")
 _IN_STORE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(?::[A-Za-z0-9._-]+)?(?:@[a-z0-9]+:[0-9a-f]+)?")
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_ID_MAX = 2**32 - 2
+"""The largest user or group: the next number means none."""
 # Only these leave the node: others are folders of it, or read some that are (chains of fsspec).
 _REMOTE = re.compile(
     r"(?:java\+)?(?:hdfs|viewfs|webhdfs|s3|s3a|gs|gcs|az|abfs|abfss|adl|oss)://[^/?#]+(?:/[^?#]*)?"
@@ -46,18 +48,6 @@ _SECRETS = frozenset(
         *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
     )
 )
-
-
-class Start(Struct, frozen=True):
-    """The pod that a volume is for, and the start that it is of, for the timeline."""
-
-    pod: str = ""
-    namespace: str = ""
-    uid: str = ""
-    job: str = ""
-    submission: str = ""
-    attempt: int = 0
-    rank: int = 0
 
 
 class ImageVolume(Struct, frozen=True, tag_field="kind", tag="image"):
@@ -117,20 +107,6 @@ def parse_volume(context: Mapping[str, str], sources: Sequence[str]) -> Volume:
         return _environment(given)
     source = _source(_required(given, "source", kind), sources)
     return CheckpointVolume(source, tuple(_option(n, given[n]) for n in _OPTIONS if n in given))
-
-
-def parse_start(context: Mapping[str, str]) -> Start:
-    """Which pod the volume is for. A start that says nothing else is the pod's own."""
-    pod, uid = (context.get(f"{_POD}pod.{name}", "") for name in ("name", "uid"))
-    return Start(
-        pod=pod,
-        namespace=context.get(f"{_POD}pod.namespace", ""),
-        uid=uid,
-        job=as_name(context.get("job") or pod),
-        submission=as_name(context.get("submission") or uid),
-        attempt=_count(context.get("attempt", "")),
-        rank=_count(context.get("rank", "")),
-    )
 
 
 def check_secrets(volume: Volume, secrets: Mapping[str, str]) -> dict[str, str]:
@@ -202,8 +178,8 @@ def _owner(given: Mapping[str, str]) -> tuple[int, int] | None:
     if "uid" not in given and "gid" not in given:
         return None
     ids = [given.get(name, given.get("uid", "0")) for name in ("uid", "gid")]
-    if not all(map(_NUMBER.fullmatch, ids)):
-        raise InvalidInputError("the volume's uid or gid is no number")
+    if not all(_NUMBER.fullmatch(one) and int(one) <= _ID_MAX for one in ids):
+        raise InvalidInputError("the volume's uid or gid is no number of a user or group")
     uid, gid = map(int, ids)
     return uid, gid
 
@@ -220,6 +196,11 @@ def _option(name: str, text: str) -> str:
         return name if _switch({name: text}, name) else "rw"
     if "," in text:
         raise InvalidInputError(f"the volume's attribute {name} is {_shown(text)}")
+    if name == "memory" and parse_size(text) > _MEMORY_MAX_BYTES:
+        raise PermissionDeniedError(
+            f"the volume's memory {_shown(text)} is more than 4GiB: it is that of all mounts of "
+            "the node, whose servers end together where they have too much"
+        )
     return f"{name}={text}"
 
 
@@ -247,7 +228,3 @@ def _source(source: str, allowed: Sequence[str]) -> str:
             "nodes has to be allowed by --source of the CSI driver"
         )
     return source
-
-
-def _count(text: str) -> int:
-    return int(text) if _NUMBER.fullmatch(text) else 0

@@ -27,7 +27,6 @@ from bootseer.errors import (
 from bootseer.kubernetes.csi.attributes import (
     CheckpointVolume,
     check_secrets,
-    parse_start,
     parse_volume,
 )
 from bootseer.kubernetes.csi.binding import (
@@ -40,8 +39,9 @@ from bootseer.kubernetes.csi.binding import (
 )
 from bootseer.kubernetes.csi.checkpoints import Checkpoints
 from bootseer.kubernetes.csi.records import Record, Records
-from bootseer.kubernetes.csi.timelines import told
 from bootseer.kubernetes.csi.trees import Trees
+from bootseer.kubernetes.pod_start import of_volume
+from bootseer.kubernetes.timelines import noted
 from bootseer.served.background import SPAWNER
 from bootseer.served.spawned import answers
 from bootseer.settings.config import Settings
@@ -144,7 +144,12 @@ class Driver:
                     )
                 if minor_at(target) is not None and self._is_served(before):
                     return
-            with told(self.settings, parse_start(request.context), volume, target):
+            kind = type(volume).__name__.removesuffix("Volume").lower()
+            with (
+                # The folder of a target has the volume's name in the pod.
+                noted(self.settings, of_volume(request.context), target.parent.name) as timeline,
+                timeline.span(f"{kind} volume") if timeline else contextlib.nullcontext(),
+            ):
                 self._publish(record, target, secrets, before)
 
     def unpublish(self, volume_id: str, target: str) -> None:

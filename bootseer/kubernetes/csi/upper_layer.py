@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.errors import UnavailableError, from_oserror
+from bootseer.errors import NoSpaceError, UnavailableError, from_oserror
 from bootseer.kubernetes.spawner import MOUNT_SOURCE
 from bootseer.linux import namespaces
 from bootseer.served.covers import mount_layers
@@ -40,6 +40,12 @@ def mount_writable(tree: Path, target: Path, folder: Path, size_bytes: int) -> N
     """Show `tree` on `target`, writable. What is written takes at most `size_bytes`, in a file
     below `folder`. Raises: BootseerError."""
     try:
+        disk = os.statvfs(folder)
+        # Otherwise it would go to memory, as where there is no loop device.
+        if size_bytes > disk.f_blocks * disk.f_frsize:
+            raise NoSpaceError(
+                f"the volume's size is {size_bytes} bytes, and the node's whole disk has less"
+            )
         with tempfile.TemporaryDirectory(prefix="upper-", dir=folder) as name:
             scratch = Path(name)
             with _mounted_room(scratch, size_bytes) as room:

@@ -1,45 +1,26 @@
 """The containerd that runs on a node, as a pod in the node's process namespace reaches it.
 
-Alone knows its processes and its API. Everything follows from its socket: who listens there, with
+Alone knows its processes. Everything follows from its socket: who listens there, with
 which configuration, of which systemd unit. Its files are reached in its own mount namespace, which
 is held, so that they are there while it is not.
 """
 
 import contextlib
-import json
 import os
 import re
 import socket
 import struct
 import subprocess
 from pathlib import Path
-from typing import Any
 
-from bootseer.base.protobuf_messages import LABELS, Messages, build, describe
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
+from bootseer.kubernetes import cri
 from bootseer.kubernetes.installer.block import NAME, Table, parse
-from bootseer.linux.grpc_service import ask
 
 _CALL_S = 5.0
 _COMMAND_S = 60.0
 _DEFAULT_CONFIG = "/etc/containerd/config.toml"
 _CREDENTIALS = struct.Struct("3i")
-_CRI, _INTROSPECTION = "runtime.v1", "containerd.services.introspection.v1"
-# Field numbers are those of k8s.io/cri-api and of containerd's api/services/introspection/v1.
-_FILES: dict[str, Messages] = {
-    _CRI: {
-        "StatusRequest": ((1, "bool", "verbose"),),
-        "StatusResponse": ((2, LABELS, "info"),),
-        "ListPodSandboxRequest": (),
-        "ListPodSandboxResponse": ((1, f"*.{_CRI}.PodSandbox", "items"),),
-        "PodSandbox": ((1, "string", "id"), (7, "string", "runtime_handler")),
-    },
-    _INTROSPECTION: {
-        "PluginsRequest": ((1, "*string", "filters"),),
-        "PluginsResponse": ((1, f"*.{_INTROSPECTION}.Plugin", "plugins"),),
-        "Plugin": ((1, "string", "type"), (2, "string", "id"), (5, LABELS, "exports")),
-    },
-}
 
 
 class Daemon:
@@ -109,17 +90,8 @@ class Daemon:
 
         Raises: UnavailableError.
         """
-        service = f"{_INTROSPECTION}.Introspection"
-        plugins = self._ask(service, "Plugins", filters=[f"id=={NAME}"]).plugins
-        status = self._ask(f"{_CRI}.RuntimeService", "Status", verbose=True)
-        runtimes = json.loads(status.info["config"])["containerd"].get("runtimes") or {}
-        address = [one.exports.get("address", "") for one in plugins]
-        return (address or [""])[0], runtimes.get(NAME) or {}
-
-    def has_pods(self) -> bool:
-        """Whether it has a pod of our runtime class, running or not. Raises: UnavailableError."""
-        found = self._ask(f"{_CRI}.RuntimeService", "ListPodSandbox")
-        return any(one.runtime_handler == NAME for one in found.items)
+        runtime = cri.runtimes(self._address).get(NAME) or {}
+        return cri.plugin_address(self._address, NAME), runtime
 
     def restart(self) -> None:
         """Ask for a restart; containers go on. Raises: UnsupportedError, DeadlineError."""
@@ -137,10 +109,6 @@ class Daemon:
         done = self._on_node(command, "restart containerd")
         if done.returncode != 0:
             raise UnsupportedError(f"cannot restart containerd: {_last_line(done.stderr)}")
-
-    def _ask(self, service: str, method: str, **fields: Any) -> Any:
-        question = _CLASSES[f"{method}Request"](**fields)
-        return ask(self._address, f"/{service}/{method}", question, _CLASSES[f"{method}Response"])
 
     def _listener(self) -> int:
         try:
@@ -178,6 +146,3 @@ class Daemon:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it says nothing"])[-1][:500]
-
-
-_CLASSES = build(describe(package, messages) for package, messages in _FILES.items())

@@ -15,6 +15,9 @@ from bootseer.kubernetes.webhook.plan import DRIVER, RUNTIME_CLASS, Cluster
 
 _log = logging.getLogger(__name__)
 
+ASK_S = 1.0
+"""The API client's deadline: the API server that has asked waits three seconds, and two
+objects are asked for."""
 _AGE_MAX_S = 2.0
 """A pod that names a runtime class which is gone is refused: short, and one request for a burst of
 pods."""

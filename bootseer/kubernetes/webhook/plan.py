@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.documents import to_builtins
 from bootseer.base.redact import redact
 from bootseer.kubernetes.webhook.identity import Identity, identity_of, tells_rank
 from bootseer.kubernetes.webhook.pods import Container, Pod
@@ -38,8 +37,10 @@ _WARNINGS_MAX = 8
 _ANNOTATIONS_BYTES_MAX = 256 * 1024
 """Of all annotations of an object (apimachinery, TotalAnnotationSizeLimitB)."""
 _ROOM_BYTES = 1024
-_PATH = re.compile(r"/[^\0-\x1f\x7f:]{1,1000}")
+# Two slashes at the beginning are a name of its own to `normpath`.
+_PATH = re.compile(r"/(?!/)[^\0-\x1f\x7f:]{1,1000}")
 _TAKEN = re.compile(r"/(?:proc|sys|dev|etc)(?:/.*)?|/(?:bin|lib|sbin|usr|var|run)?")
+_START = ("job", "submission", "attempt", "rank")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\0-\x1f\x7f]{1,1000}")
 
 Operation = dict[str, Any]
@@ -147,7 +148,7 @@ def _volumes(
     """The volumes that a pod asks for and can be given."""
     annotations = pod.metadata.annotations
     # By these the driver notes on the start's timeline how long it took.
-    start = {name: text for name, text in to_builtins(identity).items() if text}
+    start = {name: text for name in _START if (text := getattr(identity, name))}
     asked: list[_Volume] = []
     if _asked(pod, ENVIRONMENT):
         asked.append(
@@ -210,12 +211,13 @@ def _problem(pod: Pod, volume: _Volume) -> str:
 
 
 def _is_ours(named: Mapping[str, Any], volume: _Volume) -> bool:
+    """Whether it shows the same. Which start that is of another webhook may have changed since."""
     csi = named.get("csi")
-    return (
-        isinstance(csi, dict)
-        and csi.get("driver") == DRIVER
-        and csi.get("volumeAttributes") == volume.attributes
-    )
+    attributes = csi.get("volumeAttributes") if isinstance(csi, dict) else None
+    if not isinstance(attributes, dict) or named["csi"].get("driver") != DRIVER:
+        return False
+    shown = ({**one, **dict.fromkeys(_START)} for one in (attributes, volume.attributes))
+    return next(shown) == next(shown)
 
 
 def _volume_patch(pod: Pod, volumes: list[_Volume]) -> Iterator[Operation]:

@@ -16,7 +16,7 @@ from bootseer.profile.model.tracks import (
     node_of,
     rank_of,
 )
-from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, Stage, Value
+from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, START, Stage, Value
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -81,7 +81,9 @@ class Placement:
 
     def _led_to(self, stages: Sequence[Stage]) -> Iterator[Stage]:
         """What the launcher of a node waited for, of each adapter the latest unit."""
-        began = min(stage.start_ns for stage in stages)
+        # A node's daemons have mounted for the pod before.
+        launchers = [stage for stage in stages if stage.name == START] or stages
+        began = min(stage.start_ns for stage in launchers)
         node = node_of(stages[0])
         submission = str(stages[0].resource.get("bootseer.submission", ""))
         # A pod that a stage was noted for is known by name, whatever the clocks say.

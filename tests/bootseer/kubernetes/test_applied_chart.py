@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bootseer.kubernetes.webhook.api_servers import NAMESPACE, ApiServer, real
-from tests.clusters.kubernetes.bed.programs import KEPT, cache_folder
+from tests.clusters.kubernetes.bed.programs import KEPT, VERSION, cache_folder
 from tests.docs.test_chart import EVERYTHING, LEAST, rendered
 from tests.support.containers.chart import MANIFESTS
 
@@ -20,7 +20,7 @@ def test_an_api_server_takes_every_object(tmp_path: Path) -> None:
     with real(tmp_path) as server:
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         for values in ({}, EVERYTHING, LEAST):
-            found = rendered(values, apis=())
+            found = rendered(values, kubernetes=VERSION)
             text = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
             assert kubectl(server, tmp_path, text).count("(server dry run)") == len(found)
         with pytest.raises(AssertionError, match="privilege"):

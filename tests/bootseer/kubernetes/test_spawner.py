@@ -113,21 +113,22 @@ def test_only_programs_of_ours_are_started(tmp_path: Path, address: Path) -> Non
 
 
 def test_what_is_no_request_is_refused(tmp_path: Path, address: Path) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
     with running(tmp_path / "run", address):
-        for data, fds in (
-            (b"{}", [null] * 3),
-            (b"\xff" * 9, [null] * 3),
-            (b"x", [null]),
-            (b"", []),
-        ):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                connection.connect(str(address))
-                socket.send_fds(connection, [data or b"?"], fds)
-                connection.settimeout(10)
-                assert b"failure" in connection.recv(4096)
+        for data, fd_count in ((b"{}", 3), (b"\xff" * 9, 3), (b"x", 1), (b"?", 0)):
+            assert b"failure" in _answer(address, data, fd_count)
         assert answers(address)
-    os.close(null)
+
+
+def _answer(address: Path, data: bytes, fd_count: int) -> bytes:
+    """What the spawner says to a request with so many files."""
+    with (
+        Path(os.devnull).open("r+b") as null,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
+        connection.connect(str(address))
+        socket.send_fds(connection, [data], [null.fileno()] * fd_count)
+        connection.settimeout(10)
+        return connection.recv(4096)
 
 
 def test_other_users_cannot_ask(tmp_path: Path, address: Path) -> None:
@@ -194,17 +195,9 @@ def test_a_spawner_of_another_protocol_is_asked_for_nothing(
 
 
 def test_a_spawner_asked_in_another_protocol_says_its_own(tmp_path: Path, address: Path) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
     line = b'{"protocol": 99, "program": "of another form"}'
-    with (
-        running(tmp_path / "run", address),
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
-    ):
-        connection.connect(str(address))
-        socket.send_fds(connection, [line], [null] * 3)
-        connection.settimeout(10)
-        answer = json.loads(connection.recv(4096))
-    os.close(null)
+    with running(tmp_path / "run", address):
+        answer = json.loads(_answer(address, line, 3))
     assert answer["protocol"] == spawned.PROTOCOL
     assert "whose protocol is 99 where ours is" in answer["failure"]
 

@@ -97,9 +97,11 @@ class Node(Closing):
         """Start it, and wait until it serves."""
         flags = ["--store", self.settings.store_url, "--cache-dir", self.settings.cache_dir]
         flags += ["--run-dir", self.settings.run_dir, "--workload", self.settings.workload]
+        flags += ["--timeline-dir", self.settings.timeline_dir]
         options = ["--address", self.base / "snapshotter.sock", "--root", self.root]
         options += ["--linger", self._linger_s]
         options += ["--content", self.base / "root/io.containerd.content.v1.content"]
+        options += ["--containerd", self.base / "containerd.sock"]
         with (self.base / "snapshotter.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bootseer", "-v"]
@@ -112,6 +114,7 @@ class Node(Closing):
                     **os.environ,
                     "BOOTSEER_DEADLINE": str(self.settings.deadline_s),
                     "BOOTSEER_AUTO_INDEX": "on" if self.settings.auto_index else "off",
+                    "BOOTSEER_PUBLISH_TIMELINES": "on",
                 },
             )
         self._processes.append(process)
@@ -282,11 +285,18 @@ class Node(Closing):
             return False
         return True
 
-    def run_pod(self, name: str, image: str, *command: str) -> "Pod":
+    def run_pod(
+        self,
+        name: str,
+        image: str,
+        *command: str,
+        variables: Mapping[str, str] | None = None,
+        restart_count: int = 0,
+    ) -> "Pod":
         """A pod with one container, as a kubelet starts it of images that were pulled."""
         config = pod_config(name)
         pod = self.cri("RunPodSandbox", config=config).id
-        wanted = container_config(name, image, command)
+        wanted = container_config(name, image, command, variables or {}, restart_count)
         container = self.cri("CreateContainer", pod=pod, config=wanted, pod_config=config).id
         self.cri("StartContainer", id=container)
         return Pod(self, pod, container)

@@ -33,11 +33,13 @@ _MESSAGES = {
         (7, f"*.{_PACKAGE}.Pair", "annotations"),
         (8, f".{_PACKAGE}.LinuxSandbox", "linux"),
     ),
-    "ContainerMetadata": ((1, "string", "name"),),
+    "ContainerMetadata": ((1, "string", "name"), (2, "uint32", "attempt")),
     "ContainerConfig": (
         (1, f".{_PACKAGE}.ContainerMetadata", "metadata"),
         (2, f".{_PACKAGE}.ImageSpec", "image"),
         (3, "*string", "command"),
+        (6, f"*.{_PACKAGE}.Pair", "envs"),
+        (9, f"*.{_PACKAGE}.Pair", "labels"),
     ),
     "PullImageRequest": (
         (1, f".{_PACKAGE}.ImageSpec", "image"),
@@ -98,11 +100,28 @@ def pod_config(name: str, annotations: Mapping[str, str] | None = None) -> dict[
     options = {"namespace_options": {"network": _NETWORK_OF_THE_NODE}}
     return {
         "metadata": {"name": name, "uid": name, "namespace": "default"},
-        "annotations": [{"key": key, "value": value} for key, value in (annotations or {}).items()],
+        "annotations": _pairs(annotations or {}),
         "linux": {"security_context": options},
     }
 
 
-def container_config(name: str, image: str, command: Sequence[str]) -> dict[str, Any]:
-    """A container of a pod, as CRI describes it."""
-    return {"metadata": {"name": name}, "image": {"image": image}, "command": list(command)}
+def container_config(
+    name: str,
+    image: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    restart_count: int,
+) -> dict[str, Any]:
+    """A container of the pod of this name, as CRI describes it."""
+    pod = {"name": name, "uid": f"{name}-uid", "namespace": "default"}
+    return {
+        "metadata": {"name": name, "attempt": restart_count},
+        "image": {"image": image},
+        "command": list(command),
+        "envs": _pairs(variables),
+        "labels": _pairs({f"io.kubernetes.pod.{key}": value for key, value in pod.items()}),
+    }
+
+
+def _pairs(words: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in words.items()]

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.bootseer.kubernetes.csi.conftest import Kubelet
+from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 from tests.support.images.building import Member, write_layout
 from tests.support.mounts.image_mounts import checksums_outside, drop_cache, index
 
@@ -103,3 +104,12 @@ def flip(cache: Path, from_byte: int) -> int:
                 (byte,) = os.pread(file.fileno(), 1, place)
                 count += os.pwrite(file.fileno(), bytes([byte ^ 0xFF]), place)
     return count
+
+
+def test_a_private_layer_larger_than_the_disk_is_refused(kubelet: Kubelet) -> None:
+    """A file system that the disk cannot hold would lie in memory."""
+    kubelet.make_environment("torch", {"a": b"a"})
+    context = {"kind": "environment", "environment": "torch", "writable": "true", "size": "4000TiB"}
+    code, said = refused(kubelet.publish, "a", context)
+    assert (code, "whole disk" in said) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True), said
+    assert not kubelet.target("a").exists()

@@ -11,9 +11,9 @@ from bootseer.kubernetes.csi.attributes import (
     EnvironmentVolume,
     ImageVolume,
     check_secrets,
-    parse_start,
     parse_volume,
 )
+from bootseer.kubernetes.pod_start import of_volume
 from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
 
 _KEPT = {"kind": "checkpoint", "source": "hdfs://namenode:8020/checkpoints/team"}
@@ -38,6 +38,7 @@ _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
         ({**_ENVIRONMENT, "writable": "true", "size": "12"}, "less than 1MiB"),
         ({**_ENVIRONMENT, "writable": "true", "size": "-1GiB"}, "is not a size"),
         ({**_ENVIRONMENT, "uid": "-1"}, "no number"),
+        ({**_ENVIRONMENT, "gid": "4294967295"}, "no number"),
         ({**_ENVIRONMENT, "target": "opt"}, "no absolute path"),
         ({**_ENVIRONMENT, "target": "/opt\n"}, "do not show"),
         ({**_ENVIRONMENT, "x" * 5000: "y"}, "'xxxx"),
@@ -84,6 +85,13 @@ def test_sources_may_be_limited() -> None:
             parse_volume({**_KEPT, "source": source}, allowed)
 
 
+def test_a_volume_cannot_have_the_memory_of_all_others() -> None:
+    volume = parse_volume({**_KEPT, "memory": "4GiB"}, ())
+    assert volume == CheckpointVolume(_KEPT["source"], ("memory=4GiB",))
+    with pytest.raises(PermissionDeniedError, match="more than 4GiB"):
+        parse_volume({**_KEPT, "memory": "4.1GiB", "read_newest": "true"}, ())
+
+
 def test_what_a_kubelet_adds_is_no_attribute() -> None:
     told = {
         "csi.storage.k8s.io/ephemeral": "true",
@@ -94,7 +102,13 @@ def test_what_a_kubelet_adds_is_no_attribute() -> None:
     assert parse_volume({**_ENVIRONMENT, **told}, ()) == EnvironmentVolume("torch")
     image = {"kind": "image", "image": "registry://host:5000/team/app@sha256:0"}
     assert parse_volume({**image, **told}, ()) == ImageVolume(image["image"])
-    start = parse_start({**told, "job": "../../etc", "attempt": "x", "rank": "3"})
+    # Clusters of IPv6 alone, and those that give each namespace users of its own (OpenShift).
+    image["image"] = "registry://[fd00::1]:5000/team/app:1"
+    assert parse_volume(image, ()) == ImageVolume(image["image"])
+    users = {"uid": "1000650000", "gid": "4294967294"}
+    owned = EnvironmentVolume("torch", owner=(1000650000, 4294967294))
+    assert parse_volume({**_ENVIRONMENT, **users}, ()) == owned
+    start = of_volume({**told, "job": "../../etc", "attempt": "x", "rank": "3"})
     assert (start.submission, start.attempt, start.rank) == ("0b", 0, 3)
     assert start.job == "etc"
 

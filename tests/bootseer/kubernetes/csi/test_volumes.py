@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
-from bootseer.profile.files import Folder
+from bootseer.profile.files import Folder, Merged
 from bootseer.profile.stored import Stored
 from bootseer.served.status import entry_of, known_servers
 from bootseer.store import open_own_store
@@ -175,30 +175,29 @@ def test_the_mount_is_a_stage_of_the_pods_start(kubelet: Kubelet) -> None:
     context = {f"csi.storage.k8s.io/pod.{name}": text for name, text in pod.items()}
     context |= {"kind": "environment", "environment": "torch", "job": "train", "attempt": "2"}
     kubelet.publish("a", context)
-    (file,) = kubelet.settings.timeline_dir.rglob("*.jsonl")
-    assert file.parent == kubelet.settings.timeline_dir / "train/2/0b-1"
-    written = file.read_text()
-    for said in ('"environment volume"', '"k8s.pod.uid"', '"0b-1"'):
-        assert said in written
     settings = kubelet.settings
     # A report finds it also when the node is gone.
     with open_own_store(settings) as store:
         wait_for(lambda: Stored(store).starts("train"), "the timeline in the store")
         (stored,) = Stored(store).starts("train")
-        assert [stage.name for stage in stored.stages()] == ["environment volume"]
-    # The pod's own launcher, on the same node and of the same rank, does not take its place.
-    own = Timeline.start(
-        settings.timeline_dir,
-        job="train",
-        submission="0b-1",
-        attempt=2,
-        node=settings.node,
-        rank=0,
-    )
-    own.span("start").end()
-    (start,) = Folder(settings.timeline_dir).starts("train")
-    assert {stage.name for stage in start.stages()} == {"environment volume", "start"}
-    assert len(start.parts(1)) == 1
+        (stage,) = stored.stages()
+        assert (stored.attempt, stored.submission) == (2, "0b-1")
+        assert (stage.name, stage.resource["k8s.pod.uid"]) == ("environment volume", "0b-1")
+        # Nobody would tidy up on the node.
+        wait_for(lambda: not list(settings.timeline_dir.iterdir()), "the node's own copy to go")
+        # The pod's own launcher, on the same node and of the same rank, does not take its place.
+        own = Timeline.start(
+            settings.timeline_dir,
+            job="train",
+            submission="0b-1",
+            attempt=2,
+            node=settings.node,
+            rank=0,
+        )
+        own.span("start").end()
+        (start,) = Merged(Folder(settings.timeline_dir), Stored(store)).starts("train")
+        assert {stage.name for stage in start.stages()} == {"environment volume", "start"}
+        assert len(start.parts(1)) == 1
 
 
 def test_the_driver_registers_itself(kubelet: Kubelet) -> None:

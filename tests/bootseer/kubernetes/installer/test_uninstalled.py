@@ -1,5 +1,6 @@
 """Whether the chart is gone, as a pod of it asks when it ends."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,26 @@ def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
         server.ask("DELETE", f"{DAEMONSETS}/bootseer-node")
         assert goes_on()
     # Nobody says so: the configuration stays.
+    monkeypatch.setattr(removal, "PATIENCE_S", 0.0)
     assert not goes_on()
+
+
+def test_an_api_server_that_is_late_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while everything is removed, which each node learns by one answer."""
+    with real(tmp_path) as server:
+        monkeypatch.setattr(removal, "ACCOUNT", server.account)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", server.environ["KUBERNETES_SERVICE_HOST"])
+        with socket.create_server(("localhost", 0)) as refuses:
+            port = refuses.getsockname()[1]
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+
+        def sleep(_seconds: float) -> None:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+
+        monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+        assert removal.is_removed(f"{NAMESPACE}/bootseer-node")
 
 
 def part_of_chart(kind: str) -> dict[str, Any]:
@@ -94,5 +114,5 @@ def test_a_driver_that_is_removed_waits_for_the_end_of_its_volumes(
 
 
 def test_a_removal_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    removal.wait_unused("volumes", lambda: True, 0.0)
+    assert removal.await_removal(None, "volumes", lambda: True, 0.01)
     assert "volumes are still there" in caplog.text

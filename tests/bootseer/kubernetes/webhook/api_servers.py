@@ -58,6 +58,12 @@ class ApiServer:
             "KUBERNETES_SERVICE_HOST": "localhost",
             "KUBERNETES_SERVICE_PORT": str(port),
         }
+        self.flags = (
+            f"--kube-apiserver=https://localhost:{port}",
+            f"--kube-token={_ADMIN}",
+            f"--kube-ca-file={authority}",
+        )
+        """Helm's, as an administrator."""
         self._http = urllib3.PoolManager(ca_certs=str(authority), retries=False)
 
     def ask(self, method: str, path: str, document: Any = None) -> Any:

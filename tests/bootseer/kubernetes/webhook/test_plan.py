@@ -125,6 +125,7 @@ def test_values_are_no_references_to_other_variables() -> None:
         ({**ENVIRONMENT, "bootseer.io/environment-path": "/usr/.."}, {}, {}, "no path"),
         ({**ENVIRONMENT, "bootseer.io/environment-path": "/proc/1"}, {}, {}, "no path"),
         ({**ENVIRONMENT, "bootseer.io/environment-path": "/a:b"}, {}, {}, "no path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "//etc"}, {}, {}, "no path"),
         ({"bootseer.io/checkpoint": "/mnt/x"}, {}, {}, "no URL"),
         ({"bootseer.io/environment": "a/../b"}, {}, {}, "no name of a snapshot"),
         (
@@ -206,3 +207,13 @@ def test_a_pod_is_told_of_no_store_where_none_is_named() -> None:
 def test_a_second_look_changes_nothing() -> None:
     once = patched(pod_object({**REPLAY, **ENVIRONMENT, **CHECKPOINT}))
     assert not planned(once, CLUSTER).patch
+
+
+def test_a_second_look_takes_its_volumes_for_its_own_though_the_start_is_another() -> None:
+    """Another webhook may label the pod in between."""
+    pod = patched(pod_object({**ENVIRONMENT, **CHECKPOINT}))
+    pod["metadata"]["labels"]["ray.io/cluster"] = "ray"
+    again = planned(pod)
+    assert (again.patch, again.warnings, again.has_checkpoint) == ((), (), True)
+    pod["metadata"]["annotations"] |= {"bootseer.io/checkpoint": "hdfs://namenode/other"}
+    assert "another volume of the name" in planned(pod).warnings[0]

@@ -15,6 +15,7 @@ from bootseer.errors import CorruptError
 from bootseer.kubernetes.webhook.certificates import Pair, make_pair
 from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
 from bootseer.kubernetes.webhook.server import WebhookServer
+from tests.support.waiting import wait_for
 
 
 class _Running:
@@ -130,7 +131,14 @@ def test_slow_clients_are_ended_and_leave_room(running: _Running, sent: bytes | 
             # Ends without an answer: nothing was to be answered.
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 assert client.recv(1000) == b""
-    assert running.ask("GET", "/healthz")[0] == 200
+
+    def has_room() -> bool:
+        """As soon as the threads of those that were ended have noticed."""
+        with contextlib.suppress(urllib3.exceptions.HTTPError):
+            return running.ask("GET", "/healthz")[0] == 200
+        return False
+
+    wait_for(has_room, "room for another client")
     assert not running.asked
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from bootseer.profile.adapters.containerd import parse_containerd
+from bootseer.profile.adapters.placing import Placement
+from bootseer.timeline.otlp import START, Stage, Value
 from tests.bootseer.profile.adapters.conftest import Start, path_of
 from tests.support.containers.containerd_images import add_image, layers
 from tests.support.images.building import Layout
 from tests.support.waiting import wait_for
 
+_NS = 10**9
 _CONFIG = """
 version = 2
 root = "{base}/root"
@@ -101,3 +104,20 @@ def test_real_events_of_containerd(tmp_path: Path, a_start: Callable[..., Start]
     names = [name for name, _ in path_of(start) if not name.startswith("before")]
     assert names[:4] == ["image unpack", "container create", "container start", "scheduling"]
     assert start.analysis.before_s == pytest.approx((began - (known[0].begin_ns or 0)) / 1e9 + 0.5)
+
+
+def test_a_container_that_started_long_after_its_image_was_mounted_is_placed() -> None:
+    """The mount is noted by the snapshotter, within the pull."""
+
+    def stage(name: str, begin_s: int, end_s: int) -> Stage:
+        resource: dict[str, Value] = {"host.name": "n1", "bootseer.rank": 0}
+        return Stage(name, "t", name, "", begin_s * _NS, end_s * _NS, resource=resource)
+
+    found = parse_containerd(
+        b'1970-01-01 00:00:40.0 +0000 UTC k8s.io /containers/create {"id":"c","image":"i"}\n'
+        b'1970-01-01 00:00:41.0 +0000 UTC k8s.io /tasks/create {"container_id":"c"}\n'
+        b'1970-01-01 00:00:42.0 +0000 UTC k8s.io /tasks/start {"container_id":"c"}\n'
+    )
+    others = Placement({"containerd": found})
+    placed = others.of([stage("image mount", 20, 21), stage(START, 42, 50)])
+    assert [one.name for one in placed] == ["container create", "container start"]

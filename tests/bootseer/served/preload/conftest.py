@@ -26,6 +26,16 @@ sys.stdin.read()
 """
 
 
+def places(folder: Path, libraries: str = "lib") -> dict[str, str]:
+    """The variables by which all that Bootseer and Python keep for a user is in this folder."""
+    names = {"TIMELINE_DIR": "timeline", "STORE": "store", "CACHE_DIR": "cache", "RUN_DIR": "run"}
+    return {
+        "PYTHONPATH": str(folder / libraries),
+        "PYTHONUSERBASE": str(folder),
+        **{f"BOOTSEER_{name}": str(folder / place) for name, place in names.items()},
+    }
+
+
 class Node:
     """A folder with modules and programs, a record of them, and a launcher."""
 
@@ -71,9 +81,7 @@ class Node:
             [sys.executable, "-c", LAUNCHER, json.dumps([sys.executable, *words])],
             env={
                 **environ,
-                "PYTHONPATH": str(self.folder / "modules"),
-                "BOOTSEER_CACHE_DIR": str(self.folder / "cache"),
-                "BOOTSEER_RUN_DIR": str(self.folder / "run"),
+                **places(self.folder, "modules"),
                 "BOOTSEER_JOB": "j",
                 **(launcher or {}),
             },

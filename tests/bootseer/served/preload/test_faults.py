@@ -207,7 +207,8 @@ def test_a_thousand_forks_leak_nothing(waiting: Node) -> None:
     for _ in range(125):
         processes = [waiting.start(stdout=None, stderr=None) for _ in range(8)]
         assert [process.wait(60) for process in processes] == [0] * 8
-    wait_for(lambda: held()[:2] == (files, children))
+    # The first start's own may have been counted.
+    wait_for(lambda: held()[0] <= files and held()[1] <= children, "as little as at first")
     assert held()[2] < memory_kib + 1024
 
 

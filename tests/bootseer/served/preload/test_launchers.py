@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.bootseer.served.preload.conftest import places
 from tests.support.waiting import wait_for
 
 # As torch has it, as far as it is looked at.
@@ -97,14 +98,9 @@ class _Job:
         return subprocess.Popen(
             [sys.executable, "-m", "bootseer", "--job", "j", *words],
             env={
-                **{name: os.environ[name] for name in os.environ if name != "PYTHONPATH"},
+                **os.environ,
                 "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-                "PYTHONPATH": str(self.folder / "lib"),
-                "PYTHONUSERBASE": str(self.folder),
-                "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
-                "BOOTSEER_STORE": str(self.folder / "store"),
-                "BOOTSEER_CACHE_DIR": str(self.folder / "cache"),
-                "BOOTSEER_RUN_DIR": str(self.folder / "run"),
+                **places(self.folder),
             },
             cwd=self.folder,
             start_new_session=options.pop("start_new_session", True),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bootseer.served.preload.conftest import places
 from tests.support.waiting import wait_for
 
 TRAIN = """
@@ -37,12 +38,7 @@ class _Job:
             [sys.executable, "-m", "bootseer", "--job", "j", *words],
             env={
                 **os.environ,
-                "PYTHONPATH": str(self.folder / "lib"),
-                "PYTHONUSERBASE": str(self.folder),
-                "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
-                "BOOTSEER_STORE": str(self.folder / "store"),
-                "BOOTSEER_CACHE_DIR": str(self.folder / "cache"),
-                "BOOTSEER_RUN_DIR": str(self.folder / "run"),
+                **places(self.folder),
             },
             cwd=self.folder,
             start_new_session=True,

@@ -1,5 +1,5 @@
-"""The mount of a volume as a stage of its pod's start, where reports of that start find it: in the
-node's folder of timelines, and from there in the store and at the collector. Any thread.
+"""What a node's daemons do for a pod as a stage of that pod's start, where reports of that start
+find it: in the store and at the collector. Any thread.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.kubernetes.csi.attributes import Start, Volume
-from bootseer.profile.publish.begin import Note
+from bootseer.kubernetes.pod_start import PodStart
+from bootseer.profile.publish.begin import Note, is_stored
 from bootseer.profile.publish.round import publish
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
@@ -22,11 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def told(settings: Settings, start: Start, volume: Volume, target: Path) -> Iterator[None]:
-    """Note what the block does for a pod that says which start it is of. Nobody waits for its
-    publication."""
+def noted(settings: Settings, start: PodStart, part: str) -> Iterator[Timeline | None]:
+    """The timeline of one of a pod's parts, which is published when the block ends; nobody waits
+    for that. None where nothing says which start the pod is of. `part` is the part's name in the
+    pod: that of the pod that takes this one's place is its own."""
     if not start.job:
-        yield
+        yield None
         return
     settings = replace(
         settings,
@@ -42,8 +43,7 @@ def told(settings: Settings, start: Start, volume: Volume, target: Path) -> Iter
         attempt=start.attempt,
         node=settings.node,
         rank=start.rank,
-        # The volume's name in the pod: that of the pod that takes this one's place is its own.
-        part=hashlib.sha256(target.parent.name.encode()).hexdigest()[:8],
+        part=hashlib.sha256(part.encode()).hexdigest()[:8],
     ).with_resource(
         {
             "k8s.pod.name": start.pod,
@@ -51,10 +51,8 @@ def told(settings: Settings, start: Start, volume: Volume, target: Path) -> Iter
             "k8s.namespace.name": start.namespace,
         }
     )
-    kind = type(volume).__name__.removesuffix("Volume").lower()
     try:
-        with timeline.span(f"{kind} volume"):
-            yield
+        yield timeline
     finally:
         note = Note(settings, timeline.path, os.getpid(), "", "")
         threading.Thread(target=_publish, args=(note,), name="timeline", daemon=True).start()
@@ -69,3 +67,15 @@ def _publish(note: Note) -> None:
         return
     for who, problem in problems.items():
         _log.warning("%s does not take the timeline %s: %s", who, note.timeline, problem)
+    if is_stored(note.settings) and not problems:
+        _remove(note.timeline, note.settings.timeline_dir)
+
+
+def _remove(path: Path, top: Path) -> None:
+    """Remove what the store has: nobody tidies up on a node after its pods."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+        for folder in path.parents:
+            if folder == top:
+                break
+            folder.rmdir()

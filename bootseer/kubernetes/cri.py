@@ -1,0 +1,112 @@
+"""What containerd answers on its socket: its plugins, and CRI as a kubelet speaks it. Any thread.
+
+Every call has a deadline. What a container's variables hold beside their names is for
+`pod_start` alone: some are secrets.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from bootseer.base.documents import Form
+from bootseer.base.protobuf_messages import LABELS, Messages, build, describe
+from bootseer.linux.grpc_service import ask
+
+_CRI, _INTROSPECTION = "runtime.v1", "containerd.services.introspection.v1"
+# Field numbers are those of k8s.io/cri-api and of containerd's api/services/introspection/v1.
+_FILES: dict[str, Messages] = {
+    _CRI: {
+        "StatusRequest": ((1, "bool", "verbose"),),
+        "StatusResponse": ((2, LABELS, "info"),),
+        "ListPodSandboxRequest": (),
+        "ListPodSandboxResponse": ((1, f"*.{_CRI}.PodSandbox", "items"),),
+        "PodSandbox": ((1, "string", "id"), (7, "string", "runtime_handler")),
+        "ContainerStatusRequest": ((1, "string", "id"), (2, "bool", "verbose")),
+        "ContainerStatusResponse": (
+            (1, f".{_CRI}.ContainerStatus", "status"),
+            (2, LABELS, "info"),
+        ),
+        "ContainerStatus": ((2, f".{_CRI}.ContainerMetadata", "metadata"), (12, LABELS, "labels")),
+        "ContainerMetadata": ((1, "string", "name"), (2, "uint32", "attempt")),
+    },
+    _INTROSPECTION: {
+        "PluginsRequest": ((1, "*string", "filters"),),
+        "PluginsResponse": ((1, f"*.{_INTROSPECTION}.Plugin", "plugins"),),
+        "Plugin": ((1, "string", "type"), (2, "string", "id"), (5, LABELS, "exports")),
+    },
+}
+_INFO_BYTES_MAX = 4 * 1024 * 1024
+"""Of a message that gRPC takes."""
+
+
+class _Variable(Struct, frozen=True):
+    key: str = ""
+    value: str = ""
+
+
+class _Config(Struct, frozen=True):
+    envs: tuple[_Variable, ...] = ()
+
+
+class _Info(Struct, frozen=True):
+    config: _Config = _Config()
+
+
+_INFO: Form[_Info] = Form(
+    type=_Info, what="a container's info", size_max=_INFO_BYTES_MAX, is_foreign=True
+)
+
+
+class Container(Struct, frozen=True):
+    """A container of a pod, as its kubelet has asked for it."""
+
+    name: str
+    restart_count: int
+    labels: Mapping[str, str]
+    variables: Mapping[str, str]
+
+
+def container(address: Path, identity: str) -> Container:
+    """Raises: NotFoundError, where there is no such container (yet); CorruptError,
+    UnavailableError."""
+    found = _ask(address, f"{_CRI}.RuntimeService", "ContainerStatus", id=identity, verbose=True)
+    info = _INFO.decode(found.info.get("info", "{}").encode(), "what CRI says of a container")
+    status = found.status
+    return Container(
+        name=status.metadata.name,
+        restart_count=status.metadata.attempt,
+        labels=dict(status.labels),
+        variables={one.key: one.value for one in info.config.envs},
+    )
+
+
+def runtime_handlers(address: Path) -> set[str]:
+    """Those of all pods, running or not. Raises: UnavailableError."""
+    found = _ask(address, f"{_CRI}.RuntimeService", "ListPodSandbox")
+    return {one.runtime_handler for one in found.items}
+
+
+def runtimes(address: Path) -> dict[str, Any]:
+    """The runtime classes that containerd runs with. Raises: UnavailableError."""
+    status = _ask(address, f"{_CRI}.RuntimeService", "Status", verbose=True)
+    return json.loads(status.info["config"])["containerd"].get("runtimes") or {}
+
+
+def plugin_address(address: Path, name: str) -> str:
+    """Where the proxy plugin of this name is reached; empty: there is none.
+
+    Raises: UnavailableError.
+    """
+    plugins = _ask(address, f"{_INTROSPECTION}.Introspection", "Plugins", filters=[f"id=={name}"])
+    return next((one.exports.get("address", "") for one in plugins.plugins), "")
+
+
+def _ask(address: Path, service: str, method: str, **fields: Any) -> Any:
+    question = _CLASSES[f"{method}Request"](**fields)
+    return ask(address, f"/{service}/{method}", question, _CLASSES[f"{method}Response"])
+
+
+_CLASSES = build(describe(package, messages) for package, messages in _FILES.items())
