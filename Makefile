@@ -14,7 +14,7 @@ TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr chromium containerd default
 # And what a Kubernetes is built and run with, most of which is unpacked and not installed.
 KUBERNETES_PACKAGES := $(TEST_PACKAGES) dpkg-dev iptables openssl
 
-SLURM_PACKAGES := $(TEST_PACKAGES) mariadb-server munge slurm-wlm slurmdbd
+SLURM_PACKAGES := $(TEST_PACKAGES) mariadb-server munge slurm-wlm slurmdbd systemd
 
 # Every command that a test starts would compile all its modules again.
 unexport PYTHONDONTWRITEBYTECODE

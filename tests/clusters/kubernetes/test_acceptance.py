@@ -42,9 +42,7 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
     cluster.wipe(second)
     installed.wait_ready()
 
-    source = f"{cluster.hdfs.url}/checkpoints/replayed"
-    both = {**REPLAY, "bootseer.io/checkpoint": source}
-    replayed = start(cluster, "replayed", trainer, second, annotations=both)
+    replayed = start(cluster, "replayed", trainer, second, annotations=REPLAY)
     assert replayed.pod["spec"]["runtimeClassName"] == "bootseer"
     assert not layers_on(cluster, second)
     assert "no bundle" not in said(second)
@@ -53,13 +51,13 @@ def test_an_unmodified_image_is_recorded_and_replays_on_a_wiped_node(
     (tmp_path / "events.json").write_text(text)
     report = (sys.executable, "-m", "bootseer", "--store", installed.store, "report", "replayed")
     known = f"kubernetes={tmp_path / 'events.json'}"
-    wanted = {"pod scheduling", "pod set-up", "checkpoint volume", "image pull", "container start"}
+    wanted = {"pod scheduling", "pod set-up", "image pull", "image mount", "container start"}
 
     def names() -> set[str]:
         document = json.loads(cluster.lan.run(*report, "--with", known, "--json").stdout)
         return {stage["name"] for stage in document["stages"]}
 
-    # The driver's part comes by itself.
+    # The snapshotter's part comes by itself.
     wait_for(lambda: wanted <= names(), f"{wanted}", look_s=1.0)
 
 

@@ -5,12 +5,15 @@ after it has closed the file. What it has said must be there, whole, on another 
 whole or absent; and nothing of it lies on its node's disk.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.images import bootseer_image
 from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.bed.machine import Node
 from tests.clusters.kubernetes.objects import pod
@@ -24,6 +27,7 @@ from tests.clusters.kubernetes.starts import (
     saved,
     wait_saved,
 )
+from tests.support.mounts.fuse_mount import REPOSITORY
 from tests.support.waiting import wait_for
 
 USER = {"runAsUser": 1000, "runAsGroup": 1000, "runAsNonRoot": True}
@@ -108,3 +112,36 @@ def test_what_was_saved_before_the_power_failed_is_whole(
     files = checked(cluster, "checks-again", trainer, source, second)
     assert_nothing_lost(files, steps)
     assert_nothing_on_the_disk(second)
+
+
+def test_a_sidecar_keeps_the_mount_until_the_trainer_has_saved(
+    cluster: Cluster, installed: Installation, trainer: str, tmp_path: Path
+) -> None:
+    """The recipe for clusters where nothing is installed; its pod is deleted while it saves."""
+    if cluster.release("kubelet") < (1, 29):
+        pytest.skip("a kubelet before 1.29 has no init containers that go on")
+    node = cluster.nodes[0]
+    source = f"{cluster.hdfs.url}/checkpoints/sidecar"
+    text = (REPOSITORY / "docker/kubernetes/checkpoints-sidecar.yaml").read_text()
+    for said, meant in (
+        ("registry.example.com/bootseer-node:latest", cluster.push(bootseer_image(), "sidecar:1")),
+        ("registry.example.com/trainer:latest", trainer),
+        ("hdfs://namenode:8020/checkpoints", source),
+        ("[python, /job/train.py, --checkpoints, /mnt/checkpoints]", json.dumps(SAVE.split()[1:])),
+    ):
+        assert text.count(said) == 1, said
+        text = text.replace(said, meant)
+    template = yaml.safe_load(text)["spec"]["template"]
+    template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node.name}
+    metadata = {"name": "sidecar", "labels": {"bed": "yes"}}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata})
+    cluster.wait_pod("sidecar", "Running", timeout_s=300)
+    with following(cluster, "sidecar", tmp_path / "log") as log:
+        wait_saved(log, 3)
+        delete(cluster, "sidecar", node)
+        wait_for(lambda: "ended at" in log.read_text(), "the trainer's last line")
+    steps = saved(tmp_path / "log")
+    assert f"last checkpoint {steps[-1]}" in (tmp_path / "log").read_text()
+    files = checked(cluster, "check-sidecar", trainer, source, cluster.nodes[1])
+    assert_nothing_lost(files, steps)
+    assert_nothing_on_the_disk(node)

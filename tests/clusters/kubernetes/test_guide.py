@@ -1,12 +1,11 @@
 """docs/kubernetes.md as it stands: every command of it, in order, on a cluster without Bootseer.
 
-Changed are the names that stand for the reader's own: registry, store, node. `helm` is a stand-in
-(helm.py), and `docker` builds nothing, since the image is built by the tests' own recipe.
+Changed are the names that stand for the reader's own: registry, store, node. `docker` builds
+nothing, since the image is built by the tests' own recipe. Helm is of the older major that is in
+use: all other tests of this folder install by the newer one.
 """
 
-import json
 import re
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 
 from bench.model import SkippedError
 from tests.clusters.kubernetes.bed.cluster import Cluster
+from tests.clusters.kubernetes.bed.images import bootseer_image
 from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.bed.programs import cache_folder
 from tests.clusters.kubernetes.bed.settings import REGISTRY
-from tests.support.containers.node_image import NAME, node_image
+from tests.support.containers.helm import HELM_3, helm_program
+from tests.support.containers.node_image import NAME
 from tests.support.mounts.fuse_mount import REPOSITORY
 from tests.support.waiting import wait_for
 
@@ -26,10 +26,8 @@ GUIDE = REPOSITORY / "docs" / "kubernetes.md"
 TRAINER = "team/trainer:v7"
 WARM_LOG = "kubectl logs --namespace bootseer-system daemonset/bootseer-warm"
 # What the tests' nodes have otherwise than a reader's: no systemd.
-VALUES = {"containerd": {"restartCommand": "kill {pid}"}}
-HELM = """#!/bin/sh
-exec {python} -m tests.clusters.kubernetes.helm "$@"
-"""
+INSTALL = "helm install bootseer docker/kubernetes/chart"
+RESTART = "--set containerd.restartCommand='kill {pid}'"
 
 
 def blocks() -> list[str]:
@@ -43,11 +41,12 @@ def blocks() -> list[str]:
 def cluster() -> Iterator[Cluster]:
     """A cluster of its own: others share one that has Bootseer."""
     try:
+        helm_program(HELM_3)
         running = Cluster()
     except SkippedError as reason:
         pytest.skip(f"no Kubernetes here: {reason}")
     with running:
-        image = (node_image(cache_folder() / "images"), NAME)
+        image = bootseer_image()
         running.push(image, f"{NAME}:0.1.0")
         running.push(image, TRAINER)
         yield running
@@ -60,20 +59,18 @@ class Reader:
         self._cluster = cluster
         programs = folder / "programs"
         programs.mkdir()
-        for name, text in (("helm", HELM.format(python=sys.executable)), ("docker", "#!/bin/sh\n")):
-            (programs / name).write_text(text)
-            (programs / name).chmod(0o755)
-        (folder / "values.json").write_text(json.dumps(VALUES))
+        (programs / "helm").symlink_to(helm_program(HELM_3))
+        (programs / "docker").write_text("#!/bin/sh\n")
+        (programs / "docker").chmod(0o755)
         self._environment = {
             **cluster.environment,
             "PATH": f"{programs}:{cluster.environment['PATH']}",
-            "HELM_VALUES": str(folder / "values.json"),
-            "HELM_STATE": str(folder / "state.json"),
         }
         self._names = {
             "registry.example.com": REGISTRY,
             "hdfs://namenode:8020": cluster.hdfs.url,
             "gpu-1": cluster.nodes[0].name,
+            INSTALL: f"{INSTALL} {RESTART}",
         }
 
     def do(self, block: str) -> str:

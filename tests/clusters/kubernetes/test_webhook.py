@@ -1,6 +1,7 @@
 """The webhook on a cluster: annotated Jobs and StatefulSets, other pods, and its absence."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import bootseer_image
+from tests.clusters.kubernetes.bed.installation import Installation
 from tests.clusters.kubernetes.objects import pod
-from tests.support.containers.chart import NAMESPACE, objects, render
+from tests.support.containers.chart import NAMESPACE
 from tests.support.mounts.fuse_mount import REPOSITORY
 from tests.support.waiting import wait_for
 
@@ -25,39 +26,11 @@ _SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 class _Site:
-    """A cluster with the webhook, and a namespace for users."""
+    """A cluster with Bootseer, and a namespace for users."""
 
-    def __init__(self, cluster: Cluster, image: str) -> None:
-        self.cluster = cluster
-        self.image = image
-        repository, _, tag = image.rpartition(":")
-        values = {
-            "createNamespace": True,
-            "image": {"repository": repository, "tag": tag},
-            "settings": {"store": f"{cluster.hdfs.url}/bootseer"},
-        }
-        # Kubernetes 1.20 has none of the newer versions.
-        found = objects(render(values, apis=()))
-        named = [one for one in found if one["metadata"]["name"] in (NAMESPACE, _NAME)]
-        # Whatever the nodes' containerd has: pods of the class start.
-        handler = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "runc"}
-        space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": _SPACE}}
-        self.objects = [
-            *sorted(named, key=lambda one: one["kind"] != "Namespace"),
-            {**handler, "metadata": {"name": "bootseer"}},
-            space,
-        ]
-
-    def install(self) -> None:
-        self._kubectl("apply")
-        self.scale(2)
-
-    def remove(self) -> None:
-        self._kubectl("delete", "--ignore-not-found", "--timeout=120s")
-
-    def _kubectl(self, *words: str) -> None:
-        document = json.dumps({"apiVersion": "v1", "kind": "List", "items": self.objects})
-        self.cluster.kubectl(*words, "--filename", "-", text=document, timeout_s=180)
+    def __init__(self, installed: Installation) -> None:
+        self.cluster, self.installed = installed.cluster, installed
+        self.image = installed.image
 
     def scale(self, count: int) -> None:
         """Run so many replicas of the webhook, and wait until they can be asked."""
@@ -80,7 +53,15 @@ class _Site:
         """A pod that shows its variables."""
         found = pod(name, self.image, "", annotations=annotations)
         found["metadata"]["namespace"] = _SPACE
-        found["spec"]["containers"][0]["command"] = ["python3", "-c", _SHOW]
+        found["spec"]["securityContext"] = {
+            "runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}
+        }  # fmt: skip
+        found["spec"]["containers"][0] |= {
+            "command": ["python3", "-c", _SHOW],
+            "securityContext": {
+                "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
+            },
+        }  # fmt: skip
         return found
 
     def variables(self, name: str) -> dict[str, str]:
@@ -132,20 +113,17 @@ class _Site:
 
 
 @pytest.fixture(scope="module")
-def site(cluster: Cluster) -> Iterator[_Site]:
-    found = _Site(cluster, cluster.push(bootseer_image(), "bootseer-node:test"))
-    where = ("get", "deployment", _NAME, "--namespace", NAMESPACE)
-    is_installed = cluster.try_kubectl(*where).returncode == 0
-    if is_installed:
-        # All of the chart, by another test: its own runtime class, and its own replicas.
-        found.objects = found.objects[-1:]
+def site(cluster: Cluster, installed: Installation) -> Iterator[_Site]:
+    found = _Site(installed)
+    # Which API servers enforce since 1.25.
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    metadata = {"name": _SPACE, "labels": labels}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     try:
-        found.install()
         yield found
     finally:
-        found.remove()
-        if is_installed:
-            found.scale(2)
+        cluster.kubectl("delete", "namespace", _SPACE, "--timeout=120s", timeout_s=180)
+        found.scale(2)
 
 
 def _comparable(found: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +137,9 @@ def _comparable(found: dict[str, Any]) -> dict[str, Any]:
     }
     metadata["labels"].pop("name", None)
     spec = {name: value for name, value in found["spec"].items() if name != "nodeName"}
-    return {"metadata": metadata, "spec": spec}
+    # The volume of the pod's token has a name of its own since Kubernetes 1.21.
+    text = re.sub(r"kube-api-access-\w+", "kube-api-access", json.dumps(spec))
+    return {"metadata": metadata, "spec": json.loads(text)}
 
 
 def test_pods_of_a_job_are_told_their_start(site: _Site) -> None:
@@ -200,7 +180,9 @@ def test_a_timeline_outlives_its_pod(site: _Site) -> None:
     document = site.pod("noted", {"bootseer.io/replay": "auto"})
     # The container goes on after the job for as long as the last words take.
     script = "bootseer run -- python3 -c 'print(1)'; sleep 8"
-    document["spec"]["containers"][0]["command"] = ["sh", "-c", script]
+    # The store is of a user that the pod's, who is a number, is not.
+    user = {"name": "HADOOP_USER_NAME", "value": "root"}
+    document["spec"]["containers"][0] |= {"command": ["sh", "-c", script], "env": [user]}
     site.cluster.apply(document)
     found = site.cluster.wait_pod("noted", "Succeeded", namespace=_SPACE)
     site.cluster.kubectl("delete", "pod", "noted", "--namespace", _SPACE)
@@ -213,12 +195,14 @@ def test_a_timeline_outlives_its_pod(site: _Site) -> None:
 
 
 def test_pods_of_an_indexed_job_share_a_submission(site: _Site) -> None:
-    """Kubernetes 1.20 has no indexes, and runs it as a Job of four pods."""
+    """Before 1.21, Kubernetes has no indexes, and runs it as a Job of four pods."""
     job = site.recipe("indexed-job")
     pods = site.pods_of(job, 4)
     told = [site.variables(one["metadata"]["name"]) for one in pods]
     assert {one["BOOTSEER_SUBMISSION"] for one in told} == {job["metadata"]["uid"]}
     assert {one["BOOTSEER_JOB"] for one in told} == {"train-indexed"}
+    if site.cluster.release("kube-apiserver") >= (1, 21):
+        assert sorted(one["JOB_COMPLETION_INDEX"] for one in told) == list("0123")
 
 
 def test_pods_of_a_stateful_set_have_their_ordinals_as_ranks(site: _Site) -> None:
@@ -242,11 +226,11 @@ def test_what_cannot_be_done_is_said_at_the_pod(site: _Site) -> None:
     assert "no name of a snapshot" in found["metadata"]["annotations"]["bootseer.io/warnings"]
 
 
-def test_applying_it_again_takes_its_certificate_from_nobody(site: _Site) -> None:
+def test_an_upgrade_takes_its_certificate_from_nobody(site: _Site) -> None:
     kinds = (("secret", _NAME, NAMESPACE), ("mutatingwebhookconfiguration", _NAME, ""))
     before = [site.cluster.get(*kind) for kind in kinds]
     assert before[0]["data"]["tls.crt"]
-    site.install()
+    site.installed.apply()
     after = [site.cluster.get(*kind) for kind in kinds]
     assert after[0]["data"] == before[0]["data"]
     assert bundles(before[1]) == bundles(after[1])
@@ -262,6 +246,28 @@ def test_other_pods_are_the_same_with_and_without_the_webhook(site: _Site) -> No
     after = site.run("plain-2", {"example.com/replay": "auto"})
     assert _comparable(before) == _comparable(after)
     assert "BOOTSEER_JOB" not in site.variables("plain-1")
+
+
+def test_a_pod_that_asks_for_nothing_is_not_sent_to_the_webhook(site: _Site) -> None:
+    if site.cluster.release("kube-apiserver") < (1, 28):
+        pytest.skip("an API server before 1.28 has no match conditions")
+    site.scale(2)
+    wait_for(
+        lambda: "matchConditions" in json.dumps(site.cluster.list("mutatingwebhookconfigurations")),
+        "the conditions",
+    )
+
+    def requests() -> float:
+        lines = site.cluster.kubectl("get", "--raw", "/metrics").splitlines()
+        counted = "apiserver_admission_webhook_request_total{"
+        ours = (line for line in lines if line.startswith(counted) and "pods.bootseer.io" in line)
+        return sum(float(line.split()[-1]) for line in ours)
+
+    before = requests()
+    site.run("unasked")
+    assert requests() == before
+    site.run("asked", {"bootseer.io/replay": "auto"})
+    assert requests() == before + 1
 
 
 def test_without_the_webhook_annotated_pods_start_the_ordinary_way(site: _Site) -> None:

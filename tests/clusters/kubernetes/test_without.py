@@ -70,19 +70,8 @@ def pods(cluster: Cluster, shell: str) -> _Pods:
     return _Pods(cluster, shell)
 
 
-def upgrade(installed: Installation, values: dict[str, Any], kind: str, name: str) -> None:
-    """`helm upgrade`, which also deletes what is no longer in the chart."""
-    image = next(
-        one["spec"]["template"]["spec"]["containers"][0]["image"]
-        for one in installed.objects
-        if one["kind"] == "Deployment"
-    )
-    Installation(installed.cluster, image, values).apply()
-    installed.cluster.kubectl("delete", kind, name)
-
-
 def test_without_the_driver(installed: Installation, pods: _Pods) -> None:
-    upgrade(installed, {"csi": {"enabled": False}}, "csidriver", "csi.bootseer.io")
+    installed.apply({"csi": {"enabled": False}})
     pods.run("plain", {})
     pods.run("environment", ENVIRONMENT, "no CSI driver")
     pods.apply("saves", pods.checkpoint)
@@ -93,7 +82,7 @@ def test_without_the_driver(installed: Installation, pods: _Pods) -> None:
 
 
 def test_without_the_snapshotter(installed: Installation, pods: _Pods) -> None:
-    upgrade(installed, {"snapshotter": {"enabled": False}}, "runtimeclass", "bootseer")
+    installed.apply({"snapshotter": {"enabled": False}})
     pods.run("plain", {})
     pods.run("saves", pods.checkpoint)
     found = pods.run("replayed", REPLAY, "no runtime class")

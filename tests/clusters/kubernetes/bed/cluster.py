@@ -30,7 +30,12 @@ from tests.clusters.kubernetes.bed.machine import (
     remove_folder,
     remove_group,
 )
-from tests.clusters.kubernetes.bed.programs import cache_folder, programs
+from tests.clusters.kubernetes.bed.programs import (
+    cache_folder,
+    given_programs,
+    programs,
+    release,
+)
 from tests.hdfs.cluster import MiniHdfs
 from tests.support.waiting import wait_for
 
@@ -69,8 +74,10 @@ class Cluster(Closing):
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         self._lock = (self.folder / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        found = (given_programs(), self.programs, os.environ["PATH"])
+        search_path = ":".join(str(each) for each in found if each)
         self.environment = {
-            "PATH": f"{self.programs}:{os.environ['PATH']}",
+            "PATH": search_path,
             "KUBECONFIG": str(settings.kubeconfig(self.folder, "admin")),
             # Programs of Go ask nobody but the cluster.
             "HTTP_PROXY": "", "HTTPS_PROXY": "", "http_proxy": "", "https_proxy": "",
@@ -124,10 +131,14 @@ class Cluster(Closing):
         forever = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "sh")
         for name, command in (
             ("containerd", ["containerd"]),
-            ("kubelet", settings.kubelet(self.folder, node)),
-            ("kube-proxy", settings.proxy(self.folder, node)),
+            ("kubelet", settings.kubelet(self.folder, node, self.release("kubelet"))),
+            ("kube-proxy", settings.proxy(self.folder, node, self.release("kube-proxy"))),
         ):
             node.daemon(name, *forever, *command, env=self.environment)
+
+    def release(self, program: str) -> tuple[int, int]:
+        """Major and minor number of one of the cluster's programs."""
+        return release(program, self.environment["PATH"])
 
     def power_off(self, node: Node) -> None:
         """As if the power failed: nothing on the node does another step."""
@@ -209,6 +220,13 @@ class Cluster(Closing):
         """One object."""
         arguments = ("get", kind, name, "--namespace", namespace, "--output", "json")
         return json.loads(self.kubectl(*arguments))  # type: ignore[no-any-return]
+
+    def serves(self, api: str) -> bool:
+        """Whether the API server has a kind of objects: `batch/v1/CronJob`."""
+        version, _, kind = api.rpartition("/")
+        done = self.try_kubectl("get", "--raw", f"/apis/{version}")
+        found = json.loads(done.stdout)["resources"] if done.returncode == 0 else []
+        return any(one["kind"] == kind for one in found)
 
     def list(self, kind: str, *options: str) -> list[dict[str, Any]]:
         """Objects, of all namespaces unless the options name one."""

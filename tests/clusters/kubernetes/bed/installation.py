@@ -1,4 +1,4 @@
-"""Bootseer on the cluster: the chart rendered with values, applied, waited for, removed."""
+"""Bootseer on the cluster: its chart installed by Helm with values, waited for, removed."""
 
 import json
 import time
@@ -7,41 +7,47 @@ from typing import Any
 
 from tests.clusters.kubernetes.bed.cluster import Cluster
 from tests.clusters.kubernetes.bed.machine import Node
-from tests.support.containers.chart import NAMESPACE, objects, render
+from tests.support.containers.chart import CHART, NAMESPACE
+from tests.support.containers.helm import helm_program
 from tests.support.waiting import wait_for
 
 _DEADLINE_S = 300.0
-# What `helm install` creates first.
-_FIRST = ("Namespace", "ServiceAccount", "ConfigMap", "Secret", "ClusterRole", "Role")
 
 
 class Installation:
-    """What one `helm install` or `kubectl apply` brings, on a cluster with a store on its HDFS."""
+    """A release of the chart, on a cluster with a store on its HDFS."""
 
-    def __init__(self, cluster: Cluster, image: str, values: Mapping[str, Any] | None = None):
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, image: str) -> None:
+        """From an image in its registry. Raises: SkippedError where Helm cannot be had."""
+        self.cluster, self.image = cluster, image
+        self._helm = helm_program()
         repository, _, tag = image.rpartition(":")
         self.store = f"{cluster.hdfs.url}/bootseer"
-        given: dict[str, Any] = {
-            "createNamespace": True,
+        self._values: dict[str, Any] = {
             "image": {"repository": repository, "tag": tag},
             "settings": {"store": self.store},
             # The nodes have no systemd: what runs containerd starts it again.
             "containerd": {"restartCommand": "kill {pid}"},
             "metrics": {"dashboard": False},
         }
-        # Kubernetes 1.20 has none of the newer versions.
-        found = objects(render({**given, **(values or {})}, apis=()))
-        found.sort(key=lambda one: _FIRST.index(one["kind"]) if one["kind"] in _FIRST else 99)
-        self.objects = found
 
-    def apply(self) -> float:
-        """Apply everything at once; returns the seconds until all of it was ready."""
+    def apply(self, values: Mapping[str, Any] | None = None) -> float:
+        """Install it or upgrade to it, with further values; returns the seconds until all of it
+        was ready."""
         began_s = time.monotonic()
-        document = {"apiVersion": "v1", "kind": "List", "items": self.objects}
-        self.cluster.kubectl("apply", "--filename", "-", text=json.dumps(document))
+        where = ("upgrade", "--install", "bootseer", str(CHART), "--create-namespace")
+        text = json.dumps({**self._values, **(values or {})})
+        self.helm(*where, "--values", "-", text=text)
         self.wait_ready()
         return time.monotonic() - began_s
+
+    def helm(self, *arguments: str, text: str | None = None) -> str:
+        """What Helm prints. Raises: AssertionError with its words when it fails."""
+        where, environment = ("--namespace", NAMESPACE), self.cluster.environment
+        done = self.cluster.lan.run(
+            self._helm, *arguments, *where, text=text, timeout_s=_DEADLINE_S, env=environment
+        )
+        return done.stdout
 
     def wait_ready(self) -> None:
         """Wait until every pod of ours is ready, on every node that is on."""
@@ -88,16 +94,14 @@ class Installation:
         return "\n".join(said)
 
     def remove(self) -> None:
-        """Delete all that was applied, and wait until no pod is left."""
-        document = {"apiVersion": "v1", "kind": "List", "items": self.objects}
-        delete = (
-            "delete",
-            "--ignore-not-found",
-            "--filename",
-            "-",
-            f"--timeout={_DEADLINE_S:.0f}s",
+        """Uninstall it, and wait until no pod is left."""
+        self.helm("uninstall", "bootseer")
+        wait_for(
+            lambda: not self.cluster.list("pods", "--namespace", NAMESPACE),
+            "the end of all pods",
+            timeout_s=_DEADLINE_S,
+            look_s=0.5,
         )
-        self.cluster.kubectl(*delete, text=json.dumps(document), timeout_s=_DEADLINE_S + 60)
 
     def mounts(self, node: Node) -> list[str]:
         """Mount points on the node that are ours, or that ours left dead."""

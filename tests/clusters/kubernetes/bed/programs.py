@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.containers.packages import Packages
@@ -18,6 +18,8 @@ from tests.support.waiting import locked
 
 CACHE_VARIABLE = "BOOTSEER_TEST_KUBERNETES"
 """Names the folder in which packages, binaries and images are kept between runs."""
+PROGRAMS_VARIABLE = "BOOTSEER_TEST_KUBERNETES_PROGRAMS"
+"""Names a folder with programs of another release, which are taken instead of those built here."""
 
 VERSION = "1.20.2"
 KEPT = f"bin-{VERSION}-2"
@@ -39,6 +41,21 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "bootseer-kubernetes"
 
 
+def given_programs() -> Path | None:
+    """The folder of programs that the environment names."""
+    chosen = os.environ.get(PROGRAMS_VARIABLE)
+    return Path(chosen).absolute() if chosen else None
+
+
+def release(program: str, search_path: str) -> tuple[int, int]:
+    """Major and minor number of the Kubernetes whose program it is."""
+    said = _run([program, "--version"], Path("/"), {"PATH": search_path})
+    found = re.search(r"v(\d+)\.(\d+)\.", said)
+    if found is None:
+        raise SkippedError(f"{program} does not say its version: {said.strip()}")
+    return int(found[1]), int(found[2])
+
+
 def packages(cache: Path) -> Packages:
     """Debian's packages, as they are kept for the cluster."""
     return Packages(cache / "packages")
@@ -48,14 +65,16 @@ def programs(cache: Path, say: Callable[[str], None]) -> Path:
     """A folder with all programs of the cluster. Raises: SkippedError saying what is missing."""
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / "lock", LOCK_S, SkippedError):
-        target = cache / KEPT
-        if not all((target / name).exists() for name in _BUILT):
-            target.mkdir(exist_ok=True)
-            _build(cache, target, say)
+        target, given = cache / KEPT, given_programs()
+        missing = [
+            name
+            for name in _BUILT
+            if not (target / name).exists() and not (given and (given / name).exists())
+        ]
+        target.mkdir(exist_ok=True)
+        if missing:
+            _build(cache, target, missing, say)
         found = packages(cache)
-        if shutil.which("go") is None:
-            # Also the chart's renderer is built by it.
-            _go(found)
         for suite, package, pattern in (
             (_SUITE, "kubernetes-client", "usr/bin/kubectl"),
             (_SUITE, "etcd-server", "usr/bin/etcd"),
@@ -71,12 +90,6 @@ def programs(cache: Path, say: Callable[[str], None]) -> Path:
     return target
 
 
-def kept_go() -> Path | None:
-    """The root of the Go that builds all this, if it was ever fetched."""
-    root = cache_folder() / "packages" / _SUITE / "golang-1.19-go/usr/lib/go-1.19"
-    return root if root.exists() else None
-
-
 def _compile_init(target: Path) -> None:
     """The first process of each node and of each pod: static, since it is copied."""
     if not target.exists():
@@ -84,7 +97,7 @@ def _compile_init(target: Path) -> None:
         _run(["gcc", "-static", "-O1", "-o", str(target), str(source)], source.parent, {})
 
 
-def _build(cache: Path, target: Path, say: Callable[[str], None]) -> None:
+def _build(cache: Path, target: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
     found = packages(cache)
     go = _go(found)
     say("kubernetes: fetching the source")
@@ -112,14 +125,13 @@ def _build(cache: Path, target: Path, say: Callable[[str], None]) -> None:
         f"{kept}/client-go/pkg/version.gitVersion": f"v{VERSION}",
     }
     flags = " ".join(["-s -w", *(f"-X {name}={value}" for name, value in values.items())])
-    for name in _BUILT:
-        if not (target / name).exists():
-            say(f"kubernetes: building {name}")
-            partial = target / f"{name}.partial"
-            command = ["nice", "-n", "19", "go", "build", "-trimpath", "-tags", _TAGS]
-            command += ["-ldflags", flags, "-o", str(partial), f"./cmd/{name}"]
-            _run(command, source, environment)
-            partial.rename(target / name)
+    for name in names:
+        say(f"kubernetes: building {name}")
+        partial = target / f"{name}.partial"
+        command = ["nice", "-n", "19", "go", "build", "-trimpath", "-tags", _TAGS]
+        command += ["-ldflags", flags, "-o", str(partial), f"./cmd/{name}"]
+        _run(command, source, environment)
+        partial.rename(target / name)
     for folder in (path, cache / "gocache"):
         shutil.rmtree(folder, onerror=lambda *_: None)
 
@@ -181,14 +193,15 @@ def _generate(cache: Path, source: Path, environment: Mapping[str, str]) -> None
     _run([*command, "-r", str(cache / "openapi.report")], source, environment)
 
 
-def _run(command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+def _run(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
     try:
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True,
             timeout=_STEP_DEADLINE_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SkippedError(f"cannot build Kubernetes: {error}") from error
+        raise SkippedError(f"cannot have Kubernetes: {error}") from error
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip()[-500:]
-        raise SkippedError(f"cannot build Kubernetes: {' '.join(command[:6])}: {words}")
+        raise SkippedError(f"cannot have Kubernetes: {' '.join(command[:6])}: {words}")
+    return done.stdout

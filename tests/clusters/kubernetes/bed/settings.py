@@ -91,17 +91,20 @@ def scheduler(folder: Path) -> list[str]:
     return ["kube-scheduler", f"--kubeconfig={config}", "--leader-elect=false"]
 
 
-def proxy(folder: Path, node: Node) -> list[str]:
+def proxy(folder: Path, node: Node, release: tuple[int, int]) -> list[str]:
     """Cluster addresses of services, without the machine's own limits of connections."""
+    # What API servers of all releases serve; one of 1.25 or newer lacks the slices of its time.
+    older = ["--feature-gates=EndpointSliceProxying=false"]
     return [
         "kube-proxy", f"--kubeconfig={kubeconfig(folder, 'system:kube-proxy')}",
         f"--hostname-override={node.name}", "--proxy-mode=iptables",
         "--cluster-cidr=10.88.0.0/16", "--conntrack-max-per-core=0",
         "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
+        *(older if release < (1, 23) else []),
     ]  # fmt: skip
 
 
-def kubelet(folder: Path, node: Node) -> list[str]:
+def kubelet(folder: Path, node: Node, release: tuple[int, int]) -> list[str]:
     """All that it keeps lies on the node's own disk."""
     path = folder / f"{node.name}.kubelet"
     document: dict[str, Any] = {
@@ -113,15 +116,18 @@ def kubelet(folder: Path, node: Node) -> list[str]:
         "syncFrequency": "10s", "volumePluginDir": "/var/lib/kubelet/plugins_exec",
         "serializeImagePulls": False,
     }  # fmt: skip
+    if release >= (1, 31):
+        document["failCgroupV1"] = False
     path.write_text(json.dumps(document))
     config = kubeconfig(folder, f"system:node:{node.name}")
+    # Until 1.26, the kubelet could also be told of Docker.
+    older = ["--container-runtime=remote", f"--pod-infra-container-image={PAUSE_IMAGE}"]
     return [
         "kubelet", f"--config={path}", f"--kubeconfig={config}",
         f"--hostname-override={node.name}", f"--node-ip={node.address}",
         "--root-dir=/var/lib/kubelet", "--cert-dir=/var/lib/kubelet/pki",
-        "--container-runtime=remote",
         "--container-runtime-endpoint=unix:///run/containerd/containerd.sock",
-        f"--pod-infra-container-image={PAUSE_IMAGE}",
+        *(older if release < (1, 27) else []),
     ]  # fmt: skip
 
 
