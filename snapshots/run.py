@@ -144,7 +144,7 @@ class _Run:
                 if self.store_is_silent:
                     self._probe()
                 store = stack.enter_context(open_own_store(self.settings, self.report))
-                return self._used(self._locked(store, resolved, stack))
+                return self._used(self._with_servers(store, resolved, stack))
             except SetupFailedError:
                 raise
             except NotStoredError as error:
@@ -212,6 +212,10 @@ class _Run:
             return
         hosts = list(self.attempt.paths.values())
         try:
+            mounted.recover(self.settings, hosts)
+        except BootseerError as error:
+            logger.warning("what a dead server has mounted stays: %s", error)
+        try:
             staging.recover(hosts, self.attempt.note)
         except BootseerError as error:
             logger.warning("giving up an interrupted restore: %s", error)
@@ -221,6 +225,18 @@ class _Run:
         """Nothing will be mounted, and a set-up may take long."""
         if self.attempt.process is not None:
             self.attempt.process.abandon()
+
+    def _with_servers(self, store: Store, resolved: Resolved, stack: ExitStack) -> SetupResult:
+        """`_locked`, and once more where the server of what is mounted died meanwhile."""
+        try:
+            return self._locked(store, resolved, stack)
+        except (SetupFailedError, NotStoredError):
+            raise
+        except (BootseerError, OSError) as error:
+            if not mounted.recover_from(self.settings, [*self.attempt.paths.values()], error):
+                raise
+        self._end_server()
+        return self._locked(store, resolved, stack)
 
     def _locked(self, store: Store, resolved: Resolved, stack: ExitStack) -> SetupResult:
         attempt = self.attempt

@@ -4,7 +4,6 @@ Alone mounts and unmounts there. Nothing here touches what is mounted but `usage
 for it no longer than its deadline. Stateless; any thread.
 """
 
-import errno
 import os
 import queue
 import threading
@@ -100,8 +99,7 @@ def _is_dead(target: Path) -> bool:
     except DeadlineError:
         return False
     except BootseerError as error:
-        cause = error.__cause__
-        return isinstance(cause, OSError) and cause.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        return mounts.is_of_the_dead(error)
     return False
 
 

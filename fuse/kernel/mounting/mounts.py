@@ -171,6 +171,15 @@ def abort_connection(device_minor: int, path: Path | None = None) -> bool:
     return failed is None or failed.errno == errno.EBUSY
 
 
+def is_of_the_dead(error: BaseException | None) -> bool:
+    """Whether an operation failed, or the one that caused it, since a mount's server is gone."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
+            return True
+        error = error.__cause__
+    return False
+
+
 def abort(path: Path) -> bool:
     """Abort the FUSE connection mounted on `path`; False if there is none or it is not allowed."""
     mount = find_mount(path)

@@ -169,6 +169,17 @@ def recover(settings: Settings, hosts: Iterable[Path]) -> None:
             uncover(cover)
 
 
+def recover_from(settings: Settings, hosts: Iterable[Path], error: Exception) -> bool:
+    """`recover`, after a failure on `hosts`; False where that had another cause than the end of a
+    server. One that is being killed still holds its lock for moments. Raises: as `recover`."""
+    if not mounts.is_of_the_dead(error):
+        return False
+    for cover in filter(None, map(cover_at, hosts)):
+        wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S)
+    recover(settings, hosts)
+    return True
+
+
 class Found(Struct, frozen=True):
     """A cover, and what is known of it."""
 

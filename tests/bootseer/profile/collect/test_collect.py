@@ -10,6 +10,8 @@ from bootseer.profile.model.tracks import LAUNCHER, tracks_of
 from bootseer.timeline.otlp import READY
 from tests.bootseer.profile.collect.conftest import ProgramFolder
 
+# Noted where they take a tenth of a second, as on a busy machine.
+_IF_SLOW = ("python start", "import bootseer")
 TRAIN = """
 import os
 import torch
@@ -74,7 +76,8 @@ def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: ProgramF
 
 def test_slow_imports_are_noted_and_quick_processes_are_not(job: ProgramFolder) -> None:
     slow = job.write("slow.py", "import large")
-    quick = job.write("quick.py", "import json")
+    job.write("small.py", "")
+    quick = job.write("quick.py", "import small")
     job.run("sh", "-c", f"{sys.executable} {quick}; {sys.executable} {slow}")
     assert set(job.tracks()) == {LAUNCHER, "slow.py"}
     assert job.names("slow.py") == ["python start", "import large"]
@@ -120,7 +123,11 @@ def test_a_program_that_says_itself_when_it_is_ready(job: ProgramFolder) -> None
         "import importlib; importlib.reload(large)\n",
     )
     job.run(sys.executable, str(program))
-    assert job.names("own.py") == ["python start", "import large", "own", READY]
+    assert [one for one in job.names("own.py") if one not in _IF_SLOW] == [
+        "import large",
+        "own",
+        READY,
+    ]
 
 
 def test_a_program_too_quick_to_be_watched_is_compared_with_those_that_are(
@@ -128,7 +135,7 @@ def test_a_program_too_quick_to_be_watched_is_compared_with_those_that_are(
 ) -> None:
     program = job.write("own.py", "import bootseer\nwith bootseer.stage('own'): pass\n")
     job.run(sys.executable, str(program))
-    assert job.names("own.py") == ["own"]
+    assert [one for one in job.names("own.py") if one not in _IF_SLOW] == ["own"]
 
 
 def test_children_are_processes_of_their_own(job: ProgramFolder) -> None:

@@ -13,12 +13,14 @@ from msgspec.structs import replace
 
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ask
+from bootseer.served.cover_users import join
 from bootseer.served.covers import cover_at
-from bootseer.served.folders import live_mounts
+from bootseer.served.folders import live_mounts, take_lock
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.snapshots.restoring.linking import linked_mount as held
 from bootseer.snapshots.restoring.linking.node_trees import can_reflink
+from bootseer.snapshots.restoring.mounting import mounted
 from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_snapshot
 from bootseer.snapshots.run import SetupResult, run_setup
 from tests.snapshots.conftest import MakeNode
@@ -101,6 +103,29 @@ def test_a_killed_server_costs_a_new_mount(tmp_path: Path, covering: MakeNode) -
     assert (again.how, again.mode) == ("restored", node.restore_mode)
     assert outside(f"print(open({str(target / 'd/file')!r}).read())") == "hello\n\n"
     assert not state_dir.exists()
+    unmount_snapshot(node, target)
+    wait_gone(node)
+
+
+def test_a_server_that_is_being_killed_costs_a_new_mount(
+    tmp_path: Path, mounting: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads end one after the other, the last one with its lock: what it had mounted seemed
+    to live, and the set-up failed on it."""
+    request, target = small(tmp_path)
+    captured(mounting("a"), request, target)
+    node = mounting("b")
+    run_setup(node, request)
+    state_dir = _kill_server(node)
+    lock = take_lock(state_dir, 10.0)
+
+    def look(*arguments: Any) -> bool:
+        os.close(lock)
+        return join(*arguments)
+
+    monkeypatch.setattr(mounted, "join", look)
+    again = run_setup(node, request)
+    assert (again.how, again.mode, runs(tmp_path)) == ("restored", "mount", 1)
     unmount_snapshot(node, target)
     wait_gone(node)
 
