@@ -55,6 +55,9 @@ _SHARES = r"""for each in /proc/[0-9]*; do
   ticks=$(sed 's/.*) //' $each/stat 2>/dev/null | awk '{print $12 + $13}')
   echo "${memory:-0} ${ticks:-0} $line"
 done"""
+# Nanoseconds of CPU of all that has run on the node, pods included, and bytes that came to it.
+_SPENT = """cat /sys/fs/cgroup/cpuacct/cpuacct.usage
+awk '$1 == "eth0:" {print $2}' /proc/net/dev"""
 
 
 class _Bed:
@@ -75,12 +78,18 @@ class _Bed:
         annotations = {} if variant == "pulled" else REPLAY
         records = self._without_records() if variant == "lazy" else contextlib.nullcontext()
         with records:
+            cpu_ns, received = _spent(node)
             name = f"{variant}-{self._count}"
             given = start(self.cluster, name, self._image, node, annotations=annotations)
+            cpu_end_ns, received_end = _spent(node)
         if annotations and ("no bundle" in said(node)) != (variant == "lazy"):
             raise RuntimeError(f"it was not {variant}: {said(node)[-500:]}")
         self.clear()
-        return Sample(given.first_line_s)
+        return Sample(
+            given.first_line_s,
+            cpu_s={"node": (cpu_end_ns - cpu_ns) / 1e9},
+            moved_bytes=received_end - received,
+        )
 
     @contextlib.contextmanager
     def _without_records(self) -> Iterator[None]:
@@ -138,6 +147,11 @@ class _Bed:
         return found
 
 
+def _spent(node: Node) -> tuple[int, int]:
+    cpu_ns, received = map(int, node.run("sh", "-c", _SPENT).stdout.split())
+    return cpu_ns, received
+
+
 def _shares(node: Node) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for line in node.run("sh", "-c", _SHARES).stdout.splitlines():
@@ -166,6 +180,8 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
             "seconds of a start: from before `kubectl apply` of a pod to the time stamp of its "
             "first line, on a node whose disk was emptied before, with Bootseer ready on it; "
             "nothing limits the network, which is this machine's memory",
+            "CPU: of all processes of the node, pods included; MB moved: what came to it over the "
+            "network; both from before the pod is asked for until it has succeeded",
             "the image has torch, pandas, transformers, scipy, scikit-learn, pyarrow and OpenCV; "
             "its program imports torch",
             "memory: proportional share of the processes on the node that has more of them; CPU "
@@ -203,9 +219,15 @@ CASE = Case(
     ),
     ratios=(
         ratio("pulled", "replayed", "wall_s", "time", Target(Bound.AT_LEAST, 3)),
+        ratio("pulled", "replayed", "cpu_s", "CPU"),
+        ratio("pulled", "replayed", "moved_bytes", "bytes"),
         ratio("pulled", "lazy", "wall_s", "time"),
     ),
-    columns=(Column("s", "wall_s"),),
+    columns=(
+        Column("s", "wall_s"),
+        Column("CPU s", "cpu_s"),
+        Column("MB moved", "moved_bytes", scale=1e-6, digits=0),
+    ),
     runs=3,
     quick_runs=1,
     warmups=0,
