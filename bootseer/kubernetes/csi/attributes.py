@@ -214,10 +214,7 @@ def _source(source: str, allowed: Sequence[str]) -> str:
             f"the volume's source {shown} holds a password, which every reader of the pod would "
             "see: put it into a Secret and name that as nodePublishSecretRef"
         )
-    is_below = any(
-        source == one.rstrip("/") or source.startswith(f"{one.rstrip('/')}/") for one in allowed
-    )
-    if allowed and not is_below:
+    if allowed and not any(_is_within(source, one.rstrip("/")) for one in allowed):
         raise PermissionDeniedError(
             f"the volume's source {shown} is not below {' or '.join(map(public_url, allowed))}, "
             "where this cluster's checkpoint volumes may lie (--source of the CSI driver)"
@@ -228,3 +225,13 @@ def _source(source: str, allowed: Sequence[str]) -> str:
             "nodes has to be allowed by --source of the CSI driver"
         )
     return source
+
+
+def _is_within(source: str, allowed: str) -> bool:
+    """Whether a URL is that of an allowed folder or, but on the node's own disk, lies below it.
+
+    On the node's disk whoever writes to the allowed folder could put a link to any other folder of
+    the node there, in place of the one that is named; inside of a source no link is followed.
+    """
+    is_remote = _REMOTE.fullmatch(allowed) is not None
+    return source == allowed or (is_remote and source.startswith(f"{allowed}/"))

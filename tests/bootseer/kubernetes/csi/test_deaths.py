@@ -77,7 +77,7 @@ def test_volumes_outlive_the_drivers_container(
 ) -> None:
     """The servers are the spawner's, in another cgroup."""
     monkeypatch.setenv(SPAWNER, str(tmp_path / "spawner.sock"))
-    with Kubelet("--source", tmp_path.as_uri()) as local:
+    with Kubelet("--source", (tmp_path / "stored").as_uri()) as local:
         with running(local.settings.run_dir, tmp_path / "spawner.sock", "--grace", "5") as spawner:
             kept = local.publish("a", _kept(tmp_path))
             with contained(local.driver.pid) as container:
@@ -101,7 +101,7 @@ def test_driver_spawner_and_node_have_mount_namespaces_of_their_own(
 ) -> None:
     """As in pods: what is mounted or unmounted in one of them is so in all."""
     monkeypatch.setenv(SPAWNER, str(tmp_path / "spawner.sock"))
-    with Kubelet("--source", tmp_path.as_uri(), in_container=True) as node:
+    with Kubelet("--source", (tmp_path / "stored").as_uri(), in_container=True) as node:
         node.make_environment("torch", {"a": b"a"})
         options = ("--grace", "5")
         with running(node.settings.run_dir, tmp_path / "spawner.sock", *options, prefix=CONTAINER):
