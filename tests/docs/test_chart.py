@@ -190,6 +190,14 @@ def test_the_webhook_is_only_in_the_way_of_pods_that_ask_for_it(installed: list[
             assert selected["bootseer.io/checkpoint"] == (operator, ["required"])
 
 
+def test_numbers_of_settings_stay_what_they_are() -> None:
+    """Those of a file of values are floats for Helm: 2e+11 is no size."""
+    found = rendered({"settings": {"cache_limit": 200_000_000_000, "deadline": 12.5}})
+    (config,) = [one for one in found if one["metadata"]["name"] == "bootseer-config"]
+    said = tomllib.loads(config["data"]["bootseer.toml"])
+    assert (said["cache_limit"], said["deadline"]) == ("200000000000", "12.5")
+
+
 @pytest.mark.parametrize("folder", ["/etc/containerd/certs.d", "/k3s/certs.d", ""])
 def test_registries_are_reached_as_the_node_s_containerd_reaches_them(folder: str) -> None:
     found = rendered({"warm": EVERYTHING["warm"], "containerd": {"registryHostsDir": folder}})
