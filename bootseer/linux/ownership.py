@@ -100,11 +100,12 @@ def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> s
 
 
 def unwritable(path: Path) -> Path | None:
-    """The path, or the nearest folder above it that exists, where this user cannot write to it;
-    None where the user can."""
+    """The path, or the nearest folder above it that exists, where this process cannot write to it;
+    None where it can."""
     path = path.absolute()
     there = next(filter(os.path.exists, (path, *path.parents)))
-    return None if os.access(there, os.W_OK) else there
+    # By the rights in effect: capabilities open folders, too.
+    return None if os.access(there, os.W_OK, effective_ids=True) else there
 
 
 def _fault_of_entries(folder: str, owners: Owners) -> str:

@@ -30,7 +30,7 @@ def _home(environ: Mapping[str, str]) -> Path:
     named = Path(environ.get("HOME") or "/").absolute()
     if unwritable(named):
         for folder in ("/var/tmp", environ.get("TMPDIR") or "/tmp"):
-            if os.access(folder, os.W_OK):
+            if not unwritable(Path(folder)):
                 return Path(folder) / f"bootseer-{os.geteuid()}"
     return named
 

@@ -1,6 +1,7 @@
 """What users of the soak start: each job is a real command that checks the bytes it was given."""
 
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -97,7 +98,7 @@ class Job:
             return f"HANGS: {self.name}: {left}"
         if "WRONG BYTES" in err + out:
             return f"WRONG BYTES: {err.strip()[-500:]}"
-        if "internal error" in err or ("Traceback" in err and "/bootseer/" in err):
+        if "internal error" in err or re.search(r'File "[^"]*/bootseer/', err):
             return f"TRACEBACK: {err.strip()[-1500:]}"
         if self.process.returncode == 0 and out.strip().endswith("right"):
             if self.saves:

@@ -284,3 +284,20 @@ def test_a_folder_that_a_user_cannot_make_is_replaced(tmp_path: Path) -> None:
     own = "/var/tmp/bootseer-4321/.cache/bootseer/run"
     assert done.stdout.strip() == own
     assert f"/run/missing/alice is not used, but {own}: it is missing" in done.stderr
+
+
+@root_only
+def test_a_folder_that_only_a_capability_opens_can_be_written(tmp_path: Path) -> None:
+    """access(2) asks for the rights of the user alone."""
+    closed = tmp_path / "closed"
+    own = closed / "own"
+    own.mkdir(parents=True)
+    os.chown(own, NOBODY, NOBODY)
+    closed.chmod(0o700)
+    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    user += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    code = "import pathlib, sys; from bootseer.linux.ownership import unwritable\n"
+    code += "print(unwritable(pathlib.Path(sys.argv[1])))"
+    words = [*user, sys.executable, "-c", code, str(own / "missing")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd="/", check=True, timeout=60)
+    assert done.stdout == "None\n"
