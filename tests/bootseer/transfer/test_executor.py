@@ -20,6 +20,8 @@ from tests.bootseer.transfer.faults import (
     open_when_joined,
 )
 
+pytestmark = pytest.mark.usefixtures("no_second_requests")
+
 
 def test_a_batch_delivers_every_chunk_once(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache

@@ -27,6 +27,8 @@ from tests.bootseer.transfer.faults import (
 )
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("no_second_requests")
+
 
 def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
     make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event

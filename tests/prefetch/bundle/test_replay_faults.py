@@ -15,6 +15,8 @@ from bootseer.prefetch.streams.streams import BlobStreams
 from tests.support.images.stored_image import Image, stored_image
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("no_second_requests")
+
 HOT = [(offset, 4096) for offset in range(0, 2_900_000, 20_000)]
 WORKERS = 8
 WARNING = "not used any further"
@@ -186,7 +188,7 @@ def test_flipped_bytes_are_never_served(
 def test_a_bundle_that_hangs_is_left_for_the_blobs(
     image: Image, bundle: tuple[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams = image.streams(tmp_path / "cache", deadline_s=4)
+    streams = image.streams(tmp_path / "cache", deadline_s=12)
     release = threading.Event()
 
     def hang(key: str) -> None:

@@ -34,6 +34,8 @@ from tests.support.mounts.image_mounts import (
 from tests.support.servers.ranged import into
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("no_second_requests")
+
 SIZE_BYTES = 12 * 2**20
 QUIET_S = 0.02
 

@@ -19,6 +19,8 @@ from tests.support.images.stored_image import INDEX, Image, stored_image
 from tests.support.servers.ranged import into
 from tests.support.waiting import TIMEOUT_S, wait_for
 
+pytestmark = pytest.mark.usefixtures("no_second_requests")
+
 
 @pytest.fixture
 def image(tmp_path: Path) -> Image:
@@ -71,7 +73,7 @@ def test_a_second_source_brings_what_the_store_cannot(
         [blob],
         into(image.read_object),
         cache,
-        deadline_s=10,
+        deadline_s=60,
         repair=repair,
         claimant=INDEX,
         is_local=damage == "local only",
@@ -185,7 +187,7 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
     cache = NodeCache(tmp_path / "cache")
 
     def repair(lost: Blob, came: Came) -> None:
-        for _ in range(20):
+        for _ in range(60):
             came(1)
             time.sleep(0.1)  # so slow is the line
         with cache.new_stream() as new:
@@ -194,7 +196,7 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
 
     local = replace(blob, frames=())
     streams = BlobStreams(
-        [local], into(image.read_object), cache, deadline_s=0.5, repair=repair, is_local=True
+        [local], into(image.read_object), cache, deadline_s=5, repair=repair, is_local=True
     )
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
@@ -219,6 +221,6 @@ def test_the_store_leaves_time_for_the_second_source(
             new.append(whole)
             new.commit(claimed_key(INDEX, lost)).close()
 
-    streams = BlobStreams([blob], into(hang), cache, deadline_s=3, repair=repair, claimant=INDEX)
+    streams = BlobStreams([blob], into(hang), cache, deadline_s=12, repair=repair, claimant=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()

@@ -14,6 +14,8 @@ from bootseer.errors import BootseerError, CorruptError, UnavailableError
 from bootseer.prefetch.cache.stream_keys import frames_key
 from tests.support.images.stored_image import SIZES, Image, stored_image
 
+pytestmark = pytest.mark.usefixtures("no_second_requests")
+
 
 @pytest.fixture
 def image(tmp_path: Path) -> Image:
@@ -87,7 +89,7 @@ def test_damaged_frame_is_an_error_never_bytes(image: Image, tmp_path: Path) -> 
     data[frame.offset + 20] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-    streams = image.streams(tmp_path / "cache", deadline_s=3)
+    streams = image.streams(tmp_path / "cache", deadline_s=60)
     with pytest.raises(CorruptError):
         streams.read(0, frame.stream_offset, 100)
     assert not streams.caches[0].has(frame.stream_offset, 100)
