@@ -90,7 +90,7 @@ def test_a_write_that_stalls_when_it_is_tried_again_is_tried_once_more(
 
     monkeypatch.setattr(HdfsConnection, "create_raw", create_spoilt)
     data = os.urandom(3 << 20)
-    backend = open_backend(hdfs_url + "?deadline_s=8")
+    backend = open_backend(hdfs_url + "?deadline_s=20")
     try:
         with backend.create("file") as writer:
             writer.write(data)
@@ -163,7 +163,7 @@ _FORKING = """
 import os, sys, warnings
 from bootseer.store import open_store
 warnings.simplefilter("ignore")  # the point is to fork with threads about
-store = open_store(sys.argv[1] + "?deadline_s=10")
+store = open_store(sys.argv[1] + "?deadline_s=60")
 store.publish("parent", b"1")
 pid = os.fork()
 if pid == 0:

@@ -127,7 +127,7 @@ def test_a_dead_holder_costs_its_lease(
             patched.setattr(time, "time_ns", lambda: now_ns + ahead_s * 10**9)
             assert store.lease(catalogue.lease_key(key), ttl_s=0.5, owner="dead") is not None
     said: list[str] = []
-    result = run_setup(make_node("b"), request, report=said.append, lease_s=5)
+    result = run_setup(make_node("b"), request, report=said.append)
     assert result.how == "captured"
     # Of the exact one nothing may be left to wait for by now.
     assert not ahead_s or any("another node is running" in sentence for sentence in said)

@@ -105,6 +105,6 @@ def test_unmount_of_nothing_says_so(mountpoint: Path) -> None:
 @pytest.mark.fuse
 def test_unmount_by_path_ends_the_server(mountpoint: Path) -> None:
     with fuse_mount.mounted(Operations(), mountpoint) as server:
-        unmount(mountpoint, timeout_s=5)
-        assert server.wait(5)
+        unmount(mountpoint, timeout_s=60)
+        assert server.wait(60)
         assert mounts.find_mount(mountpoint) is None

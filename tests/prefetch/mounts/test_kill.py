@@ -77,7 +77,7 @@ print(h.hexdigest())
 def test_a_frozen_worker_is_replaced_while_a_job_reads(node: Node) -> None:
     if not mount_can_resend():
         pytest.skip("handing requests to another worker needs Linux 6.9")
-    settings = replace(node.settings, deadline_s=20.0)
+    settings = replace(node.settings, deadline_s=60.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         worker = image.status()["worker_pid"]
         with frozen(worker):

@@ -37,7 +37,7 @@ def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
 
 
 def test_store_goes_away_under_a_reader(node: Node) -> None:
-    settings = replace(node.settings, deadline_s=3.0)
+    settings = replace(node.settings, deadline_s=20.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
         (node.base / "store").rename(node.base / "elsewhere")
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
 def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: Node) -> None:
     (blob,) = node.record.layers
     node.stored("blobs/" + blob.blob_digest.replace(":", "/")).unlink()
-    settings = replace(node.settings, deadline_s=3.0)
+    settings = replace(node.settings, deadline_s=20.0)
     with mounted(settings, "image:1", node.base / "mnt", prefetch=False) as image:
         assert checksums_outside([image.directory / "big"]) == ["EIO"]
         log = log_path(settings.run_dir, image.state.id).read_text()

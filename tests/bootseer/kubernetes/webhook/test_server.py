@@ -26,7 +26,7 @@ class _Running:
         self.is_ready = True
         self.asked: list[bytes] = []
         self.server = WebhookServer(
-            0, self._answer, lambda: self.is_ready, connection_s=1.0, connections_max=4
+            0, self._answer, lambda: self.is_ready, connection_s=5.0, connections_max=4
         )
         self.server.use(self.pair)
         self._folder = folder

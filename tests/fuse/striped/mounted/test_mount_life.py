@@ -69,9 +69,9 @@ def test_kill_9_of_the_server_in_a_save(tmp_path: Path, mountpoint: Path, url: s
         os.kill(pid, signal.SIGKILL)
         wait_until_gone(pid)
         # Who holds the mount is gone: who answers goes on.
-        assert run(["stat", mountpoint / "old"], deadline_s=20).returncode == 0
+        assert run(["stat", mountpoint / "old"]).returncode == 0
         os.kill(worker_pid, signal.SIGKILL)
-        assert run(["stat", mountpoint / "old"], deadline_s=20).returncode != 0
+        assert run(["stat", mountpoint / "old"]).returncode != 0
         end(writer)
         unmount_checkpoints(mount.run_dir, mountpoint, timeout_s=1.0)
         assert not list(mounts_dir(mount.run_dir).iterdir())
@@ -104,7 +104,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file(
     with checkpoints(tmp_path, mountpoint, local_url) as mount:
         writer = start_slow_writer(mountpoint)
         writer.send_signal(number)
-        writer.wait(20)
+        writer.wait(60)
         end(writer)
         shell("test $(stat -c %s {d}/old) = 9000000; test ! -e {d}/new", d=mountpoint)
         # A process that exits without closing its files has finished them.
@@ -267,12 +267,12 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
                 "except OSError as error: assert error.errno == errno.ETIMEDOUT, error\n"
                 "else: raise AssertionError\n"
             )
-            check_python(code, mountpoint, deadline_s=30)
+            check_python(code, mountpoint)
             reader = subprocess.Popen(["cat", str(mountpoint / "f")], stdout=subprocess.DEVNULL)
             wait_until_it_asks(reader.pid)
             reader.kill()
             # Not by the deadline: the kernel's INTERRUPT ends the wait.
-            assert reader.wait(20) == -signal.SIGKILL
+            assert reader.wait(60) == -signal.SIGKILL
             released.set()
     finally:
         released.set()

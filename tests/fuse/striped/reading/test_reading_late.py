@@ -140,7 +140,7 @@ def test_a_read_into_a_buffer_that_failed_leaves_it_alone_from_then_on(tmp_path:
     backend = FaultyBackend(LocalBackend(stored_in(tmp_path / "stored")))
     released = threading.Event()
     backend.rules.append(hanging("read", released, within=f"{PARTS_FOLDER}/"))
-    storage = storage_on(backend, unit=UNIT, deadline_s=1.5)
+    storage = storage_on(backend, unit=UNIT, deadline_s=5.0)
     buffer = bytearray(len(DATA))
     with pytest.raises(DeadlineError):
         read_into(storage, buffer)
@@ -165,7 +165,7 @@ def test_what_fails_for_a_while_is_read_in_the_end(tmp_path: Path) -> None:
 def test_an_errno_of_the_storage_reaches_the_reader_and_passes(tmp_path: Path, code: int) -> None:
     backend = FaultyBackend(LocalBackend(stored_in(tmp_path / "stored")))
     backend.rules.append(failing("read", lambda: OSError(code, "injected"), within=PARTS_FOLDER))
-    storage = storage_on(backend, unit=UNIT, deadline_s=2.0)
+    storage = storage_on(backend, unit=UNIT, deadline_s=5.0)
     with pytest.raises((OSError, BootseerError)) as caught:
         Driver(storage).read("f")
     assert getattr(caught.value, "errno", None) == code
