@@ -188,7 +188,7 @@ def test_a_terminated_setup_ends_and_gives_its_lease_back(tmp_path: Path) -> Non
         wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         child = int((tmp_path / "pid").read_text())
         process.terminate()
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(60) == -signal.SIGTERM
     finally:
         process.kill()
         process.wait()

@@ -89,7 +89,7 @@ class Runner:
         """End the process."""
         assert self._zygote.stdin is not None
         self._zygote.stdin.close()
-        self._zygote.wait(10)
+        self._zygote.wait(60)
         assert self._zygote.stdout is not None
         self._zygote.stdout.close()
 

@@ -127,7 +127,7 @@ def test_the_terminal_is_the_jobs(node: Node) -> None:
     )
     os.close(theirs)
     try:
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert os.read(ours, 1000).decode().split() == ["True", "True", "True"]
     finally:
         os.close(ours)

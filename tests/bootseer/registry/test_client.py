@@ -147,7 +147,7 @@ def test_closing_in_the_middle_ends_the_threads(client: RegistryClient) -> None:
             file.read(20_000)
     threads = [t for t in threading.enumerate() if t.name.startswith("blob-part")]
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
 
 

@@ -18,7 +18,7 @@ def race(count: int, function: Callable[[int], bool]) -> int:
     barrier = threading.Barrier(count)
 
     def run(index: int) -> bool:
-        barrier.wait(30)
+        barrier.wait(60)
         return function(index)
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:

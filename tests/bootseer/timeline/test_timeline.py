@@ -144,8 +144,8 @@ def test_threads_and_processes_share_a_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-    assert child.wait(30) == 0
+        thread.join(60)
+    assert child.wait(60) == 0
     stages = decode(timeline.path.read_bytes())
     assert sum(stage.name == "thread" for stage in stages) == 200
     assert sum(stage.name == "child" for stage in stages) == 50

@@ -55,7 +55,7 @@ class TorchHost:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait(60)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -260,7 +260,7 @@ def test_second_run_replays(node: Node) -> None:
         the_mount(node)
         (status,) = json.loads(bootseer(node.settings, "image", "status", "--json").stdout)
         process.terminate()
-        process.wait(30)
+        process.wait(60)
     assert status["prefetch"]["recall"] > 0.9
     assert status["moved"]["fetched_bytes"] < status["image_bytes"] / 4
     assert status["faults"]["fault_frame_count"] < 20
@@ -311,7 +311,7 @@ time.sleep(600)
         assert process.stdout.readline() == "True\n"
         assert process.stdout.readline() == f"{process.pid} 3 False False\n"
         left = int(process.stdout.readline())
-        assert process.wait(30) == 5
+        assert process.wait(60) == 5
         mark = node.settings.cache_dir / "containers/still-there"
         wait_for(mark.exists)
         mark.unlink()

@@ -76,7 +76,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             daemon.wait(_START_S)
         except subprocess.TimeoutExpired:
             daemon.kill()
-            daemon.wait(5)
+            daemon.wait(60)
 
 
 def test_an_image_in_the_engine(

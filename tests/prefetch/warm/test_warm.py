@@ -316,7 +316,7 @@ def test_the_recording_ends_with_its_window_while_the_command_runs(tree: Path, n
         assert process.poll() is None
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
 
 
 def test_memory_bounds_what_is_read(tree: Path, node: Node) -> None:

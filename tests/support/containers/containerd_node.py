@@ -361,10 +361,10 @@ class Node(Closing):
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(20)
+                process.wait(60)
         _unmount_below(self.base)
         wait_published(self.settings, TIMEOUT_S)
         wait_for(lambda: not list(live_mounts(self.settings.run_dir)))

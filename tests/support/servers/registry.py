@@ -93,10 +93,10 @@ def running_registry(
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def _wait(process: subprocess.Popen[bytes], host: str, log: Path) -> None:

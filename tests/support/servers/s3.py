@@ -55,7 +55,7 @@ def s3_server() -> Iterator[dict[str, str]]:
         # fsspec would give clients of this server to those who ask for the next one.
         importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()
         process.kill()
-        process.wait(20)
-        listener.join(20)
+        process.wait(60)
+        listener.join(60)
         assert process.stderr is not None
         process.stderr.close()

@@ -100,7 +100,7 @@ def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: 
             else:
                 bootseer(settings, "image", "unmount", directory)
             # 130: the signal came before the command knew that the mount works.
-            assert process.wait(30) in ((0, 130) if end == "signal" else (0,))
+            assert process.wait(60) in ((0, 130) if end == "signal" else (0,))
         wait_for(lambda: mounts.find_mount(directory) is None)
         wait_for(lambda: list(live_mounts(settings.run_dir)) == [])
 

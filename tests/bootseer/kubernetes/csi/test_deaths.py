@@ -83,7 +83,7 @@ def test_volumes_outlive_the_drivers_container(
             with contained(local.driver.pid) as container:
                 local.publish("b", _kept(tmp_path))
                 (container / "cgroup.kill").write_text("1")
-                local.driver.wait(20)
+                local.driver.wait(60)
             (server,) = local.servers()
             assert int(stat_fields(server.pid)[1]) == spawner.pid
             (kept / "step").write_bytes(b"saved")

@@ -109,7 +109,7 @@ class Machine:
         with contextlib.suppress(BootseerError):
             os.kill(self.daemon().pid, signal.SIGTERM)
         try:
-            self._process.wait(30)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

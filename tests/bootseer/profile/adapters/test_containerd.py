@@ -53,7 +53,7 @@ def _containerd(base: Path) -> Iterator[tuple[str, str, str]]:
         yield ctr
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.mark.root

@@ -110,7 +110,7 @@ class Node:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for one in (pid, *map(int, children)):
             os.kill(one, signal.SIGKILL)
-        container.wait(20)
+        container.wait(60)
 
     def end(self) -> None:
         with contextlib.suppress(AssertionError):
@@ -120,7 +120,7 @@ class Node:
             self.on_node("chattr", "-i", self.volume / "checkpoints")
         for process in reversed(self._started):
             process.kill()
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -103,4 +103,4 @@ def test_who_has_a_file_open_reads_that_generation_past_any_server(
             assert out == "done\n"
         finally:
             reader.kill()
-            reader.wait(20)
+            reader.wait(60)

@@ -95,7 +95,7 @@ def test_kill_9_of_the_worker_while_reading(tmp_path: Path, mountpoint: Path, ur
             assert out == "done\n"
         finally:
             reader.kill()
-            reader.wait(20)
+            reader.wait(60)
         # Nothing of the old readers is left in the tables.
         status = mount_status(mount.run_dir, mountpoint)
         assert status["files_open"] == 0
@@ -164,7 +164,7 @@ def test_a_worker_that_ends_in_a_save_fails_that_file_alone(
             assert out == "done\n"
         finally:
             writer.kill()
-            writer.wait(20)
+            writer.wait(60)
         shell("cp {d}/old {d}/again; cmp {d}/old {d}/again", d=mountpoint)
         assert mount.close() == ()
 

@@ -60,6 +60,6 @@ def shell(command: str, **paths: Path) -> str:
 
 def end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
-    process.wait(20)
+    process.wait(60)
     if process.stdout is not None:
         process.stdout.close()

@@ -153,7 +153,7 @@ def test_a_save_that_is_killed_leaves_only_garbage(s3_url: str) -> None:
     assert process.stdout.readline() == b"half\n"
     wait_for(lambda: list(find_garbage(backend, "d")), "a part in the store")
     process.send_signal(signal.SIGKILL)
-    process.wait(20)
+    process.wait(60)
     process.stdout.close()
     with pytest.raises(NotFoundError):
         backend.stat("d/f")
