@@ -62,7 +62,7 @@ def main() -> None:
         passthrough=mode == Mode.PASSTHROUGH,
         shutdown_s=shutdown_s,
         kernel_deadline_s=kernel_deadline_s,
-        worker_silence_s=2.0,
+        worker_silence_s=6.0,
     )
 
     def factory() -> FlatDirectory:
