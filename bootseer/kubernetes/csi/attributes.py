@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError
+from bootseer.fuse.striped.mounted.life.mount_options import parse_options
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.settings.values import parse_size
 from bootseer.snapshots.catalogue.manifest import is_name
@@ -20,6 +21,8 @@ _SIZE_DEFAULT = "10GiB"
 _SIZE_MIN_BYTES = 1 << 20
 _MEMORY_MAX_BYTES = 4 << 30
 """Half of what the chart gives to all servers of a node (mounts.resources)."""
+_DEADLINE_MAX_S = 120.0
+"""So long a storage that does not answer may hold one of the few publishes of a node at a time."""
 _VALUE_CHARS_MAX = 1024
 _OPTIONS = (
     *("uid", "gid", "umask", "memory", "deadline"),
@@ -201,6 +204,13 @@ def _option(name: str, text: str) -> str:
             f"the volume's memory {_shown(text)} is more than 4GiB: it is that of all mounts of "
             "the node, whose servers end together where they have too much"
         )
+    if name == "deadline":
+        options, _ = parse_options((f"deadline={text}",))
+        if options["deadline_s"] > _DEADLINE_MAX_S:
+            raise PermissionDeniedError(
+                f"the volume's deadline {_shown(text)} is more than {_DEADLINE_MAX_S:g} seconds: "
+                "volumes of other pods wait while a storage does not answer"
+            )
     return f"{name}={text}"
 
 

@@ -51,6 +51,9 @@ _log = logging.getLogger(__name__)
 NAME = "csi.bootseer.io"
 _LOCK_S = 5.0
 """A call that waits longer for another one of its volume is refused: a kubelet tries again."""
+_PUBLISHES_MAX = 12
+"""At once, each in a thread of the gRPC server for as long as a registry or a storage takes. It has
+16: taking volumes off, statistics and probes never wait for them."""
 _LOOK_S = 10.0
 _LINGER_S = 60.0
 _END_S = 5.0
@@ -99,6 +102,7 @@ class Driver:
         # Each lives as long as a call uses it.
         self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
+        self._publishes = threading.BoundedSemaphore(_PUBLISHES_MAX)
         self._closing = threading.Event()
         self._mender = threading.Thread(target=self._mend_until_closed, name="mend", daemon=True)
 
@@ -135,7 +139,7 @@ class Driver:
         )
         if not isinstance(volume, CheckpointVolume):
             record = replace(record, workload=volume.workload or self.settings.workload)
-        with self._locked(request.target):
+        with self._admitted(), self._locked(request.target):
             before = self._records.read(request.target)
             if before is not None:
                 if replace(before, behind="", device_minor=0) != record:
@@ -254,6 +258,18 @@ class Driver:
             one.behind == record.behind and one.target != record.target
             for one in self._records.all()
         )
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """One of the publishes that may be under way. Raises: UnavailableError, at once."""
+        if not self._publishes.acquire(blocking=False):
+            raise UnavailableError(
+                f"{_PUBLISHES_MAX} other volumes are being published on this node; try again"
+            )
+        try:
+            yield
+        finally:
+            self._publishes.release()
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:

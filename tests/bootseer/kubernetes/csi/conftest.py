@@ -41,7 +41,7 @@ CAPABILITY = {"mount": {}, "access_mode": {"mode": 5}}
 class Kubelet(Closing):
     """A node's kubelet, as far as the driver sees it, until closed."""
 
-    def __init__(self, *options: str, in_container: bool = False) -> None:
+    def __init__(self, *options: str, in_container: bool = False, deadline_s: float = 5.0) -> None:
         """`in_container`: the driver has a mount namespace of its own, to and from which mounts in
         this folder are propagated (`Bidirectional`)."""
         skip_unless_root()
@@ -50,7 +50,9 @@ class Kubelet(Closing):
         self.base = Path(tempfile.mkdtemp(prefix="csi-", dir="/tmp"))
         self.folder = self.base / "kubelet"
         self.folder.mkdir()
-        self.settings: Settings = replace(settings_at(self.base), node="node-1", deadline_s=5.0)
+        self.settings: Settings = replace(
+            settings_at(self.base), node="node-1", deadline_s=deadline_s
+        )
         self.settings.cache_dir.mkdir()
         self._options = options
         self._prefix = CONTAINER if in_container else []

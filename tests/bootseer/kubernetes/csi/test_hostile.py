@@ -1,5 +1,7 @@
 """What pods may not ask for: attributes, targets and secrets are not believed."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -13,8 +15,11 @@ from bootseer.kubernetes.csi.attributes import (
     check_secrets,
     parse_volume,
 )
+from bootseer.kubernetes.csi.wire import IDENTITY
 from bootseer.kubernetes.pod_start import of_volume
 from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
+from tests.support.mounts.image_mounts import TIMEOUT_S
+from tests.support.waiting import wait_for
 
 _KEPT = {"kind": "checkpoint", "source": "hdfs://namenode:8020/checkpoints/team"}
 _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
@@ -49,6 +54,7 @@ _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
         ({**_KEPT, "uid": "1,run_dir=/etc"}, "uid"),
         ({**_KEPT, "source": "hdfs://n/checkpoints/../../user"}, "a part . or .."),
         ({**_KEPT, "source": "hdfs://n/checkpoints/%2e%2e/user"}, "a part . or .."),
+        ({**_KEPT, "deadline": "nan"}, "deadline=nan"),
         ({**_KEPT, "source": "hdfs://me:secret@n/x"}, "nodePublishSecretRef"),
     ],
 )
@@ -94,6 +100,13 @@ def test_a_volume_cannot_have_the_memory_of_all_others() -> None:
         parse_volume({**_KEPT, "memory": "4.1GiB", "read_newest": "true"}, ())
 
 
+def test_a_volume_cannot_wait_for_its_storage_without_end() -> None:
+    volume = parse_volume({**_KEPT, "deadline": "120"}, ())
+    assert volume == CheckpointVolume(_KEPT["source"], ("deadline=120",))
+    with pytest.raises(PermissionDeniedError, match="more than 120 seconds"):
+        parse_volume({**_KEPT, "deadline": "120.5"}, ())
+
+
 def test_what_a_kubelet_adds_is_no_attribute() -> None:
     told = {
         "csi.storage.k8s.io/ephemeral": "true",
@@ -133,6 +146,31 @@ def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
     assert Path("tests/bootseer").is_dir()
     code, _ = refused(kubelet.publish, "a", {"kind": "image", "image": "tests/bootseer"})
     assert code is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_publishes_that_wait_leave_room_for_other_calls() -> None:
+    """With 16 of them, none was left for what takes volumes off, and none for the probe."""
+    with (
+        Kubelet(deadline_s=2 * TIMEOUT_S) as kubelet,
+        ThreadPoolExecutor(20) as pods,
+        # Connections to it are made, and nobody ever answers.
+        socket.create_server(("127.0.0.1", 0), backlog=64) as registry,
+    ):
+        image = f"registry://127.0.0.1:{registry.getsockname()[1]}/team/app:1"
+        context = {"kind": "image", "image": image}
+        asked = [pods.submit(refused, kubelet.publish, str(n), context) for n in range(20)]
+        wait_for(lambda: sum(one.done() for one in asked) == 8, "a refusal of 8 of 20")
+        for code, said in (one.result() for one in asked if one.done()):
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "12 other volumes are being published" in said
+        kubelet.unpublish("none")
+        assert kubelet.call("Probe", IDENTITY).ready.value
+        assert sum(one.done() for one in asked) == 8
+        registry.close()
+        for one in asked:
+            assert one.result()[0] is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.root
