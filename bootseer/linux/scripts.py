@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn, TypedDict
 
 import bootseer
@@ -26,11 +27,17 @@ class RunOptions(TypedDict, total=False):
     pass_fds: Sequence[int]
 
 
-def python_environment() -> dict[str, str]:
-    """Our environment, so that a new interpreter finds this very Bootseer, wherever it runs."""
+def python_environment(
+    variables: Mapping[str, str | None] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Our environment, so that a new interpreter finds this very Bootseer, wherever it runs.
+
+    `variables`: what is different there; None: what is left out.
+    """
     source = str(Path(bootseer.__file__).parent.parent)
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+    return {name: text for name, text in ours.items() if text is not None}
 
 
 def execute(command: Sequence[str]) -> NoReturn:

@@ -162,14 +162,14 @@ def begin(
     log: Path | None,
     *,
     forks: bool = False,
-    variables: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> ServerProcess:
     """Start `module`, whose `main` is `life.run_server`, in a session of its own; its output goes
     to the end of the file `log`, or nowhere until it calls `write_to`. It ends when it gets no plan
     because we have ended.
 
     `what` names the process in messages. `forks`: it may be a copy of this one (see `forked`).
-    `variables`: what its environment has beside ours, such as credentials.
+    `variables`: what its environment has beside ours, such as credentials; None: what it lacks.
     Raises: BootseerError; no process is left then.
     """
     log = log or Path(os.devnull)
@@ -205,7 +205,7 @@ def spawn(
     *,
     stdin: int = subprocess.DEVNULL,
     is_orphan: bool = False,
-    variables: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> "subprocess.Popen[bytes] | Spawned":
     """Start a program of ours in a session of its own, where the spawner is if there is one (see
     `spawned`). It inherits the descriptor `fd`, whose number is its last argument; its output goes
@@ -232,7 +232,7 @@ def spawn(
         stderr=sink,
         pass_fds=[fd],
         start_new_session=True,
-        env={**python_environment(), **variables},
+        env=python_environment(variables),
         cwd="/",
     )
     if is_orphan:
@@ -247,7 +247,7 @@ def begin_server(
     *,
     identity: str | None = None,
     forks: bool = False,
-    variables: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> ServerProcess:
     """`begin` a process that will serve a mount, by default one that has no name yet. What
     `begin_early` began is as good as a new one. Raises: BootseerError."""

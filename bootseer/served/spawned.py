@@ -120,7 +120,7 @@ def ask_spawner(
     arguments: Sequence[str],
     sink: int,
     fd: int,
-    variables: Mapping[str, str],
+    variables: Mapping[str, str | None],
     *,
     has_input: bool,
 ) -> Spawned | None:
@@ -132,7 +132,7 @@ def ask_spawner(
     theirs, ours = os.pipe2(os.O_CLOEXEC) if has_input else (_open_nothing(), -1)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        environment = {**python_environment(), **variables}
+        environment = python_environment(variables)
         del environment[SPAWNER]
         request = SpawnRequest(PROTOCOL, module, tuple(arguments), environment)
         connection.settimeout(_ANSWER_S)

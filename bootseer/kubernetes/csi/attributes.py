@@ -5,7 +5,7 @@ checked here. Pure (no I/O).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -51,6 +51,11 @@ _SECRETS = frozenset(
         *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
     )
 )
+_FAMILIES = ("AWS_", "AZURE_")
+_OPTIONS_OF_STORAGES = "FSSPEC_"
+"""Defaults for any storage, keys among them, of fsspec's own."""
+_KEPT = frozenset(("AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED"))
+"""Whom the node trusts, and that nobody takes its machine's role: neither a key nor a server."""
 
 
 class ImageVolume(Struct, frozen=True, tag_field="kind", tag="image"):
@@ -113,7 +118,7 @@ def parse_volume(context: Mapping[str, str], sources: Sequence[str]) -> Volume:
 
 
 def check_secrets(volume: Volume, secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the server of a volume gets as variables. Raises: InvalidInputError, which names no
+    """What a volume's server is told of them. Raises: InvalidInputError, which names no
     value."""
     if secrets and not isinstance(volume, CheckpointVolume):
         raise InvalidInputError(
@@ -127,6 +132,19 @@ def check_secrets(volume: Volume, secrets: Mapping[str, str]) -> dict[str, str]:
                 f"are {', '.join(sorted(_SECRETS))}"
             )
     return dict(secrets)
+
+
+def server_variables(secrets: Mapping[str, str], node: Iterable[str]) -> dict[str, str | None]:
+    """How the environment of a volume's server differs from one that has the variables `node`.
+
+    Where a Secret names anything of a family, the node's variables of that family are left out
+    (None): the node's keys would go to a server that the Secret names, and a token of the node's
+    beside the Secret's own keys fails.
+    """
+    named = tuple(one for one in _FAMILIES if any(name.startswith(one) for name in secrets))
+    hidden = (*named, _OPTIONS_OF_STORAGES) if named else ()
+    left_out = (name for name in node if name.startswith(hidden) and name not in _KEPT)
+    return {**dict.fromkeys(left_out), **secrets}
 
 
 # ---- one attribute --------------------------------------------------------------------------

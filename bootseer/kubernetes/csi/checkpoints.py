@@ -31,7 +31,7 @@ from bootseer.fuse.striped.mounted.life.mount import (
 )
 from bootseer.fuse.striped.mounted.life.mount_options import parse_options
 from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
-from bootseer.kubernetes.csi.attributes import CheckpointVolume
+from bootseer.kubernetes.csi.attributes import CheckpointVolume, server_variables
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
@@ -73,7 +73,7 @@ class Checkpoints:
             return minor
         make_mount_point(self._settings.run_dir, directory)
         spec = mount_spec(self._settings, volume.source, directory, **_choices(volume))
-        mount_checkpoints(spec, secrets)
+        mount_checkpoints(spec, server_variables(secrets, os.environ))
         minor = self.minor(directory)
         if minor is None:
             raise UnavailableError(f"the mount of {public_url(volume.source)} has just gone")

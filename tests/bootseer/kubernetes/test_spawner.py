@@ -105,6 +105,19 @@ def test_a_process_that_is_given_up_is_killed(tmp_path: Path, address: Path) -> 
         assert not stat_fields(process.process.pid)
 
 
+def test_variables_of_the_client_may_be_left_out(
+    tmp_path: Path, address: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of the node")
+    with running(tmp_path / "run", address):
+        variables = {"AWS_SESSION_TOKEN": None, "AWS_ENDPOINT_URL": "https://mine"}
+        with begin(_SERVER, "the server", tmp_path / "log", variables=variables) as process:
+            told = Path(f"/proc/{process.process.pid}/environ")
+            # It is another program once the spawner's fork has become it.
+            wait_for(lambda: b"AWS_ENDPOINT_URL=https://mine\0" in told.read_bytes())
+            assert b"AWS_SESSION_TOKEN" not in told.read_bytes()
+
+
 def test_only_programs_of_ours_are_started(tmp_path: Path, address: Path) -> None:
     with running(tmp_path / "run", address):
         for module in ("http.server", "bootseer", "bootseer.x; id", "bootseer.", "os"):

@@ -155,10 +155,10 @@ def take_over(spec: MountSpec) -> str:
 
 
 def mount_checkpoints(
-    spec: MountSpec, variables: Mapping[str, str] = MappingProxyType({})
+    spec: MountSpec, variables: Mapping[str, str | None] = MappingProxyType({})
 ) -> MountedCheckpoints:
     """Mount as `spec` says, served by a background process, whose environment has `variables`
-    beside ours. The mount works when this returns.
+    beside ours, and lacks those that are None. The mount works when this returns.
 
     Raises: BootseerError; nothing is mounted then.
     """

@@ -14,6 +14,7 @@ from bootseer.kubernetes.csi.attributes import (
     ImageVolume,
     check_secrets,
     parse_volume,
+    server_variables,
 )
 from bootseer.kubernetes.csi.wire import IDENTITY
 from bootseer.kubernetes.pod_start import of_volume
@@ -139,6 +140,22 @@ def test_secrets_are_few_and_never_shown() -> None:
         check_secrets(parse_volume(_ENVIRONMENT, ()), {"AWS_REGION": "x"})
 
 
+def test_secrets_are_not_mixed_with_the_nodes_own() -> None:
+    amazon = ("AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL")
+    azure = ("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CONNECTION_STRING", "AZURE_CLIENT_SECRET")
+    other = ("PATH", "HADOOP_CONF_DIR", "AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED", "AWSOME")
+    general = ("FSSPEC_S3_SECRET", "FSSPEC_ABFS_SAS_TOKEN")
+    node = (*amazon, *azure, *other, *general)
+    for secrets, left_out in (
+        ({"AWS_ENDPOINT_URL": "https://mine"}, (*amazon, *general)),
+        ({"AZURE_STORAGE_ACCOUNT_NAME": "mine"}, (*azure, *general)),
+        ({"HADOOP_USER_NAME": "team"}, ()),
+        ({}, ()),
+    ):
+        found = server_variables(secrets, node)
+        assert found == {**dict.fromkeys(left_out), **secrets}
+
+
 @pytest.mark.root
 @pytest.mark.fuse
 def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
@@ -216,6 +233,25 @@ def test_other_forms_of_volumes_are_refused(kubelet: Kubelet) -> None:
             volume_context=_ENVIRONMENT,
         )
         assert (code, words in said) == (grpc.StatusCode.INVALID_ARGUMENT, True), said
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_server_with_secrets_has_none_of_the_nodes_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stored").mkdir()
+    source = (tmp_path / "stored").as_uri()
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of the node")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "of the node")
+    with Kubelet("--source", source) as kubelet:
+        context = {"kind": "checkpoint", "source": source}
+        kubelet.publish("a", context, secrets={"AWS_ENDPOINT_URL": "https://mine"})
+        (server,) = kubelet.servers()
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
+        assert b"AWS_ENDPOINT_URL=https://mine" in environment
+        assert b"AZURE_STORAGE_SAS_TOKEN=of the node" in environment
+        assert not [one for one in environment if one.startswith(b"AWS_SESSION_TOKEN=")]
 
 
 @pytest.mark.root
