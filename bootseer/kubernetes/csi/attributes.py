@@ -237,6 +237,11 @@ def _source(source: str, allowed: Sequence[str]) -> str:
     path = re.split(r"[/\\]|%2f|%5c", source.partition("://")[2], flags=re.IGNORECASE)
     if any(part.lower().replace("%2e", ".") in (".", "..") for part in path):
         raise InvalidInputError(f"the volume's source {shown} has a part . or .. in its path")
+    if "::" in source:
+        # Only the first would be compared with what is allowed; the others may be of the node.
+        raise InvalidInputError(
+            f"the volume's source {shown} is a chain of URLs (::); name the one folder"
+        )
     if "@" in path[0] and ":" in path[0].partition("@")[0]:
         raise InvalidInputError(
             f"the volume's source {shown} holds a password, which every reader of the pod would "

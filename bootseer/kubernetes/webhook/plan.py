@@ -200,6 +200,8 @@ def _problem(pod: Pod, volume: _Volume) -> str:
     path, source = volume.path, volume.attributes.get("source")
     if source is not None and not _URL.fullmatch(source):
         return f"{redact(source)[:80]!r} is no URL"
+    if source is not None and "::" in source:
+        return f"{redact(source)[:80]!r} is a chain of URLs (::), and no folder"
     if source is None and not is_name(volume.attributes["environment"]):
         return f"{volume.attributes['environment'][:80]!r} is no name of a snapshot"
     if not _PATH.fullmatch(path) or path != posixpath.normpath(path) or _TAKEN.fullmatch(path):

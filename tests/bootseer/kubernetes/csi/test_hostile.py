@@ -55,6 +55,8 @@ _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
         ({**_KEPT, "uid": "1,run_dir=/etc"}, "uid"),
         ({**_KEPT, "source": "hdfs://n/checkpoints/../../user"}, "a part . or .."),
         ({**_KEPT, "source": "hdfs://n/checkpoints/%2e%2e/user"}, "a part . or .."),
+        ({**_KEPT, "source": "s3://b/x::file:///etc"}, "is a chain of URLs"),
+        ({**_KEPT, "source": "simplecache::s3://b/x"}, "is a chain of URLs"),
         ({**_KEPT, "deadline": "nan"}, "deadline=nan"),
         ({**_KEPT, "source": "hdfs://me:secret@n/x"}, "nodePublishSecretRef"),
     ],
@@ -92,6 +94,9 @@ def test_sources_may_be_limited() -> None:
     ):
         with pytest.raises(PermissionDeniedError, match="is not below"):
             parse_volume({**_KEPT, "source": source}, allowed)
+    chained = "hdfs://namenode:8020/checkpoints/x::file:///etc"
+    with pytest.raises(InvalidInputError, match="is a chain of URLs"):
+        parse_volume({**_KEPT, "source": chained}, allowed)
 
 
 def test_a_volume_cannot_have_the_memory_of_all_others() -> None:

@@ -127,6 +127,7 @@ def test_values_are_no_references_to_other_variables() -> None:
         ({**ENVIRONMENT, "bootseer.io/environment-path": "/a:b"}, {}, {}, "no path"),
         ({**ENVIRONMENT, "bootseer.io/environment-path": "//etc"}, {}, {}, "no path"),
         ({"bootseer.io/checkpoint": "/mnt/x"}, {}, {}, "no URL"),
+        ({"bootseer.io/checkpoint": "s3://b/x::file:///etc"}, {}, {}, "a chain of URLs"),
         ({"bootseer.io/environment": "a/../b"}, {}, {}, "no name of a snapshot"),
         (
             ENVIRONMENT,
