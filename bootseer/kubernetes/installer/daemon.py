@@ -13,9 +13,10 @@ import struct
 import subprocess
 from pathlib import Path
 
-from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
+from bootseer.errors import DeadlineError, InvalidInputError, UnavailableError, UnsupportedError
 from bootseer.kubernetes import cri
 from bootseer.kubernetes.installer.block import NAME, Table, parse
+from bootseer.linux.root_paths import resolve_in_root
 
 _CALL_S = 5.0
 _COMMAND_S = 60.0
@@ -51,8 +52,19 @@ class Daemon:
         self._mounts = os.open(f"/proc/{self.pid}/ns/mnt", os.O_RDONLY)
 
     def on_node(self, path: Path) -> Path:
-        """Where this process finds a file of the node."""
-        return Path(f"/proc/self/fd/{self._root}") / path.relative_to("/")
+        """Where this process finds a file of the node: the one that links on the way to it name.
+
+        Raises: InvalidInputError, for a link that leads nowhere.
+        """
+        # The kernel takes an absolute link from this process's own root, which is not the node's.
+        root = Path(f"/proc/self/fd/{self._root}")
+        for named in (*reversed(path.parents), path):
+            entry = resolve_in_root(root, str(named.parent)) / named.name
+            if entry.is_symlink() and not resolve_in_root(root, str(named)).exists():
+                raise InvalidInputError(
+                    f"{named} on this node is a symbolic link that leads nowhere: mend or remove it"
+                )
+        return resolve_in_root(root, str(path))
 
     def dump(self, text: str) -> Table:
         """What containerd would load from a configuration file with this text, put beside its own.

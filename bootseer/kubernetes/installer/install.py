@@ -146,7 +146,7 @@ class _Files:
             return None
 
     def write(self, text: str | None) -> None:
-        """Put it there in one step, on the disk; None: remove it."""
+        """Put it there in one step, on the disk; None: remove it. A link to it stays a link."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         if text is None:
             self._file.unlink(missing_ok=True)

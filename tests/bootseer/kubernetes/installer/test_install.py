@@ -172,6 +172,42 @@ def test_our_lines_are_loaded_and_leave_no_trace(machine: Machine, config: str |
     assert machine.restart_count() == 2
 
 
+@pytest.mark.parametrize("target", ["/etc/containerd/site/a.toml", "site/a.toml"])
+def test_a_link_to_the_file_stays_a_link(machine: Machine, target: str) -> None:
+    """An absolute one is the node's: no such folder is here."""
+    kept = machine.config.with_name("site") / "a.toml"
+    kept.parent.mkdir()
+    kept.write_text(NODE)
+    machine.config.symlink_to(target)
+    install(machine.start(None), ADDRESS, PLATFORM)
+    plugin, runtime = machine.daemon().loaded()
+    assert plugin == ADDRESS
+    assert runtime["options"]["BinaryName"] == "/usr/bin/nvidia-container-runtime"
+    assert os.readlink(machine.config) == target
+    assert without_block(kept.read_text()) == NODE != kept.read_text()
+    remove(machine.daemon(), ADDRESS)
+    assert os.readlink(machine.config) == target
+    assert kept.read_text() == NODE
+    assert [path.name for path in kept.parent.iterdir()] == ["a.toml"]
+
+
+@pytest.mark.parametrize("name", ["site", "site/config.toml"])
+def test_a_link_that_leads_nowhere_is_named(machine: Machine, name: str) -> None:
+    folder = machine.config.with_name("site")
+    folder.mkdir()
+    (folder / "config.toml").write_text("version = 2\n")
+    daemon = machine.start(None, options="--config /etc/containerd/site/config.toml")
+    link = machine.config.parent / name
+    link.rename(link.with_name("moved"))
+    link.symlink_to("/etc/containerd/nowhere")
+    with pytest.raises(InvalidInputError, match=f"/etc/containerd/{name} .* leads nowhere"):
+        install(daemon, ADDRESS, PLATFORM)
+    with pytest.raises(InvalidInputError, match=f"/etc/containerd/{name} .* leads nowhere"):
+        remove(daemon, ADDRESS)
+    assert not machine.config.with_name("nowhere").exists()
+    assert machine.restart_count() == 0
+
+
 def test_what_others_write_in_between_stays(machine: Machine) -> None:
     install(machine.start("version = 2\n"), ADDRESS, PLATFORM)
     ours = machine.config.read_text()
