@@ -20,18 +20,23 @@ _LOOK_S = 0.5
 
 
 def is_removed(daemonset: str) -> bool:
-    """Whether the API server knows no DaemonSet NAMESPACE/NAME any more; one that does not answer
-    is asked again for `PATIENCE_S`. Never raises."""
+    """Whether the API server knows no DaemonSet NAMESPACE/NAME any more. One that does not answer,
+    and one that refuses to, is asked again for `PATIENCE_S`; only a refusal that lasts is taken
+    for a removal. Never raises."""
     namespace, _, name = daemonset.partition("/")
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadlines_s: dict[bool, float] = {}
     while True:
         try:
             found = Api(ACCOUNT).get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}")
-        except PermissionDeniedError:
-            # What gave this pod the right to ask is gone with all the rest.
-            return True
         except BootseerError as error:
-            if time.monotonic() > deadline_s:
+            is_refusal = isinstance(error, PermissionDeniedError)
+            now_s = time.monotonic()
+            # A refusal after others is no lasting one yet.
+            if now_s > deadlines_s.setdefault(is_refusal, now_s + PATIENCE_S):
+                if is_refusal:
+                    # What gave this pod the right to ask is gone with all the rest. A server that
+                    # starts, or whose authorisation fails, refuses only for a while.
+                    return True
                 _log.warning("nobody says whether %s is there: %s", daemonset, error)
                 return False
             time.sleep(_LOOK_S)
@@ -43,12 +48,13 @@ def await_removal(
     daemonset: str | None, what: str, is_used: Callable[[], bool], patience_s: float
 ) -> bool:
     """Whether Bootseer is removed, and not only this pod replaced by one of `daemonset`; first
-    waits, at most so long, until nothing is used. Pods that have not ended by then are left to
-    their users. Never raises."""
+    waits until nothing is used, until `patience_s` after the call. Pods that have not ended by then
+    are left to their users. Never raises."""
+    # Time in which the API server was asked counts: a kubelet ends this pod after its grace period.
+    deadline_s = time.monotonic() + patience_s
     if daemonset is not None and not is_removed(daemonset):
         _log.warning("%s may be there: nothing is removed", daemonset)
         return False
-    deadline_s = time.monotonic() + patience_s
     try:
         while patience_s and is_used():
             if time.monotonic() > deadline_s:

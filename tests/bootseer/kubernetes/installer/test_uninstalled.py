@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from bootseer.cli import cli
+from bootseer.errors import PermissionDeniedError
 from bootseer.kubernetes import removal
 from bootseer.kubernetes.csi.attributes import ImageVolume
 from bootseer.kubernetes.csi.records import Record, Records
@@ -33,7 +34,9 @@ def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
         # Its rights went first.
-        assert goes_on()
+        with monkeypatch.context() as patch:
+            patch.setattr(removal, "PATIENCE_S", 0.0)
+            assert goes_on()
         grant(server)
         assert not goes_on()
         server.ask("DELETE", f"{DAEMONSETS}/bootseer-node")
@@ -59,6 +62,52 @@ def test_an_api_server_that_is_late_is_asked_again(
 
         monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         assert removal.is_removed(f"{NAMESPACE}/bootseer-node")
+
+
+def test_a_refusal_that_passes_is_no_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server whose authorisation fails for a moment, while this pod is replaced."""
+    with real(tmp_path) as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(removal, "ACCOUNT", server.account)
+        server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
+        sleeps: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            sleeps.append(seconds)
+            if len(sleeps) == 1:
+                grant(server)
+            time.sleep(0.01)
+
+        monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+        assert not removal.is_removed(f"{NAMESPACE}/bootseer-node")
+        assert sleeps
+
+
+def test_an_end_is_within_the_pod_s_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the API server was asked before."""
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    class Refuses:
+        def __init__(self, _account: Path) -> None: ...
+
+        def get(self, _path: str) -> None:
+            raise PermissionDeniedError("refused")
+
+    monkeypatch.setattr(removal, "Api", Refuses)
+    monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
+    assert removal.await_removal("a/b", "volumes", lambda: True, 45.0)
+    assert removal.PATIENCE_S < now_s < 46.0
+    pod = part_of_chart("DaemonSet")["spec"]["template"]["spec"]
+    # containerd is restarted afterwards.
+    assert now_s + 30 < pod["terminationGracePeriodSeconds"]
 
 
 def part_of_chart(kind: str) -> dict[str, Any]:
