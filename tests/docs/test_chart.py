@@ -174,6 +174,17 @@ def test_whoever_mounts_for_the_node_is_restarted_without_a_loss(installed: list
         assert spawner in one["env"]
 
 
+def test_no_probe_ends_the_mounts_of_a_node(installed: list[Object]) -> None:
+    """A restart of the spawner does; one of the driver is noticed by no pod."""
+    asked = {
+        one["name"]: "livenessProbe" in one
+        for _, pod in pods(installed)
+        for one in pod["spec"]["containers"]
+    }
+    assert asked["csi"]
+    assert not asked["spawner"]
+
+
 def test_the_webhook_is_only_in_the_way_of_pods_that_ask_for_it(installed: list[Object]) -> None:
     for one in installed:
         for hook in one.get("webhooks", ()):

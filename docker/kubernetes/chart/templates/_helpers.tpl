@@ -86,13 +86,18 @@ tolerations:
 {{- end }}
 {{- end }}
 
-{{- /* Ready once it has answered; asked seldom afterwards, since each question starts a Python. */ -}}
-{{- define "bootseer.probes" -}}
+{{- /* Ready once it has answered. */ -}}
+{{- define "bootseer.startupProbe" -}}
 startupProbe:
   exec: {command: {{ toJson . }}}
   periodSeconds: 3
   timeoutSeconds: 10
   failureThreshold: 100
+{{- end }}
+
+{{- /* Asked seldom afterwards, since each question starts a Python. */ -}}
+{{- define "bootseer.probes" -}}
+{{ include "bootseer.startupProbe" . }}
 livenessProbe:
   exec: {command: {{ toJson . }}}
   periodSeconds: 120
