@@ -4,7 +4,6 @@ Every call has a deadline. What a container's variables hold beside their names 
 `pod_start` alone: some are secrets.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from msgspec import Struct
 
 from bootseer.base.documents import Form
 from bootseer.base.protobuf_messages import LABELS, Messages, build, describe
+from bootseer.errors import UnsupportedError
 from bootseer.linux.grpc_service import ask
 
 _CRI, _INTROSPECTION = "runtime.v1", "containerd.services.introspection.v1"
@@ -60,6 +60,22 @@ _INFO: Form[_Info] = Form(
 )
 
 
+class _Containerd(Struct, frozen=True):
+    runtimes: dict[str, Any] = {}
+
+
+class _Running(Struct, frozen=True):
+    containerd: _Containerd | None = None
+
+
+_RUNNING: Form[_Running] = Form(
+    type=_Running,
+    what="a runtime's configuration",
+    size_max=_INFO_BYTES_MAX,
+    is_foreign=True,
+)
+
+
 class Container(Struct, frozen=True):
     """A container of a pod, as its kubelet has asked for it."""
 
@@ -90,9 +106,19 @@ def runtime_handlers(address: Path) -> set[str]:
 
 
 def runtimes(address: Path) -> dict[str, Any]:
-    """The runtime classes that containerd runs with. Raises: UnavailableError."""
+    """The runtime classes that containerd runs with.
+
+    Raises: UnsupportedError, where another runtime answers; CorruptError, UnavailableError.
+    """
     status = _ask(address, f"{_CRI}.RuntimeService", "Status", verbose=True)
-    return json.loads(status.info["config"])["containerd"].get("runtimes") or {}
+    said = status.info.get("config", "{}").encode()
+    containerd = _RUNNING.decode(said, f"what {address} says of its configuration").containerd
+    if containerd is None:
+        raise UnsupportedError(
+            f"{address} is no containerd's socket (CRI-O answers without a containerd's runtimes): "
+            "name containerd's (--socket, containerd.socket)"
+        )
+    return containerd.runtimes
 
 
 def plugin_address(address: Path, name: str) -> str:
