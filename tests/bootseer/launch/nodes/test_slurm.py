@@ -1,6 +1,7 @@
 """Prolog and epilog of Slurm, without one; tests/clusters/slurm runs them on the real thing."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -209,6 +210,26 @@ def test_a_user_whose_cache_cannot_be_emptied_holds_up_no_epilog(tmp_path: Path)
     assert "the cache of user 0 is not emptied" in line
     assert "ended after" not in line
     assert end.exists()
+
+
+@_root_only
+def test_names_that_a_user_has_made_keep_no_cache_from_being_emptied(tmp_path: Path) -> None:
+    """More of them than a command takes; the longest unused cache comes first."""
+    _script_that_notes_its_end(tmp_path, "[ $1 = slurm ] || exit 1")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for number in range(12_000):
+        (cache / f"bootseer-{number:0230}").touch()
+    for unused_s, uid in enumerate((0, 65534)):
+        folder = cache / f"bootseer-{uid}"
+        folder.mkdir(exist_ok=True)
+        (folder / "file").write_text("content")
+        os.chown(folder, uid, uid)
+        os.utime(folder, (10**9 - unused_s, 10**9 - unused_s))
+    with (tmp_path / "conf").open("a") as conf:
+        conf.write(f"CACHE_DIR={cache} CACHE_LIMIT=0\n")
+    (line,) = _lines_of_a_job(tmp_path)
+    assert re.findall(r"the cache of user (\d+) is not", line) == ["65534", "0"]
 
 
 @_root_only
