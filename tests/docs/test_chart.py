@@ -28,6 +28,11 @@ EVERYTHING = {
     "nodeSelector": {"gpu": "yes"},
     "containerd": {"restartCommand": "systemctl restart k3s"},
     "csi": {"sources": ["s3://bucket/checkpoints"]},
+    "webhook": {
+        "nodeSelector": {"zone": "1"},
+        "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
+        "priorityClassName": "site-critical",
+    },
     "warm": {
         "images": ["registry://registry.example.com/team/trainer:v7"],
         "environments": ["train-env"],
@@ -207,6 +212,44 @@ def test_numbers_of_settings_stay_what_they_are() -> None:
     (config,) = [one for one in found if one["metadata"]["name"] == "bootseer-config"]
     said = tomllib.loads(config["data"]["bootseer.toml"])
     assert (said["cache_limit"], said["deadline"]) == ("200000000000", "12.5")
+
+
+def test_names_of_digits_stay_names() -> None:
+    """Kubernetes takes such ones, but no numbers in their place."""
+    values = {
+        "imagePullSecrets": ["70001"],
+        "storeSecret": "70002",
+        "priorityClassName": "70003",
+        "nodeSelector": {"zone": "70004"},
+        "warm": EVERYTHING["warm"],
+        "webhook": {"priorityClassName": "70005", "nodeSelector": {"zone": "70006"}},
+    }
+    words = ("template", "70007", CHART, "--namespace", "70008", "--values", "-")
+    try:
+        text = helm(*words, version=HELM_4, text=json.dumps(values))
+    except SkippedError as error:
+        pytest.skip(str(error))
+    said = {one for each in yaml.safe_load_all(text) for one in scalars(each)}
+    assert not {one for one in said if isinstance(one, int) and 70000 < one < 70010}
+    assert {str(70000 + number) for number in range(1, 9)} <= said
+
+
+def scalars(of: Any) -> Iterator[Any]:
+    if isinstance(of, dict | list):
+        for one in of.values() if isinstance(of, dict) else of:
+            yield from scalars(one)
+    else:
+        yield of
+
+
+def test_the_webhook_runs_where_its_values_say() -> None:
+    each: tuple[Object, ...] = ({}, EVERYTHING)
+    for values in each:
+        (pod,) = [pod["spec"] for name, pod in pods(rendered(values)) if name.endswith("-webhook")]
+        said = {**DEFAULTS["webhook"], **values.get("webhook", {})}
+        assert pod["priorityClassName"] == said["priorityClassName"]
+        assert pod.get("nodeSelector", {}) == said["nodeSelector"]
+        assert pod.get("tolerations", []) == said["tolerations"]
 
 
 @pytest.mark.parametrize("folder", ["/etc/containerd/certs.d", "/k3s/certs.d", ""])

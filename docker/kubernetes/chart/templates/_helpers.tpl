@@ -1,7 +1,7 @@
 {{- /* Labels of everything, beside those of a component, which selectors use. */ -}}
 {{- define "bootseer.labels" -}}
 app.kubernetes.io/part-of: bootseer
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
@@ -18,11 +18,11 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 
 {{- /* What each pod of a node has: where it runs, and its priority. */ -}}
 {{- define "bootseer.placement" -}}
-priorityClassName: {{ .Values.priorityClassName }}
+priorityClassName: {{ .Values.priorityClassName | quote }}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ quote . }}
   {{- end }}
 {{- end }}
 hostNetwork: {{ .Values.hostNetwork }}
