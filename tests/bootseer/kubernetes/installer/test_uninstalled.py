@@ -2,7 +2,9 @@
 
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -23,16 +25,23 @@ DAEMONSETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets"
 ROLES = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"
 
 
-def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the chart's own DaemonSet and rights, on an API server."""
+@contextmanager
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """An API server that has the chart's DaemonSet, as a pod of the node asks it."""
     with real(tmp_path) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(removal, "ACCOUNT", server.account)
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
+        yield server
+
+
+def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the chart's own DaemonSet and rights, on an API server."""
+    with asked(tmp_path, monkeypatch) as server:
         # Its rights went first.
         with monkeypatch.context() as patch:
             patch.setattr(removal, "PATIENCE_S", 0.0)
@@ -68,12 +77,7 @@ def test_a_refusal_that_passes_is_no_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a server whose authorisation fails for a moment, while this pod is replaced."""
-    with real(tmp_path) as server:
-        for name, value in server.environ.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(removal, "ACCOUNT", server.account)
-        server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-        server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
+    with asked(tmp_path, monkeypatch) as server:
         sleeps: list[float] = []
 
         def sleep(seconds: float) -> None:
