@@ -31,7 +31,7 @@ from bootseer.errors import (
 )
 from bootseer.launch.signals import STOPS
 from bootseer.linux.private_files import make_directory
-from bootseer.linux.processes import wait_readable
+from bootseer.linux.processes import reap, wait_readable
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
 
@@ -121,7 +121,6 @@ class CheckpointMounts:
         self._pid = 0
         self._reports = -1
         self._received = b""
-        self._deadline_s = 0.0
         self._has_said = False
 
     def _directory(self, number: int) -> Path:
@@ -135,9 +134,6 @@ class CheckpointMounts:
         """Begin to mount; returns at once."""
         if not self._paths:
             return
-        # Each mount has deadlines of its own, within which it succeeds or fails.
-        limit_s = _BUSY_S + 2 * self._settings.deadline_s
-        self._deadline_s = time.monotonic() + limit_s * len(self._paths)
         self._reports, report = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
@@ -246,14 +242,19 @@ class CheckpointMounts:
     def finish(self) -> list[tuple[Path, str]]:
         """Wait for the mounts: (where it is mounted, where the job wants it).
 
+        The limit counts from this call: what the start did meanwhile may have taken hours.
+
         Raises: what a mount failed with; DeadlineError.
         """
-        while self._reports >= 0:
-            left_s = self._deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineError("the checkpoint folders were not mounted within the deadline")
-            self._receive(left_s)
+        # Each mount has deadlines of its own, within which it succeeds or fails.
+        limit_s = (_BUSY_S + 2 * self._settings.deadline_s) * len(self._paths)
+        self._drain(limit_s)
         self._raise_child_error()
+        if self._reports >= 0:
+            raise DeadlineError(
+                f"the checkpoint folders were not mounted within {limit_s:g} s; "
+                "a larger --deadline gives them more"
+            )
         if len(self._mounted()) < len(self._paths):
             raise UnavailableError("the process that mounts checkpoint folders was killed")
         self._say_made()
@@ -268,14 +269,17 @@ class CheckpointMounts:
             if one.made and one.mounted is not None:
                 self._say(made_sentence(self._paths[one.mounted].url))
 
-    def _receive(self, timeout_s: float) -> None:
-        if self._reports >= 0 and wait_readable([self._reports], timeout_s):
-            piece = os.read(self._reports, _REPORT_BYTES_MAX)
-            self._received += piece
-            if not piece:
-                os.close(self._reports)
-                self._reports = -1
-                os.waitpid(self._pid, 0)
+    def _receive(self, timeout_s: float) -> bool:
+        """Return whether something came: a piece of a report, or the end of them."""
+        if self._reports < 0 or not wait_readable([self._reports], timeout_s):
+            return False
+        piece = os.read(self._reports, _REPORT_BYTES_MAX)
+        self._received += piece
+        if not piece:
+            os.close(self._reports)
+            self._reports = -1
+            reap(self._pid, _END_S)
+        return True
 
     def _received_reports(self) -> list[_Report]:
         # What follows the last newline is a line still on its way.
@@ -313,9 +317,12 @@ class CheckpointMounts:
                 self._directory(number).rmdir()
 
     def _drain(self, timeout_s: float) -> None:
+        """Receive reports until the last one, or for so long; what is there is read in any case."""
         deadline_s = time.monotonic() + timeout_s
-        while self._reports >= 0 and (left_s := deadline_s - time.monotonic()) > 0:
-            self._receive(left_s)
+        while self._reports >= 0:
+            left_s = deadline_s - time.monotonic()
+            if not self._receive(max(left_s, 0.0)) and left_s <= 0:
+                return
 
     def _unmount(self, directory: Path) -> None:
         from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints

@@ -5,15 +5,21 @@ process for ever. Stateless; any thread, and every process of the node.
 """
 
 import contextlib
+import errno
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from bootseer.linux.private_files import private_directory
 
-_ANSWER_BYTES_MAX = 1 << 16
+_READ_BYTES = 1 << 16
+KILLED_S = 10.0
+"""Time for a killed process to end. One that waits for a dead file system may need longer than any
+deadline: it is left to init."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -50,6 +56,54 @@ def start_time(pid: int) -> str:
     "" if it has ended."""
     fields = stat_fields(pid)
     return "" if not fields or fields[0] in ("Z", "X") else fields[19]
+
+
+class ProcessId(NamedTuple):
+    """Process id and start time, which name one process for ever: the id alone is given away again
+    after the process, and means another process in another PID namespace."""
+
+    pid: int
+    started: str
+    """`start_time` of the process; "" names no process."""
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        """Return the name of the process that has this id now."""
+        return cls(pid, start_time(pid))
+
+    def lives(self) -> bool:
+        """Return whether the process has not ended. Any thread."""
+        return bool(self.started) and start_time(self.pid) == self.started
+
+    def open(self) -> int:
+        """Return a pidfd of the process.
+
+        Raises: ProcessLookupError if it has ended, whatever has its id now; OSError.
+        """
+        descriptor = os.pidfd_open(self.pid) if self.lives() else -1
+        # Before it was opened the process may have ended, and its id have been given away.
+        if descriptor >= 0 and self.lives():
+            return descriptor
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    def kill(self, number: int) -> bool:
+        """Send a signal. Return whether the process was there to take it.
+
+        Raises: OSError, such as PermissionError.
+        """
+        try:
+            descriptor = self.open()
+        except ProcessLookupError:
+            return False
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
 
 def own_line() -> set[int]:
@@ -127,8 +181,25 @@ def wait_ended(pid: int, timeout_s: float | None) -> bool:
         os.close(process)
 
 
+def reap(pid: int, timeout_s: float | None) -> int | None:
+    """Wait for a child, and let its id go: returns its exit code, as
+    `os.waitstatus_to_exitcode` has it; None where it has not ended in time, or was no child."""
+    with contextlib.suppress(OSError):
+        if wait_ended(pid, timeout_s):
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None
+
+
+def kill_child(pid: int) -> int | None:
+    """Kill a child that nobody has reaped yet, and reap it: returns what `reap` does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return reap(pid, KILLED_S)
+
+
 def in_a_copy(work: Callable[[], bytes], limit_s: float) -> bytes:
-    """What `work` returns, 64 KiB at most, in a copy of this process; empty where nothing came.
+    """Return what `work` returns in a copy of this process; empty where it did not end in time, or
+    was killed: half an answer is none.
 
     The copy is killed after `limit_s`: what it hangs in, its threads and connections go with it.
     For a process without threads. What `work` raises is for `work` to tell.
@@ -136,17 +207,29 @@ def in_a_copy(work: Callable[[], bytes], limit_s: float) -> bytes:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            os.write(writing, work())
+            os.close(reading)
+            with os.fdopen(writing, "wb") as file:
+                file.write(work())
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(writing)
+    deadline_s = time.monotonic() + limit_s
+    answer, code, has_ended = bytearray(), None, False
     try:
-        return os.read(reading, _ANSWER_BYTES_MAX) if wait_readable([reading], limit_s) else b""
+        while not has_ended and wait_readable([reading], deadline_s - time.monotonic()):
+            piece = os.read(reading, _READ_BYTES)
+            answer += piece
+            has_ended = not piece
+        # It closes its end before it ends itself.
+        code = reap(pid, KILLED_S) if has_ended else None
     finally:
         os.close(reading)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        if code is None:
+            kill_child(pid)
+    return bytes(answer) if code == 0 else b""
 
 
 def be_subreaper() -> None:

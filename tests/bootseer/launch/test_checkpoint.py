@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
-from tests.bootseer.launch.harness import Node, attribute, wait_for
+from tests.bootseer.launch.harness import REPOSITORY, Node, attribute, wait_for
 from tests.fuse.striped.support.mounting import checkpoints
 from tests.support.mounts.fuse_mount import require_fuse
 
@@ -190,6 +190,34 @@ def test_it_overlaps_the_environment(node: Node, local_url: str) -> None:
     for span in (checkpoint, environment):
         assert span["parentSpanId"] == spans["start"]["spanId"]
     assert attribute(environment, "bootseer.how") == "captured"
+
+
+# The clock of the start alone, not of what it has forked, is an hour ahead once the file is there.
+CLOCK = """
+import os, time
+if "run" in __import__("sys").orig_argv:
+    def monotonic(real=time.monotonic, pid=os.getpid()):
+        return real() + 3600 * (os.getpid() == pid and os.path.exists("late"))
+    time.monotonic = monotonic
+"""
+
+
+def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
+    node: Node, local_url: str
+) -> None:
+    """It ended with "not mounted within the deadline" where a set-up took more than two minutes."""
+    mount = node.base / "mnt"
+    (node.base / "clock").mkdir()
+    (node.base / "clock/sitecustomize.py").write_text(CLOCK)
+    setup = f"until mountpoint -q {mount}; do sleep 0.1; done; mkdir -p env; touch env/x late"
+    done = node.run(
+        *("--checkpoint", f"{local_url}:{mount}", "--setup", setup, "--target", "env"),
+        *("--", "mountpoint", mount),
+        variables={"PYTHONPATH": f"{node.base / 'clock'}:{REPOSITORY}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (node.base / "late").exists()
+    node.wait_clean()
 
 
 def test_a_folder_that_was_not_there_is_said(node: Node, local_url: str) -> None:
