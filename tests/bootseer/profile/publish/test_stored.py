@@ -225,6 +225,12 @@ def test_a_round_that_hangs_is_ended() -> None:
     assert round_in_a_copy(lambda: Round({"f": 1}), 60) == Round({"f": 1})
 
 
+def test_a_round_may_tell_of_many_files() -> None:
+    """Its answer was cut at 64 KiB, and so all that it had sent was sent once more, each time."""
+    found = Round({f"{number:064}": number for number in range(5000)})
+    assert round_in_a_copy(lambda: found, 60) == found
+
+
 def test_looks_get_rarer_and_end() -> None:
     schedule = Schedule(0, 1)
     looks: list[float] = []
