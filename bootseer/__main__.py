@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from itertools import pairwise
 
 # Most of what a command makes is what imports make, which stays: to look again and again whether
 # it is garbage takes a tenth of the time of a short one. (Python's default is 700.)
@@ -49,14 +48,13 @@ def _run() -> None:
 
 
 def is_mounting(words: list[str]) -> bool:
-    """Whether this is probably a command that mounts something. A wrong guess costs a process that
-    ends at once; but not of a job's command, which must have no children of ours."""
-    if _OTHER_MODES.intersection(words):
-        return False
-    for word, following in pairwise(words):
-        if word in ("image", "run", "snapshot"):
-            return (word, following) in _MOUNTING
-    return False
+    """Return whether this is a command line that probably mounts something. A wrong guess costs a
+    process that ends at once, but is none for a job's command, which must have no child of ours."""
+    # The values of options are no commands: a job may be called "image", its workload "run".
+    from bootseer.settings.disabled import FLAGS, skip_options
+
+    at, _ = skip_options(words, 1, FLAGS[""])
+    return tuple(words[at : at + 2]) in _MOUNTING and not _OTHER_MODES.intersection(words)
 
 
 if __name__ == "__main__":

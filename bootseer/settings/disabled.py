@@ -42,13 +42,13 @@ def is_disabled(value: str | None) -> bool:
 
 def wrapped(words: Sequence[str]) -> Wrapped | None:
     """Returns None for words that are no wrapper with a command. Pure."""
-    at, options = _skip(words, 0, FLAGS[""])
+    at, options = skip_options(words, 0, FLAGS[""])
     if at >= len(words) or words[at] not in WRAPPERS or _ENDS & {name for name, _ in options}:
         return None
     wrapper = words[at]
     own: list[tuple[str, str]] = []
     for _ in range(WRAPPERS[wrapper] + 1):
-        at, options = _skip(words, at + 1, FLAGS[wrapper])
+        at, options = skip_options(words, at + 1, FLAGS[wrapper])
         own += options
     if at < len(words) and words[at] == "--":
         at += 1
@@ -56,10 +56,10 @@ def wrapped(words: Sequence[str]) -> Wrapped | None:
     return Wrapped(command, tuple(own)) if command and not _ENDS & {n for n, _ in own} else None
 
 
-def _skip(
+def skip_options(
     words: Sequence[str], at: int, flags: frozenset[str]
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Returns the index behind the options that begin at `at`, and their values."""
+    """Return the index behind the options that begin at `at`, and these with their values. Pure."""
     found: list[tuple[str, str]] = []
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
         name, equals, value = words[at].partition("=")

@@ -5,6 +5,7 @@ import os
 import pty
 import signal
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,9 +182,8 @@ with bootseer.stage("x"):
     assert "Error" not in done.stderr
 
 
-def test_a_caller_finds_no_child_that_it_never_made(node: Node, tmp_path: Path) -> None:
-    """A job that waits for all of its children must not wait for our servers."""
-    code = """
+# Not for a python3 that is a script: its shell waits for every child before it becomes Python.
+HAS_CHILD = """
 import os
 try:
     os.waitpid(-1, os.WNOHANG)
@@ -191,9 +191,21 @@ try:
 except ChildProcessError:
     print("no child")
 """
+
+
+@pytest.mark.parametrize("option", ["--job", "--workload"])
+def test_whatever_a_job_is_called_it_has_no_child(node: Node, option: str) -> None:
+    """`--job image run` was taken for `image run`, for which a server is begun at once."""
+    done = node.run("--", sys.executable, "-c", HAS_CHILD, flags=(option, "image"))
+    assert done.stdout == "no child\n", done.stderr
+    node.wait_clean()
+
+
+def test_a_caller_finds_no_child_that_it_never_made(node: Node, tmp_path: Path) -> None:
+    """A job that waits for all of its children must not wait for our servers."""
     mount = node.base / "mnt"
     checkpoint = f"{(tmp_path / 'ckpt').as_uri()}:{mount}"
-    done = node.run("--checkpoint", checkpoint, "--", "python3", "-c", code)
+    done = node.run("--checkpoint", checkpoint, "--", sys.executable, "-c", HAS_CHILD)
     assert done.stdout == "no child\n", done.stderr
     node.wait_clean()
     wait_for(tmp_path / "ckpt")

@@ -147,6 +147,9 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
         ("bootseer snapshot restore KEY --mode hardlink", False),
         ("bootseer snapshot list", False),
         ("bootseer run -- image run", False),
+        ("bootseer --job image run -- true", False),
+        ("bootseer -v --workload=x --job snapshot restore", False),
+        ("bootseer --job run -vv image mount IMAGE DIR", True),
         ("bootseer image run IMAGE", True),
     ],
 )
