@@ -207,17 +207,19 @@ def in_a_copy(work: Callable[[], bytes], limit_s: float) -> bytes:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code = 1
+        is_told = False
         try:
             os.close(reading)
             with os.fdopen(writing, "wb") as file:
                 file.write(work())
-            code = 0
+            is_told = True
         finally:
-            os._exit(code)
+            os._exit(0 if is_told else 1)
     os.close(writing)
     deadline_s = time.monotonic() + limit_s
-    answer, code, has_ended = bytearray(), None, False
+    answer = bytearray()
+    code: int | None = None
+    has_ended = False
     try:
         while not has_ended and wait_readable([reading], deadline_s - time.monotonic()):
             piece = os.read(reading, _READ_BYTES)
