@@ -63,10 +63,14 @@ def unpack(packed: bytes) -> bytes:
     try:
         with decompressor.stream_reader(BytesIO(packed)) as stream:
             data = stream.read(BYTES_MAX + 1)
+        # The reader takes a frame that is cut off for one that ends there.
+        declared_bytes = zstandard.frame_content_size(packed)
     except zstandard.ZstdError as error:
         raise CorruptError(f"it is no timeline: {error}") from error
     if len(data) > BYTES_MAX:
         raise CorruptError("it holds more than the timeline of a start")
+    if declared_bytes >= 0 and len(data) != declared_bytes:
+        raise CorruptError(f"it is cut off: {len(data)} of {declared_bytes} bytes are there")
     return data
 
 

@@ -286,10 +286,21 @@ def test_hostile_objects_are_left_out(
     (start,) = list_starts(Stored(store), "j")
     assert (start.name, len(start.files)) == ("s:0", 5)
     assert {stage.name for stage in start.stages()} == {"image"}
-    assert caplog.text.count("is left out") == 2
+    assert caplog.text.count("is left out") == 3
     with pytest.raises(CorruptError):
         unpack(far_window)
     assert list_starts(Stored(store), "nobody") == []
+
+
+def test_an_object_that_was_cut_off_is_no_timeline() -> None:
+    lines = b"".join(
+        b'{"line": %d, "text": "%s"}\n' % (n, os.urandom(99).hex().encode()) for n in range(5000)
+    )
+    packed = pack(lines)
+    assert unpack(packed) == lines
+    for end in (0, 20, len(packed) // 2, len(packed) - 1):
+        with pytest.raises(CorruptError):
+            unpack(packed[:end])
 
 
 def test_objects_are_bounded_by_who_writes_them() -> None:
