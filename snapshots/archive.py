@@ -198,7 +198,7 @@ def import_target(
 
 def _packed(stream: "_Expanded", sink: BinaryIO, archive: Path) -> Tree:
     try:
-        return pack_tar(stream, sink)
+        return pack_tar(stream, sink, must_end=True)
     except ERRORS as error:
         raise CorruptError(f"{archive} cannot be decompressed: {error}") from error
     except CorruptError as error:

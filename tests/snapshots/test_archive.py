@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import random
 import shutil
 import subprocess
 import tarfile
@@ -217,6 +218,71 @@ def test_garbage_bombs_and_other_compressions_are_refused(
     with pytest.raises(InvalidInputError, match="name"):
         _import(node, store, tmp_path / "absent", tmp_path / "env", "../x")
     assert not list(store.list("snapshots/"))
+
+
+def test_an_archive_that_was_cut_anywhere_is_refused(
+    tmp_path: Path, node: Settings, store: Store
+) -> None:
+    env = tmp_path / "env"
+    env.mkdir()
+    for number in range(60):
+        # Each of these is a frame of its own: many cuts lie near the end of one.
+        (env / f"{number:03}").write_bytes(os.urandom(300_000 if number % 20 == 0 else 300))
+    exported = tmp_path / "env.tar.zst"
+    export_snapshot(store, create_snapshot(node, [str(env)]), exported, _ignore)
+    packed = exported.read_bytes()
+    plain = tmp_path / "plain"
+    subprocess.run(["tar", "-b", "1", "-cf", plain, "-C", env, "."], check=True)
+    whole = plain.read_bytes()
+    members = b"".join(
+        gzip.compress(whole[at : at + 65_536]) for at in range(0, len(whole), 65_536)
+    )
+    before = [found.path for found in store.list("snapshots/")]
+    dice = random.Random(1)
+    # The last frame's index is not needed, and one of the two blocks that end a tar is enough.
+    ends = {"zst": _end_of_content(packed), "gz": len(members) - 1, "tar": len(whole) - 1024}
+    for suffix, data in (("zst", packed), ("gz", members), ("tar", whole)):
+        cuts = [dice.randrange(len(data) // 10, ends[suffix]) for _ in range(15)]
+        if suffix == "zst":
+            cuts += _frame_ends(packed)[1:-1]
+        if suffix == "tar":
+            cuts += [cut - cut % 512 for cut in cuts]
+        for cut in cuts:
+            file = tmp_path / f"cut.tar.{suffix}"
+            file.write_bytes(data[:cut])
+            with pytest.raises(CorruptError, match=r"cut\.tar.*"):
+                _import(node, store, file, env)
+    assert [found.path for found in store.list("snapshots/")] == before
+
+
+def _frame_ends(packed: bytes) -> list[int]:
+    """Where the frames with content end in the seekable archive `packed`."""
+    ends, position = [], 0
+    while packed[position : position + 4] == b"\x28\xb5\x2f\xfd":
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        frame.decompress(packed[position:])
+        position = len(packed) - len(frame.unused_data)
+        ends.append(position)
+    return ends
+
+
+def _end_of_content(packed: bytes) -> int:
+    return _frame_ends(packed)[-1]
+
+
+def test_an_archive_without_the_blocks_that_end_it_is_refused(
+    tmp_path: Path, node: Settings, store: Store
+) -> None:
+    whole = tar_of([Member("a", data=b"x" * 512), Member("b", data=b"y" * 512)])
+    assert not whole[2048:].strip(b"\0")
+    for end in (1024, 2048):
+        with pytest.raises(CorruptError, match=r"hostile\.tar.*cut off"):
+            _import(node, store, _archive(tmp_path, data=whole[:end]), tmp_path / "env")
+    assert not list(store.list("snapshots/"))
+    # One of the two is enough: GNU tar says "a lone zero block", and takes it.
+    manifest = _import(node, store, _archive(tmp_path, data=whole[:2560]), tmp_path / "env")
+    restore_snapshot(node, manifest.fingerprint)
+    assert sorted(path.name for path in (tmp_path / "env").iterdir()) == ["a", "b"]
 
 
 def test_the_exported_archive_is_plain_for_the_standard_library(

@@ -46,11 +46,14 @@ def pack_tar(
     frame_bytes: int = FRAME_BYTES,
     threads: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    must_end: bool = False,
 ) -> Tree:
     """Write the blob of an uncompressed tar archive to `sink` (buffered); returns its tree.
 
     Names lose a leading "/" or "./"; whiteouts (".wh.x") are plain files here. `stream` needs
     only `read` and is read to its end. `on_progress` is called with counts of bytes done.
+    `must_end`: an archive without a zero block after its last member is refused as cut off; use it
+    where no digest vouches for the archive.
 
     Raises: CorruptError for anything malformed: a wrong checksum, a name with "..", a hard link
     to a name that does not precede it; UnsupportedError for multi-volume archives. What is in
@@ -64,6 +67,10 @@ def pack_tar(
         for member in reader:
             extents, digest = copy_member(reader, writer, member)
             unpacked.add(member, extents, digest)
+        if must_end and not reader.rest:
+            raise CorruptError(
+                f"the tar archive is cut off at byte {reader.position}: no zero block ends it"
+            )
         copy_end(reader, writer)
         return unpacked.tree(writer.finish())
 

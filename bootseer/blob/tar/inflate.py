@@ -8,6 +8,7 @@ Generators: nothing is read before it is asked for.
 
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
@@ -41,6 +42,7 @@ Read = Callable[[int], bytes]
 _WINDOW_BYTES_MAX = 2**27
 """`zstd --long=27`, what the zstd command itself decompresses without being told."""
 
+_MARK_BYTES = 128
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
@@ -92,18 +94,22 @@ class Limits(Struct, frozen=True):
 
 
 class _Whole(io.RawIOBase):
-    """`head`, then the rest, as a file."""
+    """`head`, then the rest, then `end`, as a file."""
 
-    def __init__(self, head: bytes, read: Read) -> None:
+    def __init__(self, head: bytes, read: Read, end: bytes = b"") -> None:
         self._head = head
         self._read = read
+        self._end = end
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1, /) -> bytes:
         data, self._head = self._head, b""
-        return data or self._read(size)
+        data = data or self._read(size)
+        if not data:
+            data, self._end = self._end, b""
+        return data
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self.read(len(buffer))
@@ -121,12 +127,32 @@ def _gunzip(head: bytes, read: Read) -> Iterator[bytes]:
 
 
 def _unzstd(head: bytes, read: Read) -> Iterator[bytes]:
+    """Yield the content of the frames. Raises: EOFError where they end amid a frame.
+
+    The library's reader takes the end of its source for the end of the last frame, and its other
+    interface, which tells, has no bound for what one call may return. So a frame with content of
+    its own follows the source here: unless that content comes out last, the frame was read as a
+    part of one that is cut off. The content repeats itself, so its frame is shorter and nowhere
+    holds it as it is.
+    """
+    mark = os.urandom(_MARK_BYTES // 8) * 8
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
+    source = _Whole(head, read, zstandard.compress(mark))
+    last = b""
     with decompressor.stream_reader(
-        cast(BinaryIO, _Whole(head, read)), read_size=PIECE_BYTES, read_across_frames=True
+        cast(BinaryIO, source), read_size=PIECE_BYTES, read_across_frames=True
     ) as reader:
         while piece := reader.read(PIECE_BYTES):
-            yield piece
+            if len(piece) < _MARK_BYTES:
+                last += piece
+                continue
+            if last:
+                yield last
+            last = piece
+    if not last.endswith(mark):
+        raise EOFError("it ends amid a frame: it is cut off")
+    if len(last) > _MARK_BYTES:
+        yield last[:-_MARK_BYTES]
 
 
 def _plain(head: bytes, read: Read) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zstandard
 
-from bootseer.blob.tar.inflate import Limits
+from bootseer.blob.tar.inflate import ERRORS, Limits, decompress
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from bootseer.prefetch.sources.stream import Expected, TarStream
 from tests.support.images.building import compress, digest
@@ -102,6 +102,17 @@ def test_a_cut_off_layer_is_refused(compression: str, kept: int) -> None:
         read(stored[:kept], size_bytes=len(stored), stored_digest=digest(stored))
     with pytest.raises(CorruptError):
         read(stored[:kept], stored_digest=None)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "members", "zstd", "frames"])
+def test_a_stream_that_ends_amid_a_frame_is_no_whole_one(compression: str) -> None:
+    """Not by its digest, which not every caller knows: by the compression itself."""
+    stored = compress(CONTENT, compression)
+    assert b"".join(decompress(io.BytesIO(stored).read, "stream")) == CONTENT
+    for cut in (10, 1000, len(stored) // 2, len(stored) - 1):
+        with pytest.raises((*ERRORS, CorruptError)):
+            for _ in decompress(io.BytesIO(stored[:cut]).read, "stream"):
+                pass
 
 
 def test_more_bytes_than_declared() -> None:
