@@ -89,8 +89,10 @@ class Replay:
         executor: Executor,
         *,
         lock: Path | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`lock`: the server that holds this file fetches the bundle for all on this node."""
+        """`lock`: the server that holds this file fetches the bundle for all on this node. `look`
+        is called after each frame: `BlobStreams.look_for_refutation`."""
         self.bundle = bundle
         self.fetched_bytes = 0
         """Uncompressed bytes that this replay brought."""
@@ -108,6 +110,7 @@ class Replay:
         self._batch: Batch | None = None
         self._lock_path = lock
         self._lock_fd = -1
+        self._look = look
         self._is_following = False
         self._patience_s = _PATIENCE_S
         self._stopping = threading.Event()
@@ -264,6 +267,8 @@ class Replay:
             piece = content[position : position + extent.length]
             if not cache.holds(extent.offset, extent.length):
                 cache.claim(extent.offset, piece)
+        # After the writing: another server may have found the bundle wrong meanwhile.
+        self._look()
         with self._lock:
             if self._pending[number]:
                 self._pending[number] = 0

@@ -23,6 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, InvalidInputError, from
 from bootseer.linux.locks import try_lock
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import boot_id
+from bootseer.prefetch.cache.claims_mark import ClaimsMark
 from bootseer.prefetch.cache.files import (
     HEADER_BYTES,
     SECTOR_BYTES,
@@ -35,7 +36,7 @@ from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.cache.new_stream import NewStream, remove_abandoned
 from bootseer.prefetch.cache.presence import count_present
 from bootseer.prefetch.cache.stream_cache import StreamCache
-from bootseer.prefetch.cache.stream_keys import claimed_key, frames_key, is_stored, store_hex
+from bootseer.prefetch.cache.stream_keys import frames_key, is_stored, store_hex
 
 __all__ = [
     "SECTOR_BYTES",
@@ -98,11 +99,15 @@ class NodeCache:
 
     # ---- streams of images ----------------------------------------------------------------
 
+    def claims_mark(self, claimant: str) -> ClaimsMark:
+        """Return the mark of the image `claimant` (`stream_keys.claimant_of`) as it is now."""
+        return ClaimsMark(self._directory, claimant)
+
     def open_image(
-        self, blobs: Sequence[Blob], *, claimant: str | None = None, is_local: bool = False
+        self, blobs: Sequence[Blob], *, mark: ClaimsMark | None = None, is_local: bool = False
     ) -> list[ImageStream]:
-        """The streams of an image. With a `claimant` (`stream_keys.claimant_of`), also what
-        was claimed of them for it. `is_local`: this node made the index, of streams that it pulled.
+        """The streams of an image. With a `mark` (`claims_mark`), also what was claimed of them for
+        the image. `is_local`: this node made the index, of streams that it pulled.
 
         Raises: CorruptError where a stream is stored nowhere and the index is not this node's:
         the author of the index may not have had the stream; BootseerError.
@@ -117,10 +122,10 @@ class NodeCache:
                         f"an index names the stream {blob.stream_digest}, which is stored nowhere; "
                         "index the image again"
                     )
-                if claimant is None or not is_stored(blob):
+                if mark is None or not is_stored(blob):
                     opened.append(ImageStream(proven))
                     continue
-                path = self._path(claimed_key(claimant, blob))
+                path = self._path(mark.key(blob))
                 opener = partial(self._open_claimed, path, blob.stream_length)
                 opened.append(ImageStream(proven, opener))
         except BaseException:
@@ -167,9 +172,10 @@ class NodeCache:
         """Have what the node has of these streams of an image on the disk, and marked so, unless
         somebody uses them; claims that are all proven by now are removed. Never raises: what is not
         marked is verified after a reboot."""
+        mark = self.claims_mark(claimant)
         for blob in blobs:
             with contextlib.suppress(BootseerError):
-                claimed = self._path(claimed_key(claimant, blob))
+                claimed = self._path(mark.key(blob))
                 if claimed.is_dir() and self._is_all_proven(blob, claimed):
                     self._remove(claimed)
                 for path in (self._proven_path(blob), claimed):

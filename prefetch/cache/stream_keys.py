@@ -54,9 +54,3 @@ def claimant_of(index_digest: str, store_url: str) -> str:
     """For whom claimed bytes are believed: the image with this index, of this store. Another store
     may have the same index, and bundles that others wrote."""
     return f"{index_digest} {store_hex(store_url)}"
-
-
-def claimed_key(claimant: str, blob: "Blob") -> str:
-    """`claimed:<hex>`: for bytes that are believed for `claimant` alone."""
-    text = f"{claimant} {frames_key(blob)}"
-    return f"claimed:{hashlib.sha256(text.encode('ascii')).hexdigest()}"

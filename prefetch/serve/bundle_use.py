@@ -105,6 +105,7 @@ class BundleUse:
                     digest if self.pointer.index_digest == index else index,
                     self._plan.settings.store_url,
                 ),
+                look=self._streams.look_for_refutation,
             )
             # Known to faults only once it knows itself what is here already.
             replay.start()
@@ -119,12 +120,15 @@ class BundleUse:
         finally:
             self._close_root()
 
-    def refuse(self) -> None:
-        """It brought bytes that are not the image's: hand over nothing more, and never use it
-        again."""
+    def drop(self) -> None:
+        """Some server found bytes that are not the image's: hand over nothing more."""
         self.is_damaged = True
         if self._preload is not None:
             self._preload.stop()
+
+    def refuse(self) -> None:
+        """Never use the bundle again on this node: this server found that its bytes are not the
+        image's."""
         if self.pointer is not None:
             state = self._plan.state
             refuse_bundle(self._plan.settings, state.workload, self.pointer)

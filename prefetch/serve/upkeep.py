@@ -1,5 +1,5 @@
 """What an image's server does on the side: verify after a crash, keep the cache below its limit,
-write figures, note in the store that the image is in use.
+write figures, note in the store that the image is in use, look what other servers found wrong.
 
 One thread that does a little now and then, and the fill's own. Nothing here fails a launch.
 """
@@ -22,6 +22,9 @@ _ROUND_S = 15.0
 """Seconds between two rounds: as often as Prometheus scrapes by default."""
 _GROWN_BYTES = 256 * 2**20
 """The growth of the cache after which its limit is checked again."""
+_LOOK_S = 1.0
+"""Seconds between two looks whether another server found claimed bytes of the image wrong: for so
+long its kernel may go on with them."""
 _CLOSE_S = 5.0
 _NOTE_USE_S = 6 * 3600.0
 """A note that fails is tried again long before a garbage collector would miss it."""
@@ -91,7 +94,15 @@ class Upkeep:
                 trimmed_at_bytes = came
                 self._room.make()
             self.write_figures()
-            self._stopping.wait(_ROUND_S)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Wait for the next round."""
+        ends_s = time.monotonic() + _ROUND_S
+        while (left_s := ends_s - time.monotonic()) > 0:
+            self._streams.look_for_refutation()
+            if self._stopping.wait(min(_LOOK_S, left_s)):
+                return
 
     def close(self) -> None:
         """End both threads, and with the fill all transfers. Idempotent."""

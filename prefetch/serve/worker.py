@@ -85,6 +85,7 @@ class ImageServer:
             on_damage=self._note_damage,
             claimant=plan.claimant,
             is_local=plan.options.is_local,
+            refuse=lambda: self._bundle.refuse(),
             on_refuted=self._refuted,
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
@@ -205,7 +206,7 @@ class ImageServer:
 
     def _refuted(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """The bundle brought wrong bytes, somewhere in these ranges: the kernel may hold them."""
-        self._bundle.refuse()
+        self._bundle.drop()
         forget_pages = self.operations.forget_pages
         if forget_pages is None:
             return

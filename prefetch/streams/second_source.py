@@ -9,7 +9,7 @@ import re
 from bootseer.blob.tree import Blob
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.cache.stream_keys import claimed_key, is_stored
+from bootseer.prefetch.cache.stream_keys import is_stored
 from bootseer.prefetch.streams.repairs import Came, Repair
 from bootseer.settings.config import Settings
 
@@ -35,8 +35,8 @@ def second_source(settings: Settings, reference: str, claimant: str) -> Repair |
         # What the node has under the digest alone is left aside: the index may name a stream that
         # whoever wrote it never had. Only what the registry sends now, it can have. This node's own
         # index is believed.
-        key = claimed_key(claimant, blob) if is_stored(blob) else digest
         cache = NodeCache(settings.cache_dir)
+        key = cache.claims_mark(claimant).key(blob) if is_stored(blob) else digest
         with cache.pulling(key, _WAIT_S):
             whole = cache.open_whole(key)
             if whole is not None:

@@ -59,14 +59,15 @@ class BlobStreams:
         on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
         claimant: str | None = None,
         is_local: bool = False,
+        refuse: Callable[[], None] = lambda: None,
         on_refuted: Callable[[Sequence[tuple[int, int, int]]], None] = lambda ranges: None,
     ) -> None:
         """`read_object`: `Store.read_into`. `fill_bytes_per_s` caps what is fetched at the lowest
         priority. `on_progress` gets the stored bytes of each part that came. `repair` is asked when
         a frame of a blob cannot be had. `on_damage` gets chunks of which one at least came damaged,
-        whatever happens then; it must be quick. `claimant` and `is_local`: see
-        `NodeCache.open_image`; without the first, all that is read is proven. `on_refuted`: see
-        `Claims`.
+        whatever happens then; it must be quick. `claimant`: the image
+        for which claims are believed (`stream_keys.claimant_of`); without, all that is read is
+        proven. `is_local`: see `NodeCache.open_image`. `refuse`, `on_refuted`: see `Claims`.
         Raises: BootseerError when the cache cannot be opened."""
         self.blobs = blobs
         self.replay: Replay | None = None
@@ -80,8 +81,9 @@ class BlobStreams:
         self._late = LateRanges()
         self._patience = Patience(has_other=repair is not None)
         self.on_damage = on_damage
-        self.caches = cache.open_image(blobs, claimant=claimant, is_local=is_local)
-        self.claims = Claims(self.caches, on_refuted)
+        mark = None if claimant is None else cache.claims_mark(claimant)
+        self.caches = cache.open_image(blobs, mark=mark, is_local=is_local)
+        self.claims = Claims(self.caches, mark, refuse, on_refuted)
         self._memory = FrameMemory(_MEMORY_BYTES)
         self._ahead = ReadAhead()
         self.executor = Executor(
@@ -287,6 +289,12 @@ class BlobStreams:
         if not kept or frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES:
             self._memory.put(blob, number, content)
         return len(content)
+
+    def look_for_refutation(self) -> None:
+        """Drop what is claimed if another server of the image on this node has found it wrong."""
+        error = self.claims.look()
+        if error is not None and self.replay is not None:
+            self.replay.give_up(error)
 
     # ---- the rest -----------------------------------------------------------------------------
 

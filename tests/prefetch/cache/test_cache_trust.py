@@ -1,8 +1,10 @@
 """What others may write of an image or a bundle never reaches another image through the cache."""
 
+import dataclasses
 import logging
 import random
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -225,6 +227,82 @@ def test_a_wrong_bundle_is_found_as_its_frames_come(
             assert read_big(image, opened, offset, length) == right
     streams.close()
     follower.close()
+
+
+def test_a_refuted_bundle_is_believed_by_no_server_of_the_node(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by one that is still replaying it, nor by one that starts then."""
+    bundle = wrong_bundle(image, monkeypatch)
+    reading, held = threading.Event(), threading.Event()
+
+    def hold(key: str) -> None:
+        if key.startswith("bundles/"):
+            reading.set()
+            assert held.wait(60)
+
+    slow = dataclasses.replace(image, reads=[], before_read=hold)
+    first = image.streams(tmp_path / "cache")
+    second = slow.streams(tmp_path / "cache")
+    replays = [slow.replay(second, *bundle), image.replay(first, *bundle)]
+    replays[0].start()
+    assert reading.wait(60)
+    replays[1].start()
+    wait_for(lambda: replays[1].is_over)
+    # The first one finds it wrong, while the second one's bytes are on their way.
+    assert read_big(image, first, 8192, 100) == image.contents["big"][8192:8292]
+    held.set()
+    wait_for(lambda: replays[0].is_over)
+    third = image.streams(tmp_path / "cache")
+    for opened in (third, first, second):
+        for offset, length in HOT:
+            right = image.contents["big"][offset : offset + length]
+            assert read_big(image, opened, offset, length) == right
+    assert all(replay.error is not None for replay in replays)
+    for opened in (first, second, third):
+        opened.close()
+
+
+def test_a_right_bundle_is_believed_after_a_wrong_one(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = wrong_bundle(image, monkeypatch)
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    wait_for(lambda: replay.is_over)
+    read_big(image, streams, 8192, 100)
+    right = image.publish_bundle([image.place("big", *piece) for piece in HOT])
+    # While the server that found the wrong one lives on.
+    again = image.streams(tmp_path / "cache")
+    following = image.replay(again, *right)
+    following.start()
+    wait_for(lambda: following.is_over)
+    image.reads.clear()
+    for offset, length in HOT:
+        content = image.contents["big"][offset : offset + length]
+        assert read_big(image, again, offset, length) == content
+    assert image.reads == []
+    streams.close()
+    again.close()
+
+
+def test_what_was_refuted_does_not_come_back_with_a_crash_of_the_machine(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = wrong_bundle(image, monkeypatch)
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    wait_for(lambda: replay.is_over)
+    read_big(image, streams, 8192, 100)
+    streams.close(durable=False)
+    monkeypatch.setattr("bootseer.prefetch.cache.node_cache.boot_id", lambda: "ab" * 16)
+    again = image.streams(tmp_path / "cache")
+    for offset, length in HOT:
+        right = image.contents["big"][offset : offset + length]
+        assert read_big(image, again, offset, length) == right
+    again.close()
 
 
 def test_the_fill_compares_what_a_bundle_brought(

@@ -81,6 +81,30 @@ def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: Node) -> None:
         read_hot(node, image.directory)
 
 
+def test_every_server_of_the_image_drops_what_one_found_wrong(node: Node) -> None:
+    """Also the pages that its kernel has, and although it never compares anything itself."""
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+    assert wait_published(node.settings, 30)
+    replace_bundle(node)
+    drop_cache(node.settings)
+    hot = ["hot-1", "hot-2"]
+    right = [digest_of(node.source / name) for name in hot]
+    idle = replace(node.settings, fill_bytes_per_s=0)
+    filling = replace(node.settings, fill_bytes_per_s=10**9)
+    with (
+        mounted(idle, "image:1", node.base / "mnt") as one,
+        mounted(filling, "image:1", node.base / "other") as other,
+    ):
+        for image in (one, other):
+            wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)  # noqa: B023
+        paths = [one.directory / name for name in hot]
+        assert checksums_outside(paths) != right
+        other.ready()
+        wait_for(lambda: checksums_outside(paths) == right)
+        assert "another server" in one.status()["prefetch"]["error"]
+
+
 def drop_streams(node: Node) -> None:
     """All but what the node knows of bundles."""
     hot = node.settings.cache_dir / "catalogue" / "hot"

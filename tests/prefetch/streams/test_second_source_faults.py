@@ -12,7 +12,6 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.cache.stream_keys import claimed_key
 from bootseer.prefetch.streams.repairs import Came
 from bootseer.prefetch.streams.streams import BlobStreams
 from tests.support.images.stored_image import INDEX, Image, stored_image
@@ -67,7 +66,9 @@ def test_a_second_source_brings_what_the_store_cannot(
         asked.append(lost.stream_digest)
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(claimed_key(INDEX, lost) if lost.frames else lost.stream_digest).close()
+            new.commit(
+                cache.claims_mark(INDEX).key(lost) if lost.frames else lost.stream_digest
+            ).close()
 
     streams = BlobStreams(
         [blob],
@@ -219,7 +220,7 @@ def test_the_store_leaves_time_for_the_second_source(
     def repair(lost: Blob, came: Came) -> None:
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(claimed_key(INDEX, lost)).close()
+            new.commit(cache.claims_mark(INDEX).key(lost)).close()
 
     streams = BlobStreams([blob], into(hang), cache, deadline_s=12, repair=repair, claimant=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]

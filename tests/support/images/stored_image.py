@@ -81,7 +81,14 @@ class Image:
     ) -> Replay:
         lengths = [blob.stream_length for blob in self.tree.blobs]
         bundle = decode_header(header, INDEX, lengths)
-        replay = Replay(bundle, digest, streams.caches, streams.executor, lock=lock)
+        replay = Replay(
+            bundle,
+            digest,
+            streams.caches,
+            streams.executor,
+            lock=lock,
+            look=streams.look_for_refutation,
+        )
         streams.replay = replay
         return replay
 
