@@ -95,6 +95,8 @@ class Dispatcher:
 
     def _setattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
         changes = wire.decode_setattr(body, time.time_ns())
+        if changes.lock_owner is not None:
+            caller = caller.owning(changes.lock_owner)
         return Answer(wire.encode_attr_out(*self.operations.setattr(caller, node, changes)))
 
     def _readlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
@@ -192,7 +194,8 @@ class Dispatcher:
         return Answer(afterwards=afterwards)
 
     def _flush(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        self.operations.flush(caller, node, wire.FLUSH_IN.unpack_from(body)[0])
+        handle, _, _, lock_owner = wire.FLUSH_IN.unpack_from(body)
+        self.operations.flush(caller.owning(lock_owner), node, handle)
         return EMPTY
 
     def _fsync(self, caller: Caller, node: int, body: memoryview) -> Answer:

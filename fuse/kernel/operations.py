@@ -106,6 +106,8 @@ class SetAttributes(Struct, frozen=True):
     atime_ns: int | None = None
     mtime_ns: int | None = None
     handle: int | None = None
+    lock_owner: int | None = None
+    """As `Caller.lock_owner`."""
 
 
 class Caller(Struct, frozen=True, eq=False):
@@ -120,6 +122,9 @@ class Caller(Struct, frozen=True, eq=False):
     pid: int
     unique: int = 0
     interrupts: "frozenset[int] | set[int]" = frozenset()
+    lock_owner: int | None = None
+    """Table of open files that the process uses: the same for all its threads, another one in each
+    child. Known for a write, a flush and a truncation, else None."""
 
     @property
     def is_interrupted(self) -> bool:
@@ -130,6 +135,10 @@ class Caller(Struct, frozen=True, eq=False):
     def is_resent(self) -> bool:
         """Whether a predecessor of this process may have done, in part or whole, what is asked."""
         return bool(self.unique & _UNIQUE_RESENT)
+
+    def owning(self, lock_owner: int) -> "Caller":
+        """Return the same caller with its table of open files."""
+        return Caller(self.uid, self.gid, self.pid, self.unique, self.interrupts, lock_owner)
 
     @property
     def request(self) -> int:
@@ -257,7 +266,10 @@ class Operations:
         raise _refuse(errno.EROFS)
 
     def flush(self, caller: Caller, node: int, handle: int) -> None:
-        """Each close(2) of a descriptor; its error becomes close's error. ENOSYS: never ask."""
+        """Each close(2) of a descriptor; its error becomes close's error. ENOSYS: never ask.
+
+        A child that inherited the descriptor closes it as well, when it ends at the latest:
+        `caller.lock_owner` tells the two apart."""
         raise _refuse(errno.ENOSYS)
 
     def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:

@@ -187,7 +187,9 @@ class Session:
     def _write(
         self, caller: Caller, node: int, handle: int, offset: int, size: int, buffer: RequestBuffer
     ) -> None:
-        (flags,) = wire.IO_FLAGS_IN.unpack_from(buffer.head, wire.IN_HEADER_BYTES)
+        how, owner, flags = wire.WRITE_TAIL_IN.unpack_from(buffer.head, wire.IN_HEADER_BYTES)
+        if how & wire.WRITE_LOCKOWNER:
+            caller = caller.owning(owner)
         try:
             data = buffer.data(size)
             taken = self._dispatcher.operations.write(caller, node, handle, offset, data, flags)

@@ -30,7 +30,8 @@ IN_HEADER_BYTES = IN_HEADER.size
 # nodeid uid gid pid, fh offset size. Every buffer is longer than this, so that one unpack serves
 # all opcodes; the last three fields mean nothing for others.
 FAST_IN = struct.Struct("=IIQQIII4xQQI")
-IO_FLAGS_IN = struct.Struct("=32xI4x")  # flags of fuse_read_in and fuse_write_in
+# fuse_write_in behind its size: write_flags lock_owner flags padding
+WRITE_TAIL_IN = struct.Struct("=20xIQI4x")
 WRITE_DATA_OFFSET = IN_HEADER_BYTES + 40  # sizeof(struct fuse_write_in) = 40
 INIT_IN = struct.Struct("=IIII")  # fuse_init_in: major minor max_readahead flags
 INIT_EXT_IN = struct.Struct("=I")  # fuse_init_in.flags2, only with FUSE_INIT_EXT
@@ -134,10 +135,11 @@ FOPEN_PASSTHROUGH = 1 << 7
 
 GETATTR_FH = 1 << 0
 FSYNC_DATA_ONLY = 1 << 0
+WRITE_LOCKOWNER = 1 << 1  # fuse_write_in.write_flags: lock_owner is set
 # fuse_setattr_in.valid
 FATTR_MODE, FATTR_UID, FATTR_GID, FATTR_SIZE = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 FATTR_ATIME, FATTR_MTIME, FATTR_FH = 1 << 4, 1 << 5, 1 << 6
-FATTR_ATIME_NOW, FATTR_MTIME_NOW = 1 << 7, 1 << 8
+FATTR_ATIME_NOW, FATTR_MTIME_NOW, FATTR_LOCKOWNER = 1 << 7, 1 << 8, 1 << 9
 
 PAGE_BYTES = mmap.PAGESIZE
 # FUSE_MIN_READ_BUFFER, and room for the largest name-carrying request beside the data.
@@ -263,7 +265,7 @@ def decode_setattr(body: memoryview, now_ns: int) -> SetAttributes:
         _,
         handle,
         size_bytes,
-        _,
+        lock_owner,
         atime,
         mtime,
         _,
@@ -290,6 +292,7 @@ def decode_setattr(body: memoryview, now_ns: int) -> SetAttributes:
         atime_ns=when(FATTR_ATIME, FATTR_ATIME_NOW, atime, atime_ns),
         mtime_ns=when(FATTR_MTIME, FATTR_MTIME_NOW, mtime, mtime_ns),
         handle=handle if valid & FATTR_FH else None,
+        lock_owner=lock_owner if valid & FATTR_LOCKOWNER else None,
     )
 
 

@@ -24,7 +24,7 @@ from bootseer.fuse.kernel.operations import Attributes, DirectoryEntry, Entry
         (wire.RELEASE_IN, 24),
         (wire.FLUSH_IN, 24),
         (wire.READ_IN, 40),
-        (wire.IO_FLAGS_IN, 40),
+        (wire.WRITE_TAIL_IN, 40),
         (wire.FSYNC_IN, 16),
         (wire.SETXATTR_IN, 8),
         (wire.GETXATTR_IN, 8),

@@ -29,6 +29,11 @@ def is_dying(caller: Caller) -> bool:
     return any(int(signals, 16) & _SIGKILL_BIT for signals in pending)
 
 
+def process_of(caller: Caller) -> int:
+    """Return the id of the process behind a request, which names a thread; 0 if it is unknown."""
+    return int(status_line(caller.pid, "Tgid") or "0") if caller.pid else 0
+
+
 def was_killed(caller: Caller) -> bool:
     """Whether a signal has ended the process whose descriptor is being closed.
 

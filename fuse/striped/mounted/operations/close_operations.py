@@ -10,7 +10,7 @@ import time
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Caller
-from bootseer.fuse.striped.mounted.operations.callers import was_killed
+from bootseer.fuse.striped.mounted.operations.callers import process_of, was_killed
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.tables import MountTables
 from bootseer.fuse.striped.names.stored import FileStatus
@@ -31,6 +31,8 @@ class CloseOperations(MountTables):
         writer = opened.writer
         if writer is None:
             return
+        if not self._speaks_for(opened, writer, caller):
+            return
         opened.was_killed = was_killed(caller)
         if opened.was_killed:
             with self._lock:
@@ -48,6 +50,18 @@ class CloseOperations(MountTables):
             except BaseException:
                 self._drop_failed(opened.node)
                 raise
+
+    def _speaks_for(self, handle: Handle, writer: FileWriter, caller: Caller) -> bool:
+        """Return whether the process that closes a descriptor is one that the file is written by.
+
+        A child that inherited the descriptor closes it too, at its end or when it executes another
+        program. It does so in the middle of its parent's save.
+        """
+        if writer.has_failed:
+            return True
+        if writer.was_written:
+            return caller.lock_owner in handle.unpublished_owners
+        return not handle.opener or process_of(caller) in (0, handle.opener)
 
     def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
         opened = self._handle(handle)
@@ -121,6 +135,8 @@ class CloseOperations(MountTables):
         with handle.publishing:
             if not writer.needs_publishing and not writer.has_failed:
                 return
+            # First: who writes meanwhile has to be known when it closes the file.
+            handle.unpublished_owners.clear()
             try:
                 writer.publish()
             finally:

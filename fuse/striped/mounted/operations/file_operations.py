@@ -184,6 +184,7 @@ class FileOperations(CloseOperations):
                 return writer.append(data, lambda: is_dying(caller))
             return writer.write(offset, data, lambda: is_dying(caller))
         finally:
+            opened.unpublished_owners.add(caller.lock_owner)
             # Only now: if this process dies before, the kernel asks the next one to write this.
             self._note_unfinished(opened)
 
@@ -203,6 +204,7 @@ class FileOperations(CloseOperations):
             try:
                 writer.truncate(size_bytes)
             finally:
+                handle.unpublished_owners.add(caller.lock_owner)
                 self._note_unfinished(handle)
             return
         path = self._attached_path(known)

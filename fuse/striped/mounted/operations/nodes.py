@@ -83,8 +83,14 @@ class Handle(Struct, eq=False):
     base: FileView | None = None
     """What it appends to, before the first write."""
     writer: FileWriter | None = None
+    unpublished_owners: set[int | None] = field(default_factory=set)
+    """Tables of open files (`Caller.lock_owner`) of the processes that wrote since the last commit.
+    The close of any other process, such as a child that inherited the descriptor, commits nothing.
+    """
+    opener: int = 0
+    """Process that opened it; 0 if it is unknown."""
     was_killed: bool = False
-    """Whether the process that closed it last was ended by a signal."""
+    """Whether the process that wrote it was ended by a signal."""
     was_flushed: bool = False
     """Whether a descriptor of it was closed, and nothing was written since."""
     is_releasing: bool = False
