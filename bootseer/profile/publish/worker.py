@@ -58,7 +58,8 @@ class _Follower:
         self._running: dict[int, Note] = {}
         """By a descriptor of the process."""
         self._listening: dict[int, ReadySocket] = {}
-        self._sizes: list[int] = []
+        self._published: list[tuple[Path, int]] = []
+        """Path and size of each timeline in the last round that succeeded."""
         self._sent: dict[str, int] = {}
         self._said: set[str] = set()
         self._figures: FiguresFile | None = None
@@ -146,22 +147,27 @@ class _Follower:
 
     def _wait_quiet(self) -> None:
         deadline_s = time.monotonic() + _QUIET_S_MAX
-        before: list[int] = []
-        while (sizes := self._now()) != before and time.monotonic() < deadline_s:
-            before = sizes
+        before: list[tuple[Path, int]] = []
+        while (timelines := self._timelines()) != before and time.monotonic() < deadline_s:
+            before = timelines
             time.sleep(_QUIET_S)
 
-    def _now(self) -> list[int]:
-        sizes = []
+    def _timelines(self) -> list[tuple[Path, int]]:
+        """Return the path and the size of each timeline that is there.
+
+        Sizes alone do not tell whether there is something new: a rank that is started again
+        has another file, which may have as many bytes as its first one.
+        """
+        found = []
         for note in self._notes:
             with contextlib.suppress(OSError):
-                sizes.append(note.timeline.stat().st_size)
-        return sizes
+                found.append((note.timeline, note.timeline.stat().st_size))
+        return found
 
     def _publish(self) -> None:
         """Publish what there is, if there is something new."""
-        sizes = self._now()
-        if sizes == self._sizes:
+        timelines = self._timelines()
+        if timelines == self._published:
             return
         notes, sent, figures = self._notes, self._sent, self._figures
 
@@ -177,7 +183,7 @@ class _Follower:
                 self._said.add(whom)
                 _log.warning("%s: %s", whom, redact(problem))
         if not found.problems:
-            self._sizes = sizes
+            self._published = timelines
 
 
 def round_in_a_copy(work: Callable[[], Round], limit_s: float) -> Round:

@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 import zstandard
 from click.testing import CliRunner
+from msgspec.structs import replace
 
+from bootseer.base.documents import to_line
 from bootseer.cli import cli
 from bootseer.errors import CorruptError
 from bootseer.gc.retention import DAY_S, Rules
+from bootseer.linux.private_files import private_directory
 from bootseer.profile.files import BYTES_MAX, Folder, Merged, list_starts, read_start
-from bootseer.profile.publish.begin import Round
+from bootseer.profile.publish.begin import Note, Round
 from bootseer.profile.publish.schedule import Schedule
 from bootseer.profile.publish.worker import round_in_a_copy
 from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpack
+from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import Store, open_backend, open_store
 from bootseer.timeline import Timeline
 from tests.bootseer.gc.collecting import age, run_gc
@@ -147,7 +151,6 @@ def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: P
 
         first, other = begin("0", "first"), begin("1", "other")
         first.communicate("\n", timeout=60)
-        time.sleep(1.1)  # timelines are named by the second
         again = begin("0", "again")
         other.communicate("\n", timeout=60)
         again.communicate("\n", timeout=60)
@@ -156,6 +159,27 @@ def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: P
             names = {stage.name for stage in read_start(Stored(store), "job")}
     assert {"again", "other"} <= names
     assert "first" not in names
+
+
+def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path: Path) -> None:
+    """A named fault: equal sizes were taken for "nothing new", and the failed start was kept."""
+    settings = replace(settings_at(tmp_path), publish_timelines=True)
+    folder = private_directory(tmp_path / "notes")
+    sizes = set()
+    for number, name in enumerate(("first", "again")):
+        resource = {"bootseer.job": settings.job, "host.name": "node"}
+        path = tmp_path / f"20260101T00000{number}Z-7-node-0.jsonl"
+        timeline = Timeline(path, trace_id="1" * 32, parent_id="", resource=resource)
+        timeline.note(name, 1_700_000_000_000_000_000 + number, 1000)
+        sizes.add(timeline.path.stat().st_size)
+        note = Note(settings, timeline.path, os.getpid(), "gone", new_ready_name())
+        (folder / f"{number}.json").write_text(to_line(note))
+    assert len(sizes) == 1
+    command = [sys.executable, "-m", "bootseer.profile.publish.worker", folder]
+    environ = {**os.environ, "BOOTSEER_STORE": settings.store_url}
+    subprocess.run(command, env=environ, check=True, timeout=120)
+    with open_store(settings.store_url) as store:
+        assert {stage.name for stage in read_start(Stored(store), settings.job)} == {"again"}
 
 
 def test_what_killed_publishers_left_goes(tmp_path: Path) -> None:
