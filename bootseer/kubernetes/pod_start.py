@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from bootseer.settings.default_settings import launcher_rank
 from bootseer.settings.values import as_name
-
-_RANKS = ("BOOTSEER_RANK", "RANK", "JOB_COMPLETION_INDEX")
 
 
 class PodStart(Struct, frozen=True):
@@ -35,7 +34,7 @@ def of_container(labels: Mapping[str, str], variables: Mapping[str, str]) -> Pod
         name: variables.get(f"BOOTSEER_{name.upper()}", "")
         for name in ("job", "submission", "attempt")
     }
-    told["rank"] = next((variables[name] for name in _RANKS if variables.get(name)), "")
+    told["rank"] = launcher_rank(variables)
     return _start(labels, "io.kubernetes.pod.", told)
 
 

@@ -16,6 +16,7 @@ from bootseer.base.documents import parse
 from bootseer.profile.adapters.known import SIZE_MAX, clean, instant
 from bootseer.profile.adapters.kubernetes import items, member
 from bootseer.profile.files import Source, StartFiles, TimelineFile, place_of
+from bootseer.settings.default_settings import launcher_rank
 from bootseer.settings.values import is_name
 from bootseer.timeline.otlp import (
     READY,
@@ -86,11 +87,11 @@ def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] |
     job = told.get("BOOTSEER_JOB", "")
     # A pod without an owner is a submission by itself.
     submission = told.get("BOOTSEER_SUBMISSION") or clean(member(metadata, "uid"))
-    node, rank = clean(member(item, "spec", "nodeName")), _number(told, "RANK", "BOOTSEER_RANK")
+    node, rank = clean(member(item, "spec", "nodeName")), _number(launcher_rank(told))
     began_ns = _began_ns(status)
     if not is_name(job) or not is_name(submission) or not is_name(node) or began_ns is None:
         return None
-    attempt = _number(told, "BOOTSEER_ATTEMPT")
+    attempt = _number(told.get("BOOTSEER_ATTEMPT", ""))
     resource: dict[str, Value] = {
         "service.name": "bootseer",
         "bootseer.job": job,
@@ -134,11 +135,10 @@ def _variables(item: dict[str, Any]) -> dict[str, str]:
         if isinstance(one, dict)
     }
     index = member(item, "metadata", "annotations", "batch.kubernetes.io/job-completion-index")
-    return {"BOOTSEER_RANK": clean(index), **told}
+    return {"JOB_COMPLETION_INDEX": clean(index), **told}
 
 
-def _number(told: dict[str, str], *names: str) -> int:
-    text = next((told[name] for name in names if told.get(name)), "")
+def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 

@@ -52,6 +52,18 @@ def _submission(environ: Mapping[str, str]) -> str:
     return _first(environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+
+def launcher_rank(environ: Mapping[str, str]) -> str:
+    """Return the rank, as text, that a launcher with these variables has; "" if none tells one.
+
+    The setting wins over what schedulers say. Whatever notes a stage beside a launcher (the
+    daemons of a node, the report's own view of a pod) must agree with the launcher. Pure.
+    """
+    return _first(environ, "BOOTSEER_RANK", *_RANKS)
+
+
 def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Each setting's value, as text, where nothing else says one."""
     home = _home(environ)
@@ -72,10 +84,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "submission": as_name(_submission(environ)) or "none",
         "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
         "node": as_name(os.uname().nodename) or "node",
-        "rank": _first(
-            environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX"
-        )
-        or "0",
+        "rank": _first(environ, *_RANKS) or "0",
         "workload": "default",
         "deadline_s": "60",
         "cache_limit_bytes": "100GB",

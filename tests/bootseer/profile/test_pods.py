@@ -9,8 +9,10 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from bootseer.errors import CorruptError, NotFoundError
+from bootseer.kubernetes.pod_start import of_container
 from bootseer.profile.files import Folder, find_start
 from bootseer.profile.pods import WithPods
+from bootseer.settings.config import load_settings
 from bootseer.timeline.recorder import Timeline
 
 SUBMISSION = "0d0c5a9e-5b8e-4a43-8a22-9b9f7a3f1c11"
@@ -106,6 +108,34 @@ def test_of_pods_in_one_place_the_last_counts(tmp_path: Path) -> None:
     for items in ((failed, again), (again, failed)):
         found = find_start(WithPods(Folder(tmp_path), _data(*items)), "llm")
         assert {stage.resource["k8s.pod.uid"] for stage in found.stages()} == {"pod-0-again"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"BOOTSEER_RANK": "5", "RANK": "3", "JOB_COMPLETION_INDEX": "1"},
+        {"RANK": "3", "JOB_COMPLETION_INDEX": "1"},
+        {"JOB_COMPLETION_INDEX": "1"},
+        {},
+    ],
+)
+def test_all_that_note_a_pod_s_stages_agree_on_its_rank(
+    tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named fault: with two variables set, stages of one pod were noted under two ranks."""
+    for name in ("BOOTSEER_RANK", "RANK", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launcher = load_settings().rank
+    labels = {"io.kubernetes.pod.name": "llm-0", "io.kubernetes.pod.uid": "pod-0"}
+    assert of_container(labels, variables).rank == launcher
+    pod = _pod(0)
+    env = pod["spec"]["containers"][0]["env"]
+    env[:] = [one for one in env if one["name"] != "BOOTSEER_RANK"]
+    env += [{"name": name, "value": value} for name, value in variables.items()]
+    stages = find_start(WithPods(Folder(tmp_path), _data(pod)), "llm").stages()
+    assert {stage.resource["bootseer.rank"] for stage in stages} == {launcher}
 
 
 def test_one_that_is_not_ready_is_open_and_one_that_has_ended_was(tmp_path: Path) -> None:
