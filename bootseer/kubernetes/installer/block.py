@@ -4,11 +4,12 @@ A configuration as containerd itself prints it (`containerd config dump`) is a *
 """
 
 import copy
-import json
 import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
+
+import tomli_w
 
 from bootseer.errors import InvalidInputError, UnsupportedError
 
@@ -86,8 +87,9 @@ def lines_for(dump: Table, text: str, address: str, platform: str) -> str:
             # A list replaces containerd's own, which is of its default snapshotter.
             ours.append(images.get("snapshotter", "overlayfs"))
         for snapshotter in ours:
-            text += f"[[{_key('plugins', _TRANSFER, 'unpack_config')}]]\n"
-            text += f"platform = {_value(platform)}\nsnapshotter = {_value(snapshotter)}\n"
+            # Written by hand: an inline list could not follow entries of the file itself.
+            text += f'[[plugins."{_TRANSFER}".unpack_config]]\n'
+            text += tomli_w.dumps({"platform": platform, "snapshotter": snapshotter})
     return text
 
 
@@ -170,27 +172,11 @@ def _at(table: Table, *path: str) -> Table:
 
 
 def _toml(path: tuple[str, ...], table: Mapping[str, Any]) -> str:
-    """A table as TOML, without what has its kind's zero value."""
-    below = {name: value for name, value in table.items() if isinstance(value, dict)}
-    lines = [
-        f"{_key(name)} = {_value(value)}\n"
-        for name, value in table.items()
-        if name not in below and value
-    ]
-    text = f"[{_key(*path)}]\n{''.join(lines)}"
-    return text + "".join(
-        _toml((*path, name), one) for name, one in below.items() if any(one.values())
-    )
+    """Return a table as TOML, without the names that have the zero value of their kind.
 
-
-def _key(*path: str) -> str:
-    bare = re.compile(r"[A-Za-z0-9_-]+")
-    return ".".join(name if bare.fullmatch(name) else json.dumps(name) for name in path)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, dict):
-        inner = ", ".join(f"{_key(name)} = {_value(one)}" for name, one in value.items())
-        return f"{{{inner}}}"
-    # JSON's strings, numbers, booleans and lists of these are TOML's.
-    return json.dumps(value)
+    Values are whatever TOML allows, lists of tables included: this is a copy of a node's own.
+    """
+    nested: Table = _without_zeros(dict(table))
+    for name in reversed(path):
+        nested = {name: nested}
+    return tomli_w.dumps(nested)

@@ -21,6 +21,8 @@ from bootseer.linux.root_paths import resolve_in_root
 _CALL_S = 5.0
 _COMMAND_S = 60.0
 _DEFAULT_CONFIG = "/etc/containerd/config.toml"
+TEMPORARY_PREFIX = ".bootseer-"
+"""Names of files beside containerd's own that the next installer removes if this one is killed."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -71,7 +73,7 @@ class Daemon:
 
         Raises: UnsupportedError, with what containerd says.
         """
-        trial = self.config.with_name(f".bootseer-{os.urandom(8).hex()}.toml")
+        trial = self.config.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.toml")
         place = self.on_node(trial)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
@@ -79,7 +81,7 @@ class Daemon:
             command = [self._program, "--config", trial, "config", "dump"]
             done = self._on_node(list(map(str, command)), "ask containerd what it would load")
         finally:
-            place.unlink()
+            place.unlink(missing_ok=True)
         if done.returncode != 0:
             raise UnsupportedError(
                 f"containerd refuses its configuration: {_last_line(done.stderr)}"

@@ -7,7 +7,7 @@ what it runs with differs, and only after it has said what it would load from th
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from bootseer.kubernetes.installer.block import (
     with_block,
     without_block,
 )
-from bootseer.kubernetes.installer.daemon import Daemon
+from bootseer.kubernetes.installer.daemon import TEMPORARY_PREFIX, Daemon
 from bootseer.linux.locks import lock_within
 
 _RESTART_S = 60.0
@@ -42,7 +42,10 @@ class Change:
 def install(daemon: Daemon, address: str, platform: str) -> Change:
     """Have containerd know our snapshotter at `address`, and the runtime class.
 
-    Raises: BootseerError; then containerd's configuration is as it was.
+    Raises:
+        UnsupportedError: containerd cannot be restarted from here. The new file stays, so that a
+            restart by hand loads it.
+        BootseerError: Any other failure. containerd's configuration is as it was.
     """
     with _locked(daemon) as files:
         plain = without_block(files.loaded_text())
@@ -117,6 +120,7 @@ class _Files:
             shown = shown.with_name(f"config{'-v3' if version == 3 else ''}.toml.tmpl")
         self.path = shown
         self._file = daemon.on_node(shown)
+        _remove_left({self._main.parent, self._file.parent})
 
     def loaded_text(self) -> str:
         """What containerd reads at its start; where it has no file, the least that all versions
@@ -151,7 +155,7 @@ class _Files:
         if text is None:
             self._file.unlink(missing_ok=True)
         else:
-            temporary = self._file.with_name(f".bootseer-{os.urandom(8).hex()}")
+            temporary = self._file.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}")
             try:
                 with temporary.open("w") as file:
                     with contextlib.suppress(FileNotFoundError):
@@ -182,6 +186,14 @@ class _Files:
 
     def _backup(self) -> Path:
         return self._file.with_name(f"{self._file.name}.before-bootseer")
+
+
+def _remove_left(folders: Iterable[Path]) -> None:
+    """Remove the temporary files of installers that were killed. Call it with the lock held."""
+    for folder in folders:
+        for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
 
 @contextlib.contextmanager

@@ -234,6 +234,15 @@ def test_a_start_that_was_cut_off_is_made_up_for(
     assert (change.is_file_changed, change.is_restarted) == (False, True)
 
 
+def test_temporary_files_of_killed_installers_are_removed(machine: Machine) -> None:
+    daemon = machine.start(NODE)
+    for name in (".bootseer-0123456789abcdef", ".bootseer-0123456789abcdef.toml"):
+        machine.config.with_name(name).write_text("left by a killed installer")
+    install(daemon, ADDRESS, PLATFORM)
+    names = {path.name for path in machine.config.parent.iterdir()}
+    assert names == {"config.toml", "config.toml.before-bootseer"}
+
+
 def test_a_configuration_that_containerd_refuses_is_left_alone(machine: Machine) -> None:
     machine.start("version = 2\n")
     machine.config.write_text("version = 2\n[broken")
