@@ -1,5 +1,8 @@
-"""What a node's daemons do for a pod as a stage of that pod's start, where reports of that start
-find it: in the store and at the collector. Any thread.
+"""Timelines of pods, written by a node's daemons: stages of volumes and images of a pod's start.
+
+A finished timeline goes to the store and to the collector, where reports of the start find it. One
+thread of the process publishes all of them, one after the other, so that a store that does not
+answer costs one thread and one connection however many pods start. Any thread may call `noted`.
 """
 
 import contextlib
@@ -7,6 +10,7 @@ import hashlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +24,21 @@ from bootseer.timeline.recorder import Timeline
 
 _log = logging.getLogger(__name__)
 
+_WAITING_MAX = 1000
+"""A note takes about 2 kB of memory. A node starts some hundred pods within one deadline of a
+store at most."""
+
 
 @contextlib.contextmanager
 def noted(settings: Settings, start: PodStart, part: str) -> Iterator[Timeline | None]:
-    """The timeline of one of a pod's parts, which is published when the block ends; nobody waits
-    for that. None where nothing says which start the pod is of. `part` is the part's name in the
-    pod: that of the pod that takes this one's place is its own."""
+    """Open the timeline of one part of a pod, and have it published after the block.
+
+    Nobody waits for the publishing. The timeline is None if nothing says which start the pod is of.
+
+    Args:
+        part: The name of the part in the pod. A pod that takes this one's place has parts of its
+            own, whatever their names.
+    """
     if not start.job:
         yield None
         return
@@ -54,8 +67,46 @@ def noted(settings: Settings, start: PodStart, part: str) -> Iterator[Timeline |
     try:
         yield timeline
     finally:
-        note = Note(settings, timeline.path, os.getpid(), "", "")
-        threading.Thread(target=_publish, args=(note,), name="timeline", daemon=True).start()
+        _QUEUE.put(Note(settings, timeline.path, os.getpid(), "", ""))
+
+
+class _Queue:
+    """Timelines that wait to be published, and the one thread that publishes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[Note] = deque()
+        self._is_running = False
+
+    def put(self, note: Note) -> None:
+        """Queue a timeline. If too many wait, the one that waits longest stays on the node."""
+        with self._lock:
+            if len(self._waiting) >= _WAITING_MAX:
+                dropped = self._waiting.popleft()
+                _log.warning("the timeline %s stays on this node: too many wait", dropped.timeline)
+            self._waiting.append(note)
+            if self._is_running:
+                return
+            self._is_running = True
+        try:
+            threading.Thread(target=self._run, name="timeline", daemon=True).start()
+        except RuntimeError as error:
+            # The next timeline starts the thread.
+            with self._lock:
+                self._is_running = False
+            _log.warning("the timeline %s is not published yet: %s", note.timeline, error)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                note = self._waiting.popleft()
+            _publish(note)
+
+
+_QUEUE = _Queue()
 
 
 def _publish(note: Note) -> None:

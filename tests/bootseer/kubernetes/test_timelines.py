@@ -1,0 +1,47 @@
+"""Timelines of pods that a node's daemons publish."""
+
+import threading
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from bootseer.kubernetes.pod_start import of_volume
+from bootseer.kubernetes.timelines import noted
+from bootseer.profile.stored import Stored
+from bootseer.store import open_store
+from tests.bootseer.launch.conftest import silent_url
+from tests.support.mounts.image_mounts import settings_at
+from tests.support.waiting import wait_for
+
+__all__ = ["silent_url"]
+
+
+def _attributes(number: int) -> dict[str, str]:
+    return {
+        "csi.storage.k8s.io/pod.name": f"llm-{number}",
+        "csi.storage.k8s.io/pod.uid": f"pod-{number}",
+        "job": "llm",
+        "submission": "s",
+        "rank": str(number),
+    }
+
+
+def test_pods_that_start_at_once_share_one_publishing_thread(
+    tmp_path: Path, silent_url: str
+) -> None:
+    """A named fault: each volume had a thread and a connection, however long the store took."""
+    slow = replace(settings_at(tmp_path), store_url=silent_url, publish_timelines=True)
+    slow = replace(slow, deadline_s=0.5)
+    quick = replace(settings_at(tmp_path), publish_timelines=True)
+    for number in range(30):
+        # The silent store holds the thread while all others queue up behind it.
+        settings = slow if number == 0 else quick
+        with noted(settings, of_volume(_attributes(number)), "volume") as timeline:
+            assert timeline is not None
+            timeline.note("environment", 10**18, 10**9)
+        assert sum(one.name == "timeline" for one in threading.enumerate()) <= 1
+    with open_store(quick.store_url) as store:
+        wait_for(
+            lambda: sum(len(one.files) for one in Stored(store).starts("llm")) == 29,
+            "the timelines of all pods but the first",
+        )
