@@ -19,7 +19,7 @@ from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import in_a_copy
 from bootseer.profile.publish.begin import is_stored
 from bootseer.settings.config import Settings
-from bootseer.settings.default_settings import default_settings
+from bootseer.settings.default_settings import DEFAULT_JOB, default_settings
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ _NAME_LENGTH = 16
 _NAME = re.compile(r"[0-9a-f]{16}")
 # What all nodes of one job say alike, and those of another job beside it hardly.
 _SAME_OPTION = re.compile(r"--(?:rdzv[-_]id|master[-_]port)")
+_PLACE = re.compile(r"[0-9]+|is_host=\w+")
 _SAME_VARIABLES = ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")
 
 
@@ -39,7 +40,11 @@ def choose_submission(settings: Settings, command: Sequence[str]) -> str:
 
     Never raises, and takes some seconds at most.
     """
-    key = f"{settings.attempt}/{_alike(command, os.environ)}"
+    words = _alike(command, os.environ)
+    if settings.job == DEFAULT_JOB:
+        # Nobody has given the job a name, so that starts of one node may be of any job.
+        words += [str(os.geteuid()), *_without_places(command)]
+    key = f"{settings.attempt}/{_digest(words)}"
     is_default = settings.store_url == default_settings(os.environ)["store_url"]
     try:
         if is_default or not is_stored(settings):
@@ -98,11 +103,24 @@ def _is_over(settings: Settings, submission: str) -> bool:
     return any(own.glob(f"{submission}/*-{settings.node}-{settings.rank}.jsonl"))
 
 
-def _alike(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Tells jobs of one name apart that run at one time, as far as they say something. Pure."""
+def _alike(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return what tells jobs of one name apart that run at one time. Pure."""
     words = [environ.get(name, "") for name in _SAME_VARIABLES]
     for place, word in enumerate(command):
         option, is_joined, value = word.partition("=")
         if _SAME_OPTION.fullmatch(option):
             words.append(value if is_joined else "".join(command[place + 1 : place + 2]))
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:_NAME_LENGTH]
+    return words
+
+
+def _without_places(command: Sequence[str]) -> list[str]:
+    """Return the words of a command without what differs between the nodes of one job. Pure.
+
+    Ranks and addresses are numbers, and torchrun's host is told that it is one.
+    """
+    return [_PLACE.sub("", word) for word in command]
+
+
+def _digest(words: Sequence[str]) -> str:
+    data = "\0".join(words).encode("utf-8", "surrogateescape")
+    return hashlib.sha256(data).hexdigest()[:_NAME_LENGTH]

@@ -52,6 +52,8 @@ def _submission(environ: Mapping[str, str]) -> str:
     return _first(environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 
+DEFAULT_JOB = "default"
+"""The name of a job that nobody has named."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
@@ -80,7 +82,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
         "cache_dir": str(cache),
         "run_dir": str(run),
         "timeline_dir": str(state / "timeline"),
-        "job": as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or "default",
+        "job": as_name(_first(environ, "SLURM_JOB_NAME", "JOB_NAME")) or DEFAULT_JOB,
         "submission": as_name(_submission(environ)) or "none",
         "attempt": _first(environ, "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
         "node": as_name(os.uname().nodename) or "node",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bootseer.profile.breakdown import Breakdown, break_down
-from bootseer.profile.files import Folder, read_start
+from bootseer.profile.files import Folder, list_starts, read_start
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import node_of
 from bootseer.timeline import Timeline
@@ -183,13 +183,13 @@ def test_two_submissions_of_one_name_are_two_starts(tmp_path: Path) -> None:
     _start(tmp_path, "100", 0, "first", "a")
     _start(tmp_path, "100", 1, "requeued", "a")
     # Of another one, on another node, with a lower attempt.
-    _start(tmp_path, "101", 0, "second", "b")
-    assert _names(read_start(Folder(tmp_path), "j")) == {"second"}
+    _start(tmp_path, "101", 0, "another", "b")
+    assert _names(read_start(Folder(tmp_path), "j")) == {"another"}
     assert _names(read_start(Folder(tmp_path), "j", submission="100")) == {"requeued"}
     assert _names(read_start(Folder(tmp_path), "j", 0, "100")) == {"first"}
     table = _report(tmp_path, "j", "--submission", "100").stdout
     assert "submission 100" in table
-    assert "second" not in table
+    assert "another" not in table
     missing = _report(tmp_path, "j", "--submission", "102")
     assert missing.returncode == 10
     assert "submission '102'" in missing.stderr
@@ -215,6 +215,25 @@ def test_a_rank_that_starts_again_in_a_submission_replaces_its_earlier_start(
         _start(tmp_path, "u-1", 0, name, node)
     assert _names(read_start(Folder(tmp_path), "j")) == {"first", "again"}
     assert len(read_start(Folder(tmp_path), "j")) == 4
+
+
+def test_programs_of_a_job_without_a_name_are_told_apart(tmp_path: Path) -> None:
+    """A named fault: two unrelated starts on two nodes were one start of the job "default"."""
+
+    def run(node: str, *command: str) -> None:
+        told = {name: value for name, value in os.environ.items() if "JOB" not in name}
+        environ = {**told, "BOOTSEER_TIMELINE_DIR": str(tmp_path), "BOOTSEER_NODE": node}
+        words = [sys.executable, "-m", "bootseer", "run", "--", "echo", *command]
+        subprocess.run(words, env=environ, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+    run("a", "train", "--node-rank=0", "10.0.0.1")
+    run("b", "evaluate")
+    run("c", "train", "--node-rank=12", "10.0.0.23")
+    starts = list_starts(Folder(tmp_path), "default")
+    nodes = {
+        frozenset(str(stage.resource["host.name"]) for stage in start.stages()) for start in starts
+    }
+    assert nodes == {frozenset({"a", "c"}), frozenset({"b"})}
 
 
 def test_runs_of_two_slurm_jobs_are_told_apart(tmp_path: Path) -> None:
