@@ -23,6 +23,7 @@ IMPORTS_EVENT = "bootseer.imports"
 START, READY = "start", "ready"
 # What the profiler reads beside times; docs/format/timeline.md says what each means.
 BARRIER, WAITED_FOR = "bootseer.barrier", "bootseer.waited_for"
+BARRIER_COUNT = "bootseer.barrier_count"
 PROCESS, PARENT, ROLE = "bootseer.process", "bootseer.parent_process", "bootseer.role"
 PARENT_SPAN = "bootseer.parent_span_id"
 _SEVERITY_INFO = 9

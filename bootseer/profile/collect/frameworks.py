@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bootseer.timeline.otlp import BARRIER, Value
+from bootseer.timeline.otlp import BARRIER, BARRIER_COUNT, Value
 
 if TYPE_CHECKING:
     from bootseer.profile.collect.notes import Notes
@@ -42,7 +42,8 @@ def _torchrun(notes: "Notes", module: Any) -> None:
         with contextlib.suppress(Exception):
             if not meetings:
                 key = f"rendezvous {parameters.run_id}"
-                meetings.append(notes.begin("rendezvous", {BARRIER: key}))
+                said = {BARRIER: key, BARRIER_COUNT: int(parameters.min_nodes)}
+                meetings.append(notes.begin("rendezvous", said))
         try:
             return look(parameters)
         except BaseException as error:

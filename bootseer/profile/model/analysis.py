@@ -10,6 +10,7 @@ from msgspec.structs import asdict
 from bootseer.profile.model.causes import Cause, Evidence, cause_of
 from bootseer.profile.model.clocks import Clocks, compare_clocks
 from bootseer.profile.model.graph import StartGraph
+from bootseer.profile.model.missed import MissedBarrier, missed_barriers
 from bootseer.profile.model.path import Blame, Segment, Walker
 from bootseer.profile.model.peers import (
     Outlier,
@@ -85,6 +86,8 @@ class Analysis(Summary, frozen=True, kw_only=True):
     clocks: Clocks
     peers: dict[Who, Peers]
     blame: tuple[Blame, ...]
+    missed: tuple[MissedBarrier, ...]
+    """Barriers at which processes gave up."""
     what_ifs: tuple[WhatIf, ...]
 
 
@@ -166,6 +169,7 @@ class StartModel:
             clocks=self.clocks,
             peers=self.peers,
             blame=tuple(self._walker.blame(self.pieces, self.peers)),
+            missed=tuple(missed_barriers(self.graph)),
             what_ifs=(self._even, *others),
         )
 

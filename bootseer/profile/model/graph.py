@@ -49,6 +49,9 @@ class Group:
         self.barriers: dict[int, list[str]] = {
             span: [] for span, found in enumerate(shape.is_barrier) if found
         }
+        self.missed_barriers: dict[int, list[str]] = {
+            span: [] for span, found in enumerate(shape.is_missed) if found
+        }
         self.waited_for: dict[int, list[str]] = {
             span: [] for span, found in enumerate(shape.waits) if found
         }
@@ -82,6 +85,8 @@ class Group:
             times[2 * number + 1].append(end_s if end_s > begin_s else begin_s)
             if span.barrier:
                 self.barriers[number].append(sys.intern(span.barrier))
+            if span.missed_barrier:
+                self.missed_barriers[number].append(sys.intern(span.missed_barrier))
             if span.waited_for:
                 self.waited_for[number].append(sys.intern(span.waited_for))
             if span.is_open:
@@ -112,7 +117,11 @@ class Group:
         self.parents += other.parents
         for column, more in zip(self.times, other.times, strict=True):
             column += more
-        for own, others in ((self.barriers, other.barriers), (self.waited_for, other.waited_for)):
+        for own, others in (
+            (self.barriers, other.barriers),
+            (self.missed_barriers, other.missed_barriers),
+            (self.waited_for, other.waited_for),
+        ):
             for span, names in others.items():
                 own[span] += names
         for span, found in other.open_spans.items():

@@ -20,7 +20,8 @@ class Segment(Struct, frozen=True):
     begin_s: float
     seconds: float
     is_wait: bool = False
-    """What passed between the last arrival at a barrier and its end."""
+    """What passed between the last arrival at a barrier and its end, or at a barrier at which the
+    process gave up."""
 
 
 class Blame(Struct, frozen=True):
@@ -95,7 +96,9 @@ class Walker:
                 group, row = place.group, place.row
                 event = end_of(group.shape.names.index(name))
                 continue
-            found.append(self._segment(group, row, step.label, before, time))
+            # Whoever gave up at a barrier did nothing but wait until then.
+            is_wait = bool(is_end) and group.shape.is_missed[span]
+            found.append(self._segment(group, row, step.label, before, time, is_wait=is_wait))
             if step.after != ORIGIN:
                 event = step.after
                 continue

@@ -103,7 +103,8 @@ def find_outliers(pieces: Iterable[Piece], peers: dict[Who, Peers], even_s: floa
     """
     least_s = max(_EXCESS_MIN_S, _SHARE_MIN * even_s)
     found: list[Outlier] = []
-    pieces = list(pieces)
+    # How long a process waits before it gives up says nothing of its node.
+    pieces = [one for one in pieces if not one.group.shape.is_missed[one.event // 2]]
     counts = Counter(
         (group.role, node) for group in {piece.group for piece in pieces} for node in group.nodes
     )

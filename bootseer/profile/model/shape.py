@@ -8,7 +8,9 @@ and all its processes are computed as columns. The rules:
   since the parent began) is its *lag*, work that no span names;
 - a span that encloses others ends after them, and a lag;
 - a span without others inside ends when its own duration is over;
-- a barrier ends for all when the last process has arrived at it.
+- a barrier ends for all when the last process has arrived at it;
+- a process that gives up at a barrier waits for as long as it is willing to: no other process
+  decides that.
 
 So what overlapped in the measured start may overlap in a replay, and what came after stays after.
 """
@@ -76,9 +78,11 @@ class Shape:
         self.names = tuple(span.name for span in spans)
         self.parents = tuple(span.parent for span in spans)
         self.is_barrier = tuple(bool(span.barrier) for span in spans)
+        self.is_missed = tuple(bool(span.missed_barrier) for span in spans)
         self.waits = tuple(bool(span.waited_for) for span in spans)
         self.order = _order(spans)
-        self._key = (self.names, self.parents, self.is_barrier, self.waits, self.order)
+        barriers = self.is_barrier, self.is_missed
+        self._key = (self.names, self.parents, *barriers, self.waits, self.order)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shape) and self._key == other._key

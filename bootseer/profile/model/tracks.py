@@ -9,7 +9,16 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from bootseer.timeline.otlp import BARRIER, PARENT, PROCESS, ROLE, START, WAITED_FOR, Stage, Value
+from bootseer.timeline.otlp import (
+    BARRIER,
+    PARENT,
+    PROCESS,
+    ROLE,
+    START,
+    WAITED_FOR,
+    Stage,
+    Value,
+)
 
 LAUNCHER = "launcher"
 """The role of `bootseer run` itself."""
@@ -37,6 +46,9 @@ class Span(Struct, frozen=True, gc=False):
     """Index of the span of the same track that this one lies within; -1 where there is none."""
     barrier: str = ""
     """Spans of one start with the same barrier end together, after the last of them began."""
+    missed_barrier: str = ""
+    """The barrier at which this process gave up waiting. The span's end compares no clocks and
+    releases no other process."""
     waited_for: str = ""
     """The node whose stage with the name of this span's parent was waited for: the node holds the
     lease, or publishes what this node uses."""
@@ -168,13 +180,15 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[Span]:
         attributes = stage.attributes
         parent = places.get(stage.parent_id, -1)
         fallback = attributes.get("bootseer.fallback")
+        barrier = str(attributes.get(BARRIER, ""))
         spans.append(
             Span(
                 stage.name,
                 (stage.start_ns - origin_ns) / 1e9,
                 ((stage.end_ns or last_ns) - origin_ns) / 1e9,
                 parent if parent < number else -1,
-                str(attributes.get(BARRIER, "")),
+                "" if stage.failed else barrier,
+                barrier if stage.failed else "",
                 str(attributes.get(WAITED_FOR, "")),
                 stage.end_ns is None,
                 attributes,

@@ -28,6 +28,18 @@ def analysis_document(analysis: Analysis) -> dict[str, Any]:
             }
             for one in analysis.blame
         ],
+        "missed_barriers": [
+            {
+                "barrier": one.barrier,
+                "gave_up": list(one.gave_up),
+                "expected_count": one.expected_count or None,
+                "came_count": one.came_count,
+                "absent": list(one.absent),
+                "spread_s": one.spread_s,
+                "waited_s": one.waited_s,
+            }
+            for one in analysis.missed
+        ],
         "stragglers": [
             {
                 "node": one.node,

@@ -45,7 +45,8 @@ def to_page(
     """The HTML of one start; `comparison` says how it differs from another one."""
     explained: dict[str, Any] = analysis_document(analysis)
     del explained["clocks"]["shift_s"]
-    explained["stragglers"] = explained["stragglers"][:_NAMED_NODES_MAX]
+    for name in ("stragglers", "missed_barriers"):
+        explained[name] = explained[name][:_NAMED_NODES_MAX]
     document: dict[str, Any] = {
         "title": title,
         "analysis": explained,

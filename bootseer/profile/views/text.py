@@ -1,6 +1,6 @@
 """An explained start as lines for a terminal: one screen, however many nodes. Pure (no I/O)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from bootseer.profile.model.analysis import Analysis
 from bootseer.profile.model.path import Segment
@@ -13,10 +13,15 @@ _BLAME_MAX = 5
 _LOST_MAX = 3
 _STRAGGLERS_MAX = 8
 _LATE_MIN_S = 0.1
+_MISSED_MAX = 5
+_NAMED_MAX = 8
+# Less is shown in GPU-seconds: two decimals of an hour would be "0.00".
+_GPU_HOURS_MIN = 0.1
 
 
 def explain(analysis: Analysis) -> Iterator[str]:
     """Critical path, who held whom, stragglers with causes, and what it would have been."""
+    yield from _section("Who never came", _missed(analysis))
     yield from _path(analysis)
     yield from _section("Who held the others", _blame(analysis))
     yield from _section("Slower than their peers", _stragglers(analysis))
@@ -32,7 +37,10 @@ def headline(analysis: Analysis) -> str:
             return f"ready after {analysis.ready_s:.1f} s"
         submitted_s = analysis.before_s + analysis.ready_s
         return f"ready after {analysis.ready_s:.1f} s, {submitted_s:.1f} s after it was submitted"
-    return f"not ready; the last stage noted ended after {analysis.ready_s:.1f} s"
+    return (
+        "not ready: no process took an optimizer step or called bootseer.ready(); the last stage "
+        f"noted ended after {analysis.ready_s:.1f} s"
+    )
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -68,6 +76,28 @@ def _process(node: str, rank: int) -> str:
     return f"{node}/{rank}" if rank >= 0 else node
 
 
+def _missed(analysis: Analysis) -> Iterator[str]:
+    for one in analysis.missed[:_MISSED_MAX]:
+        count = f"{one.came_count} of {one.expected_count}" if one.expected_count else "not all"
+        apart = f" {one.spread_s:.1f} s apart" if len(one.gave_up) > 1 else ""
+        line = f"{one.barrier}: {count} came{apart}; {_named(one.gave_up)} gave up after "
+        line += f"{one.waited_s:.1f} s" if len(one.gave_up) == 1 else f"up to {one.waited_s:.1f} s"
+        if one.absent:
+            line += f"; never came: {_named(one.absent)}"
+        unseen = one.expected_count - one.came_count - len(one.absent)
+        if unseen > 0:
+            line += f"; {unseen} more noted no start"
+        yield line
+    if len(analysis.missed) > _MISSED_MAX:
+        yield f"and {len(analysis.missed) - _MISSED_MAX} more barriers (--json lists all)"
+
+
+def _named(processes: Sequence[str]) -> str:
+    more = len(processes) - _NAMED_MAX
+    shown = list(processes[:_NAMED_MAX])
+    return ", ".join([*shown, f"and {more} more"] if more > 0 else shown)
+
+
 def _blame(analysis: Analysis) -> Iterator[str]:
     causes = {one.node: one.cause for one in analysis.stragglers}
     held = [one for one in analysis.blame if one.late_s >= _LATE_MIN_S]
@@ -99,9 +129,15 @@ def _what_ifs(analysis: Analysis) -> Iterator[str]:
         if one.saved_s >= 0.005 * analysis.ready_s:
             yield (
                 f"{one.ready_s:8.2f} s  {one.name}  (-{one.saved_s:.1f} s, "
-                f"-{one.saved_gpu_hours:.2f} GPU-hours)"
+                f"-{_gpu_time(one.saved_gpu_hours)})"
             )
     yield f"the unchanged start replayed: {analysis.replay_error_s:+.3f} s off"
+
+
+def _gpu_time(hours: float) -> str:
+    if hours < _GPU_HOURS_MIN:
+        return f"{3600 * hours:.1f} GPU-seconds"
+    return f"{hours:.2f} GPU-hours"
 
 
 def _clocks(analysis: Analysis) -> Iterator[str]:

@@ -184,7 +184,7 @@ def test_report(own_world: World) -> None:
     del page["total.*`, `ready.*`, `stages[].*"]
     found = set(keys(result, "", frozenset(("shift_s",))))
     # A start of one process has no barriers and no peers.
-    empty = {"analysis.blame[]", "analysis.stragglers[]"}
+    empty = {f"analysis.{name}[]" for name in ("blame", "missed_barriers", "stragglers")}
     assert found - empty <= set(page)
     table = world("report").out
     assert all(stage["name"] in table for stage in result["stages"])

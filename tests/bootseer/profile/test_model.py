@@ -253,3 +253,40 @@ def test_any_missing_processes_are_survived() -> None:
         assert analysis.replay_error_s == pytest.approx(0, abs=1e-6)
     empty = StartModel(StartGraph([])).analyse()
     assert (empty.node_count, empty.ready_s, empty.path) == (0, 0.0, ())
+
+
+@pytest.mark.parametrize(
+    ("figure", "cause"),
+    [
+        ("cpu.steal_s", "stolen CPU"),
+        ("psi.io_s", "slow disk"),
+        ("psi.cpu_s", "busy CPU"),
+        ("psi.memory_s", "short memory"),
+    ],
+)
+@pytest.mark.parametrize(("share", "is_named"), [(0.2, False), (0.3, True)])
+def test_a_cause_is_named_for_a_quarter_of_the_lost_time(
+    figure: str, cause: str, share: float, is_named: bool
+) -> None:
+    lost_s = 20.0
+    found = [
+        Track(
+            node_name(number),
+            [
+                Span("start", 0.0, 10.0 + lost_s * (number == 0)),
+                Span(
+                    "load",
+                    0.0,
+                    10.0 + lost_s * (number == 0),
+                    parent=0,
+                    evidence={figure: share * lost_s * (number == 0)},
+                ),
+            ],
+        )
+        for number in range(20)
+    ]
+    (straggler,) = StartModel(StartGraph(found)).analyse().stragglers
+    assert (straggler.node, straggler.cause.name) == (
+        node_name(0),
+        cause if is_named else "unknown",
+    )

@@ -17,7 +17,7 @@ def _runtimes(table: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_copied_runtime_keeps_values_of_every_kind() -> None:
     """A named fault: lists of tables, and text beyond the BMP, became no TOML."""
-    runtime = {
+    runtime: dict[str, Any] = {
         "runtime_type": "io.containerd.runc.v2",
         "pod_annotations": ["example.com/*"],
         "container_annotations": [],

@@ -24,18 +24,31 @@ class ProgramFolder:
         path.write_text(text, encoding="utf-8")
         return path
 
-    def run(
-        self, *command: str, options: tuple[str, ...] = (), **variables: str
-    ) -> "subprocess.CompletedProcess[str]":
-        environ = {
+    def environment(self, **variables: str) -> dict[str, str]:
+        return {
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "BOOTSEER_TIMELINE_DIR": str(self.folder / "timeline"),
             "BOOTSEER_STORE": str(self.folder / "store"),
             **variables,
         }
+
+    def start(self, *command: str, **variables: str) -> "subprocess.Popen[str]":
+        """Start a command below `bootseer run`. Its output goes to one pipe."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "bootseer", "--job", "j", "run", "--", *command],
+            env=self.environment(**variables),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(
+        self, *command: str, options: tuple[str, ...] = (), **variables: str
+    ) -> "subprocess.CompletedProcess[str]":
         done = subprocess.run(
             [sys.executable, "-m", "bootseer", "--job", "j", "run", *options, "--", *command],
-            env=environ,
+            env=self.environment(**variables),
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -43,6 +56,18 @@ class ProgramFolder:
         )
         assert done.returncode == 0, done.stderr
         return done
+
+    def report(self) -> str:
+        """Return what `bootseer report` says of the newest start, with single spaces."""
+        done = subprocess.run(
+            [sys.executable, "-m", "bootseer", "report", "j"],
+            env=self.environment(COLUMNS="200"),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stdout.split())
 
     def stages(self) -> list[Stage]:
         files = (self.folder / "timeline").rglob("*.jsonl")

@@ -1,5 +1,6 @@
 """What Python processes below `bootseer run` note, in programs that know nothing of it."""
 
+import socket
 import sys
 
 import pytest
@@ -72,6 +73,41 @@ def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: ProgramF
     # From the launcher by way of torchrun to the last rank.
     roles_on_path = list(dict.fromkeys(segment.role for segment in analysis.path))
     assert roles_on_path == [LAUNCHER, "run", "train.py"]
+
+
+def test_a_torchrun_whose_rendezvous_failed_says_who_never_came(job: ProgramFolder) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    program = job.write("train.py", TRAIN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    started = []
+    for name in ("a", "b"):
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3"]
+        words += ["--rdzv-backend=c10d", "--rdzv-id=7", f"--rdzv-endpoint={endpoint}"]
+        # One that has gone takes the store with it: the other one then fails at once.
+        words.append(f"--rdzv-conf=is_host={name == 'a'},join_timeout=5,last_call_timeout=1")
+        started.append(job.start(*words, str(program), BOOTSEER_NODE=name, BOOTSEER_SUBMISSION="s"))
+    # The third node's launcher began, and its command failed before it came to the others.
+    job.run("true", BOOTSEER_NODE="c", BOOTSEER_SUBMISSION="s")
+    try:
+        for one in started:
+            output, _ = one.communicate(timeout=180)
+            assert one.returncode == 1, output
+    finally:
+        for one in started:
+            one.kill()
+            one.wait(60)
+    analysis = StartModel(StartGraph(tracks_of(job.stages(), 0))).analyse()
+    assert not analysis.is_ready
+    assert not analysis.blame
+    assert not any(analysis.clocks.shift_s.values())
+    (missed,) = analysis.missed
+    assert (missed.barrier, sorted(missed.gave_up)) == ("rendezvous 7", ["a/0", "b/0"])
+    assert (missed.came_count, missed.expected_count, missed.absent) == (2, 3, ("c",))
+    report = job.report()
+    assert "rendezvous 7: 2 of 3 came" in report
+    assert "never came: c" in report
 
 
 def test_slow_imports_are_noted_and_quick_processes_are_not(job: ProgramFolder) -> None:

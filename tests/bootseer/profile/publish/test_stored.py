@@ -175,7 +175,7 @@ def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path:
         note = Note(settings, timeline.path, os.getpid(), "gone", new_ready_name())
         (folder / f"{number}.json").write_text(to_line(note))
     assert len(sizes) == 1
-    command = [sys.executable, "-m", "bootseer.profile.publish.worker", folder]
+    command = [sys.executable, "-m", "bootseer.profile.publish.worker", str(folder)]
     environ = {**os.environ, "BOOTSEER_STORE": settings.store_url}
     subprocess.run(command, env=environ, check=True, timeout=120)
     with open_store(settings.store_url) as store:
