@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,7 +18,13 @@ from msgspec.structs import replace
 from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.launch.caches.finding import Cache
-from bootseer.launch.caches.publishing import PUBLISHED, Published, Since, publish_quietly
+from bootseer.launch.caches.publishing import (
+    NOTHING_NEW,
+    PUBLISHED,
+    Published,
+    Since,
+    publish_quietly,
+)
 from bootseer.launch.caches.records import Record, forget_unused, note, read_record
 from bootseer.launch.caches.run import Kept, Plan
 from bootseer.linux.processes import wait_readable
@@ -96,7 +103,8 @@ class _Keeper:
         if not self._read_until_ns:
             # Later it may have been this process that read a file.
             self._read_until_ns = time.time_ns()
-        todo = [kept for kept in self._plan.caches if self._has_changed(kept.cache)]
+        now = {kept.cache.key: _state(kept.cache.folder) for kept in self._plan.caches}
+        todo = [kept for kept in self._plan.caches if self._is_new(kept.cache, now)]
         if not todo:
             return
         try:
@@ -114,6 +122,9 @@ class _Keeper:
                 span.set("bootseer.bytes", sum(one.stored_bytes for one in done))
                 span.set("bootseer.files", sum(one.new_files for one in done))
             for kept, one in zip(todo, done, strict=True):
+                # What has failed, or was left since others published, is tried again.
+                if one.how in (PUBLISHED, NOTHING_NEW):
+                    self._seen[kept.cache.key] = now[kept.cache.key]
                 self._note(kept, one)
         except (BootseerError, OSError) as error:
             _log.warning("no cache of this start is published: %s", error)
@@ -130,11 +141,10 @@ class _Keeper:
         except (BootseerError, OSError) as error:
             _log.warning("the record of imports is not published: %s", error)
 
-    def _has_changed(self, cache: Cache) -> bool:
-        """Whether there is anything, and something else than at the last look."""
-        now = _state(cache.folder)
-        before, self._seen[cache.key] = self._seen.get(cache.key), now
-        return bool(now) and now != before
+    def _is_new(self, cache: Cache, now: Mapping[str, object]) -> bool:
+        """Return whether there is anything, and not just what is published."""
+        state = now[cache.key]
+        return bool(state) and state != self._seen.get(cache.key)
 
     def _note(self, kept: Kept, done: Published) -> None:
         cache, cache_dir = kept.cache, self._settings.cache_dir

@@ -120,6 +120,30 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     node.wait_clean()
 
 
+def test_what_could_not_be_published_is_tried_again(
+    node: Node, tmp_path: Path, torch: dict[str, str]
+) -> None:
+    """The store failed when the job was ready, and is well again when it ends."""
+    in_the_way, go = tmp_path / "store/snapshots", tmp_path / "go"
+    script = (
+        f"import sys; sys.argv[1:] = []\n{COMPILES}\nfrom pathlib import Path\n"
+        f"place = Path({str(in_the_way)!r})\nplace.parent.mkdir(exist_ok=True)\n"
+        "place.write_text('')\nimport bootseer, time; bootseer.ready()\n"
+        f"while not Path({str(go)!r}).exists(): time.sleep(.02)"
+    )
+    with node.start("--", sys.executable, "-c", script, variables=torch) as job:
+        logs = node.base / "run/logs"
+        wait_for(
+            lambda: any("not published" in one.read_text() for one in logs.glob("caches-*.log")),
+            "a failed look",
+        )
+        in_the_way.unlink()
+        go.touch()
+        assert job.wait(60) == 0
+    node.wait_clean()
+    assert any(in_the_way.glob("*.json"))
+
+
 @pytest.mark.parametrize("folder", ["/", ""])
 def test_a_folder_that_cannot_be_kept_is_a_usage_error(node: Node, folder: str) -> None:
     done = node.run("--keep", folder, "--", "true")
