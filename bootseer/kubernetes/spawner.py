@@ -86,15 +86,20 @@ class Spawner:
         on_ready()
         while True:
             for key, _ in self._selector.select(_REQUEST_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fd == read:
+                if key.fd == read:
                     if not {signal.SIGTERM, signal.SIGINT}.isdisjoint(os.read(read, 4096)):
                         notify("STOPPING=1")
                         self._end()
                         return
-                elif isinstance(key.fileobj, socket.socket):
-                    self._hear(key.fileobj)
+                    continue
+                try:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._hear(key.fileobj)
+                except Exception:
+                    # With this process all mounts of the node would go.
+                    _log.exception("unexpected error with a client")
             self._reap()
             self._hang_up_on_silent()
 
@@ -159,7 +164,8 @@ class Spawner:
             # Reaped here, with all others.
             process.returncode = 0
             answer_started(client, process.pid)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # ValueError: of a word with a zero byte, or what cannot be encoded.
             with contextlib.suppress(OSError):
                 answer_failed(client, str(error))
             return 0

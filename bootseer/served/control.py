@@ -136,6 +136,9 @@ class ControlServer:
             callback()
         except (BootseerError, OSError) as error:
             _log.warning("%s", error)
+        except Exception:
+            # Without this thread nobody could ask anything any more, or have the mount ended.
+            _log.exception("unexpected error in the control thread")
 
     def _receive_ready(self) -> None:
         assert self._ready is not None
@@ -185,13 +188,24 @@ def listen(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.s
 
 
 def _answer_client(client: socket.socket, commands: Mapping[str, Command]) -> None:
-    """Read one request, carry it out, answer, and hang up. Never raises OSError."""
+    """Read one request, carry it out, answer, and hang up. Never raises."""
     with client:
         try:
             client.settimeout(_CLIENT_S)
-            client.sendall(to_line(_answer(client, commands)).encode() + b"\n")
+            client.sendall(_answer_line(client, commands))
         except OSError as error:
             _log.debug("a client hung up: %s", error)
+
+
+def _answer_line(client: socket.socket, commands: Mapping[str, Command]) -> bytes:
+    try:
+        return to_line(_answer(client, commands)).encode() + b"\n"
+    except OSError:
+        raise
+    except Exception as error:
+        _log.exception("unexpected error in the answer to a client")
+        failure = f"an unexpected {type(error).__name__}; the server's log has more"
+        return to_line({"error": failure}).encode() + b"\n"
 
 
 def _answer(client: socket.socket, commands: Mapping[str, Command]) -> Mapping[str, Any]:

@@ -61,6 +61,11 @@ class FiguresFile(Closing):
                 self._replace(f"{name}-{self._slot}", render(self._slot).encode())
         except OSError as error:
             self._say(error)
+        except Exception:
+            # The next round may be well; the thread that writes them must live for it.
+            if not self._has_failed:
+                self._has_failed = True
+                _log.exception("unexpected error in the figures for %s", self._directory)
 
     def take(self, name: str) -> None:
         """Have a slot already, for copies of this process that will write. Never raises."""

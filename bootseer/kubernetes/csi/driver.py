@@ -306,6 +306,9 @@ class Driver:
                     self._mend(record)
             except (BootseerError, OSError) as error:
                 _log.warning("the volume %s is not well: %s", record.target, error)
+            except Exception:
+                # The volumes behind it are to be looked after all the same.
+                _log.exception("unexpected error with the volume %s", record.target)
         records = list(self._records.all())
         self._trees.retire(records, _LINGER_S)
         for directory in self._checkpoints.unused({Path(one.behind) for one in records}):

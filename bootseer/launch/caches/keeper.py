@@ -98,11 +98,17 @@ class _Keeper:
 
     def look(self) -> None:
         """Publish what is new. Never raises."""
-        if self._plan.preloads:
-            self._share_record()
         if not self._read_until_ns:
             # Later it may have been this process that read a file.
             self._read_until_ns = time.time_ns()
+        for publish in (self._share_record, self._publish_caches):
+            try:
+                publish()
+            except Exception:
+                # The next look may be well.
+                _log.exception("unexpected error in the keeper of caches")
+
+    def _publish_caches(self) -> None:
         now = {kept.cache.key: _state(kept.cache.folder) for kept in self._plan.caches}
         todo = [kept for kept in self._plan.caches if self._is_new(kept.cache, now)]
         if not todo:
@@ -128,11 +134,11 @@ class _Keeper:
                 self._note(kept, one)
         except (BootseerError, OSError) as error:
             _log.warning("no cache of this start is published: %s", error)
-        except Exception:
-            _log.exception("unexpected error in the keeper of caches")
 
     def _share_record(self) -> None:
-        """What workers have imported, so that other nodes may do that ahead."""
+        """Publish what workers have imported, so that other nodes may do that ahead."""
+        if not self._plan.preloads:
+            return
         from bootseer.launch.preloading import publish
 
         try:

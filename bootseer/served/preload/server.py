@@ -267,8 +267,9 @@ class _Server:
                     return False
                 is_worker = self._fork(connection, request, descriptors)
                 return is_worker
-        except (OSError, ValueError, EOFError, TypeError, KeyError, IndexError) as error:
-            sys.stderr.write(f"a request failed: {error}\n")
+        except Exception as error:
+            # Whatever it is: the preloader lives for the next worker.
+            sys.stderr.write(f"a request failed: {type(error).__name__}: {error}\n")
             sys.stderr.flush()
             return False
         finally:
@@ -304,18 +305,26 @@ class _Server:
         own = (self._own, self._name)
         if not fork_worker(connection, request, descriptors, own, check):
             return False
-        self._listener.detach()
-        draw_anew(self._drawn, preloaded.checks.generators)
         environment = dict(os.environb)
 
-        def begin_again(name: str, why: str) -> NoReturn:
-            """Start the program as it was started: an import has read what it does before it."""
-            known = self._refused().get("", "").split()
-            self._refuse({"": " ".join(sorted({*known, name}))})
+        def begin_again(why: str) -> NoReturn:
+            """Start the program as it was started."""
             os.write(2, f"bootseer: started again without the preloader: {why}\n".encode())
             os.execve(sys.executable, list(sys.orig_argv), environment)
 
-        preloaded.install(begin_again)
+        def refuse(name: str, why: str) -> NoReturn:
+            """An import has read what the program does before it."""
+            known = self._refused().get("", "").split()
+            self._refuse({"": " ".join(sorted({*known, name}))})
+            begin_again(why)
+
+        try:
+            self._listener.detach()
+            draw_anew(self._drawn, preloaded.checks.generators)
+            preloaded.install(refuse)
+        except Exception as error:
+            # Else this worker would go on as if it were the preloader.
+            begin_again(f"{type(error).__name__}: {error}")
         return True
 
 

@@ -114,6 +114,36 @@ def test_a_watched_process(directory: Path, events: Events) -> None:
         opened.close()
 
 
+def fail() -> dict[str, object]:
+    raise ZeroDivisionError("a mistake of ours")
+
+
+def test_a_mistake_of_ours_is_one_sentence_and_ends_nothing(
+    directory: Path, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread ended, and with it the only way to have the mount ended."""
+    read, write = os.pipe()
+    commands: dict[str, Command] = {
+        "status": dict,
+        "fail": fail,
+        "unspeakable": lambda: {"answer": object()},
+    }
+    server = ControlServer(directory, commands, new_ready_name())
+    server.watch_descriptor(read, fail)
+    server.start(events.ready.set, 0.0, fail)
+    try:
+        os.close(write)
+        for command, word in (("fail", "unexpected ZeroDivisionError"), ("unspeakable", "TypeErr")):
+            with pytest.raises(UnavailableError, match=word):
+                ask(directory, command, timeout_s=60)
+        assert ask(directory, "status", timeout_s=60) == {}
+        # Of the time, of the descriptor, and of the two commands.
+        wait_for(lambda: caplog.text.count("Traceback") == 4, "the last traceback")
+        assert caplog.text.count("ZeroDivisionError: a mistake") == 3
+    finally:
+        server.close()
+
+
 def test_a_server_that_is_gone_or_silent(directory: Path) -> None:
     with pytest.raises(UnavailableError, match="does not answer"):
         ask(directory, "status")

@@ -93,8 +93,10 @@ class FiguresWriter:
             self._stopping.wait(_ROUND_S)
 
     def _write(self, is_mounted: bool) -> None:
-        look = self._look(is_mounted)
-        self._file.write(self._name, lambda slot: render_mount(look, self._url, slot))
+        # Looked at by what never raises: this thread writes for as long as the mount lives.
+        self._file.write(
+            self._name, lambda slot: render_mount(self._look(is_mounted), self._url, slot)
+        )
 
     def close(self) -> None:
         """Write the last ones, and let another mount have the slot."""
