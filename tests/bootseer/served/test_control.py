@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_a_watched_process(directory: Path, events: Events) -> None:
         opened.close()
 
 
-def fail() -> dict[str, object]:
+def fail() -> NoReturn:
     raise ZeroDivisionError("a mistake of ours")
 
 
