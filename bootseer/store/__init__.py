@@ -70,7 +70,7 @@ def _loaded(scheme: str) -> _Open:
         return OciBackend
     from bootseer.store.generic.backend import FsspecBackend
 
-    return lambda url, *, deadline_s: FsspecBackend(url)
+    return lambda url, *, deadline_s: FsspecBackend(url, deadline_s=deadline_s)
 
 
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:

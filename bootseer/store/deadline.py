@@ -1,20 +1,27 @@
 """Calls into blocking foreign code that end by a deadline.
 
 Owns a bounded set of daemon threads. hdfs-native blocks inside Rust, releases the GIL and cannot
-be interrupted (a NameNode that is stopped was seen to hold a call for more than a minute), so
-each call runs in a helper thread and its caller stops waiting when it makes no progress. The
-helper is then lost until the call returns. Handing a call over costs some 30 us; the calls
-themselves cost a millisecond and more. Thread-safe.
+be interrupted (a NameNode that is stopped was seen to hold a call for more than a minute). The same
+holds for system calls on a network file system, and for most clients behind fsspec. So each call
+runs in a helper thread and its caller stops waiting when the call makes no progress. The helper is
+then lost until the call returns. Handing a call over costs some 30 us; the calls themselves cost a
+millisecond and more. Thread-safe. A forked child starts with helpers of its own.
 """
 
+import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
-from bootseer.errors import DeadlineError
+from bootseer.errors import DeadlineError, UnavailableError
 
 Result = TypeVar("Result")
+
+
+class NoAnswerError(DeadlineError):
+    """A call that its caller left at the deadline; the call itself may still go on."""
 
 
 class Call(Generic[Result]):
@@ -31,6 +38,10 @@ class Call(Generic[Result]):
         self.handover = threading.Lock()
         self.abandoned = False
         self.progress_count = 0
+
+    def progress(self) -> None:
+        """Note that the call goes on: its caller's waiting starts again."""
+        self.progress_count += 1
 
     def execute(self) -> None:
         """Run the function; called by a helper thread."""
@@ -64,23 +75,25 @@ class DeadlineCaller:
     def __init__(self, threads_max: int, name: str) -> None:
         self._threads_max = threads_max
         self._name = name
+        self.begin()
+        _CALLERS.add(self)
+
+    def begin(self) -> None:
+        """Start without helpers, as a forked child has to: its parent's stayed there."""
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads_count = 0
         self._busy_count = 0
 
     def run(self, function: Callable[[Call[Result]], Result], timeout_s: float) -> Result:
-        """What `function` returns or raises.
+        """Return what `function` returns, or raise what it raises.
 
-        Raises: DeadlineError when it made no progress for `timeout_s` (noticed at most twice
-        as late), or found no free helper for as long.
+        Raises: NoAnswerError when it made no progress for `timeout_s` (noticed at most twice
+        as late), or found no free helper for as long; UnavailableError when no helper can be
+        started.
         """
         call: Call[Result] = Call(function)
-        with self._lock:
-            self._busy_count += 1
-            if self._busy_count > self._threads_count < self._threads_max:
-                self._threads_count += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._find_helper()
         self._queue.put(call)  # type: ignore[arg-type]  # the queue never looks at the result
         try:
             finished = call.wait(timeout_s)
@@ -89,23 +102,57 @@ class DeadlineCaller:
             raise
         if not finished:
             self._abandon(call)
-            raise DeadlineError(f"no answer within {timeout_s:g} s")
+            raise NoAnswerError(f"no answer within {timeout_s:g} s")
         return call.result()
+
+    def _find_helper(self) -> None:
+        """Count one more call, and start a helper for it unless one is idle.
+
+        Raises: UnavailableError when there is no helper at all, and none can be started.
+        """
+        with self._lock:
+            self._busy_count += 1
+            if not self._busy_count > self._threads_count < self._threads_max:
+                return
+            try:
+                threading.Thread(
+                    target=self._work, args=(self._queue,), name=self._name, daemon=True
+                ).start()
+            except RuntimeError as error:
+                if self._threads_count:
+                    return  # the helpers that there are take it in turn
+                self._busy_count -= 1
+                raise UnavailableError(
+                    f"cannot start a thread ({error}): raise the limit of processes (ulimit -u, or "
+                    "pids.max of the cgroup) or free memory"
+                ) from error
+            self._threads_count += 1
 
     def _abandon(self, call: Call[Result]) -> None:
         with call.handover:
             call.abandoned = True
 
-    def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
+    def _work(self, calls: "queue.SimpleQueue[Call[object] | None]") -> None:
+        while (call := calls.get()) is not None:
             call.execute()
             with self._lock:
                 self._busy_count -= 1
             del call  # else the last result lives until the next call
 
     def close(self) -> None:
-        """Ends the idle helpers; a helper inside a call ends when the call returns."""
+        """End the idle helpers; a helper inside a call ends when the call returns."""
         with self._lock:
             count, self._threads_count = self._threads_count, 0
         for _ in range(count):
             self._queue.put(None)
+
+
+_CALLERS: "WeakSet[DeadlineCaller]" = WeakSet()
+
+
+def _begin_in_child() -> None:
+    for caller in list(_CALLERS):
+        caller.begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

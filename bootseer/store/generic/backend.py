@@ -2,22 +2,30 @@
 
 Owns what is promised there. An object appears whole, by the file system's own put when it is
 closed. Exclusive creation is as atomic as the file system's `create` mode (S3 and GCS:
-conditional put), and is decided by `close`. Rename is a copy and a delete, so not atomic. The
-file system's own time-outs apply. Thread-safe as far as the fsspec file system is.
+conditional put), and is decided by `close`. Rename is a copy and a delete, so not atomic.
+
+Every call ends by the deadline, whatever the file system's own time-outs are: when nothing has come
+or gone for so long, or less than the floor (`bootseer.transfer.pace`, S3 and HTTP). What is sent or
+copied by one request, of which nothing is seen before its end, may take longer by
+`_SLOWEST_BYTES_PER_S`. Thread-safe as far as the fsspec file system is.
 """
 
 import contextlib
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from bootseer.base.redact import names_user, public_url, redact
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
+    BusyError,
+    DeadlineError,
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
@@ -25,13 +33,25 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
+from bootseer.registry.transport import is_transient, retry_after_s
 from bootseer.store.backend import FileInfo, Space
-from bootseer.store.generic.ranged import comes_in_pieces, read_pieces
+from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
+from bootseer.store.generic import s3
+from bootseer.store.generic.ranged import comes_in_pieces, read_pieces, read_whole
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import STALL_S
+from bootseer.transfer.policy import REQUEST, Attempts
+
+Result = TypeVar("Result")
 
 _PIECE_BYTES = 8 << 20
+_DEADLINE_S = 60.0
+# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+_THREADS_MAX = 128
+_SLOWEST_BYTES_PER_S = 1_000_000
+"""What a request may be as slow as that shows nothing of its progress."""
 # Where an object appears whole, or not at all, under its name: others write files as they come.
 _OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"))
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
@@ -43,30 +63,57 @@ class FsspecBackend(Folder):
 
     has_atomic_rename = False
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
         """`options`: what fsspec passes to the file system besides the URL."""
-        import fsspec
-
         self.url = public_url(url)
         protocol = split_scheme(url)
         self._is_object_store = protocol in _OBJECT_STORES
-        what = f"open {self.url}"
         if protocol in ("s3", "s3a") and names_user(url):
             # s3fs would take them for a part of the bucket's name, and say so in each message.
             raise InvalidInputError(
-                f"cannot {what}: S3 takes no credentials from a URL; use AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
+                f"cannot open {self.url}: S3 takes no credentials from a URL; use "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
             )
+        self._deadline_s = deadline_s or _DEADLINE_S
+        self._stall_s = min(STALL_S, self._deadline_s)
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-fsspec")
+        self._is_memory = protocol == "memory"
+        self._guard: Any = _MEMORY_LOCK if self._is_memory else contextlib.nullcontext()
+        self._fs, root = self._opened(url, dict(options or {}))
+        self._root = str(root).rstrip("/")
+        self._comes_in_pieces = comes_in_pieces(self._fs)
+        self._is_s3 = s3.is_s3(self._fs)
+        self.has_atomic_put = self._is_object_store or self._is_memory
+
+    def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
+        """Return fsspec's file system for `url`, and the path of the root in it."""
+        import fsspec
+
+        what = f"open {self.url}"
+        if self._is_object_store:
+            # Others write there too: what was listed a minute ago is no answer.
+            options.setdefault("use_listings_cache", False)
         try:
             # aiohttp would find it out with the first request.
             urlsplit(url)
-            options = dict(options or {})
-            if self._is_object_store:
-                # Others write there too: what was listed a minute ago is no answer.
-                options.setdefault("use_listings_cache", False)
-            self._fs, root = fsspec.core.url_to_fs(url, **options)
+            of_class = fsspec.get_filesystem_class(split_scheme(url))
+            if getattr(of_class, "async_impl", False) or self._is_memory:
+                # These ask nobody; fsspec shares them between those who ask in one thread.
+                fs, root = fsspec.core.url_to_fs(url, **options)
+            else:
+                # Some connect at once.
+                fs, root = self._caller.run(
+                    lambda _: fsspec.core.url_to_fs(url, **options), self._deadline_s
+                )
+        except NoAnswerError as error:
+            raise DeadlineError(f"cannot {what}: {error}") from error
         except OSError as error:
-            # Some connect at once.
             if error.errno and error.errno > 0:
                 raise from_oserror(error, what) from error
             raise UnavailableError(f"cannot {what}: {redact(str(error))}") from error
@@ -74,107 +121,189 @@ class FsspecBackend(Folder):
             # Whatever the file system's own constructor does not like about the URL.
             reason = redact(str(error)) or type(error).__name__
             raise InvalidInputError(f"cannot {what}: {reason}") from error
-        self._root = str(root).rstrip("/")
-        self._comes_in_pieces = comes_in_pieces(self._fs)
-        memory = protocol == "memory"
-        self.has_atomic_put = self._is_object_store or memory
-        self._guard: Any = _MEMORY_LOCK if memory else contextlib.nullcontext()
+        return fs, str(root)
+
+    def _run(
+        self, verb: str, path: str, work: Callable[[Call[Any]], Result], *, more_s: float = 0.0
+    ) -> Result:
+        """Return what `work` returns, within the deadline and `more_s`. Raises: BootseerError."""
+        what = f"{verb} {self._name(path)}"
+
+        def guarded(call: Call[Any]) -> Result:
+            try:
+                with self._guard:
+                    return work(call)
+            except Exception as error:
+                raise self._told(error, what, path) from error
+
+        if self._is_memory:
+            return guarded(Call(guarded))
+        try:
+            result: Result = self._caller.run(guarded, self._deadline_s + more_s)
+            return result
+        except NoAnswerError as error:
+            raise DeadlineError(f"cannot {what}: {error}") from error
 
     def stat(self, path: str) -> FileInfo:
         full = self._full(path)
-        with self._guard, self._errors("look at", path):
-            return _info(path, self._fs.info(full))
+        return self._run("look at", path, lambda _: _info(path, self._fs.info(full)))
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         if offset < 0 or (length is not None and length < 0):
             raise InvalidInputError(f"the range ({offset}, {length}) is negative")
         full = self._full(path)
-        end = None if length is None else offset + length
-        with self._guard, self._errors("read", path):
-            if length != 0:
-                with self._nothing_behind_end(full, offset):
-                    return bytes(self._fs.cat_file(full, start=offset, end=end))
+        return self._run("read", path, lambda call: self._read(call, full, offset, length))
+
+    def _read(self, call: Call[Any], full: str, offset: int, length: int | None) -> bytes:
+        if length == 0:
             if self._fs.info(full)["type"] == "directory":
                 raise FileNotFoundError(full)
             return b""
+        end = None if length is None else offset + length
+        if self._comes_in_pieces:
+            with self._nothing_behind_end(full, offset):
+                return read_whole(self._fs, full, offset, end, call, self._stall_s)
+            return b""
+        pieces: list[bytes] = []
+        while end is None or offset < end:
+            # The memory's own lock is held: all of it belongs to one generation.
+            wanted = None if self._is_memory else offset + _PIECE_BYTES
+            until = min((one for one in (wanted, end) if one is not None), default=None)
+            with self._nothing_behind_end(full, offset):
+                pieces.append(bytes(self._fs.cat_file(full, start=offset, end=until)))
+                offset += len(pieces[-1])
+            call.progress()
+            if until is None or offset < until:
+                break
+        return b"".join(pieces)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        if attempt is None or not buffer or not self._comes_in_pieces or offset < 0:
+        if not buffer or not self._comes_in_pieces or offset < 0:
             data = self.read(path, offset, len(buffer))
             (attempt or Attempt()).put(0, buffer, data)
             return len(data)
         full = self._full(path)
-        with self._errors("read", path), self._nothing_behind_end(full, offset):
-            return read_pieces(self._fs, full, offset, buffer, attempt)
-        return 0
+        told = attempt or Attempt()
+
+        def fill(call: Call[Any]) -> int:
+            with self._nothing_behind_end(full, offset):
+                return read_pieces(self._fs, full, offset, buffer, told, call, self._stall_s)
+            return 0
+
+        try:
+            return self._run("read", path, fill)
+        except BaseException:
+            # Whatever still comes must not touch the buffer of who does something else with it.
+            told.stop()
+            raise
 
     @contextlib.contextmanager
     def _nothing_behind_end(self, full: str, offset: int) -> Iterator[None]:
         """Some answer a range behind the end with an error ("416 Range Not Satisfiable")."""
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             raise
-        except Exception:
-            if not offset or offset < self._fs.info(full)["size"]:
+        except Exception as error:
+            status, _ = _answer_of(error)
+            may_be_behind = status == 416 or (offset and not is_transient(status))
+            if not may_be_behind or offset < self._fs.info(full)["size"]:
                 raise
 
     def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
         full = self._full(path, file=True)
-        with self._guard, self._errors("create", path):
-            if not overwrite and self._fs.exists(full):
-                raise FileExistsError("it exists already")
+        if not overwrite:
+            self._run("create", path, lambda _: self._refuse_existing(full))
         return SpoolingWriter(partial(self._put, path, overwrite=overwrite), self._name(path))
+
+    def _refuse_existing(self, full: str) -> None:
+        """Before anything is sent, by one request: some gateways take no notice of the condition
+        by which the put itself decides."""
+        if s3.has_object(self._fs, full) if self._is_s3 else self._fs.exists(full):
+            raise FileExistsError("it exists already")
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         old, new = self._full(source, file=True), self._full(target, file=True)
-        if self.stat(source).is_dir:
+        info = self.stat(source)
+        if info.is_dir:
             raise UnsupportedError(f"{self.url} cannot rename a folder in one step")
-        with self._guard, self._errors(f"rename {self._name(source)} to", target):
+
+        def move(call: Call[Any]) -> None:
             if overwrite:
                 self._fs.cp_file(old, new)
             else:
-                with self.create(target) as writer, self._fs.open(old, "rb") as file:
+                self._refuse_existing(new)
+                with (
+                    tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool,
+                    self._fs.open(old, "rb") as file,
+                ):
                     while piece := file.read(_PIECE_BYTES):
-                        writer.write(piece)
+                        spool.write(piece)
+                        call.progress()
+                    size_bytes = spool.tell()
+                    spool.seek(0)
+                    self._send(call, new, spool, size_bytes, overwrite=False)
             self._fs.rm_file(old)
+
+        more_s = info.size_bytes / _SLOWEST_BYTES_PER_S
+        self._run(f"rename {self._name(source)} to", target, move, more_s=more_s)
 
     def list(self, path: str) -> Iterator[FileInfo]:
         full = self._full(path)
         skip = len(full.strip("/")) + 1 if full.strip("/") else 0
         prefix = path + "/" if path else ""
-        found = []
-        with self._guard, self._errors("list", path):
-            # refresh: a listing of a minute ago is no answer about a store that others write to.
-            for entry in self._fs.ls(full, detail=True, refresh=True):
+
+        def look(call: Call[Any]) -> list[FileInfo]:
+            found = []
+            for entry in self._entries(call, full):
                 name = entry["name"].strip("/")[skip:]
                 is_marker = entry["name"].endswith("/")
                 if not name and entry["type"] == "file" and not is_marker:
                     raise FileNotFoundError("not a folder")
                 if name:
                     found.append(_info(prefix + name, entry))
-        found.sort(key=lambda info: info.path)
-        return iter(found)
+            return found
+
+        return iter(sorted(self._run("list", path, look), key=lambda info: info.path))
+
+    def _entries(self, call: Call[Any], full: str) -> Sequence[dict[str, Any]]:
+        if not self._is_s3:
+            # refresh: a listing of a minute ago is no answer about a store that others write to.
+            entries: list[dict[str, Any]] = self._fs.ls(full, detail=True, refresh=True)
+            return entries
+        entries = list(s3.list_keys(self._fs, full, call.progress, delimiter="/"))
+        if not entries and "/" in full.strip("/"):
+            raise FileNotFoundError(full)
+        return entries
 
     def mkdir(self, path: str) -> None:
         full = self._full(path)
-        with self._guard, self._errors("create", path):
+
+        def make(call: Call[Any]) -> None:
             if self._is_object_store and "/" in full.strip("/"):
                 # There are no folders: an empty object of this name makes one seen everywhere.
                 self._fs.pipe_file(f"{full}/", b"")
             else:
                 self._fs.makedirs(full, exist_ok=True)
 
+        self._run("create", path, make)
+
     def delete(self, path: str, *, recursive: bool = False) -> None:
         full = self._full(path, file=True)
-        with contextlib.suppress(NotFoundError), self._guard, self._errors("delete", path):
+
+        def delete(call: Call[Any]) -> None:
             if self._fs.info(full)["type"] != "directory":
                 self._fs.rm_file(full)
+            elif recursive and self._is_s3:
+                keys = [entry["name"] for entry in s3.list_keys(self._fs, full, call.progress)]
+                s3.delete_objects(self._fs, keys, call.progress)
             elif recursive:
                 self._fs.rm(full, recursive=True)
-            elif any(name.strip("/") != full.strip("/") for name in self._names_in(full)):
+            elif any(
+                entry["name"].strip("/") != full.strip("/") for entry in self._entries(call, full)
+            ):
                 raise AlreadyExistsError(
                     f"cannot delete {self._name(path)}: the folder is not empty"
                 )
@@ -183,59 +312,177 @@ class FsspecBackend(Folder):
             else:
                 self._fs.rmdir(full)
 
-    def _names_in(self, full: str) -> Iterator[str]:
-        return iter(self._fs.ls(full, detail=False, refresh=True))
+        with contextlib.suppress(NotFoundError):
+            self._run("delete", path, delete)
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """As `DeletesMany`."""
+        if not self._is_s3:
+            for path in paths:
+                self.delete(path)
+        elif paths:
+            full = [self._full(path, file=True) for path in paths]
+            self._run(
+                "delete", paths[0], lambda call: s3.delete_objects(self._fs, full, call.progress)
+            )
 
     def space(self) -> Space | None:
         """None: fsspec has no call for it."""
         return None
 
     def close(self) -> None:
-        """Nothing to release: fsspec keeps and shares its connections."""
+        """Release threads; fsspec keeps and shares its connections."""
+        self._caller.close()
 
     def _put(self, path: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool) -> None:
         full = self._full(path)
-        with self._guard, self._errors("write", path):
-            parent = full.rpartition("/")[0]
-            if parent.strip("/") and not hasattr(self._fs, "s3"):
-                self._fs.makedirs(parent, exist_ok=True)
-            if size_bytes <= SPOOL_BYTES:
-                mode = "overwrite" if overwrite else "create"
-                self._fs.pipe_file(full, spool.read(), mode=mode)
-                return
-            with self._fs.open(full, "wb" if overwrite else "xb") as file:
-                while piece := spool.read(_PIECE_BYTES):
-                    file.write(piece)
+        self._run(
+            "write",
+            path,
+            lambda call: self._send(call, full, spool, size_bytes, overwrite=overwrite),
+            more_s=min(size_bytes, SPOOL_BYTES) / _SLOWEST_BYTES_PER_S,
+        )
 
-    @contextlib.contextmanager
-    def _errors(self, verb: str, path: str) -> Iterator[None]:
-        what = f"{verb} {self._name(path)}"
+    def _send(
+        self, call: Call[Any], full: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool
+    ) -> None:
+        """Make the object `full` of what is in `spool`; of several senders without `overwrite` one
+        succeeds. Raises: FileExistsError for the others; what the file system raises."""
+        parent = full.rpartition("/")[0]
+        if parent.strip("/") and not self._is_s3:
+            self._fs.makedirs(parent, exist_ok=True)
+        attempts = Attempts(REQUEST, self._deadline_s)
+        while True:
+            spool.seek(0)
+            try:
+                self._send_once(call, full, spool, size_bytes, overwrite=overwrite)
+                return
+            except Exception as error:
+                status, _ = _answer_of(error)
+                if overwrite or status not in (409, 412):
+                    raise
+                if status == 412:
+                    # Not every gateway sends the code by which s3fs knows it.
+                    raise FileExistsError("it exists already") from error
+                # Another one is writing it (S3: ConditionalRequestConflict): who was first is
+                # known when that has ended, one way or the other.
+                conflict = UnavailableError("another writer is at work on it")
+                pause_s = attempts.pause_s(conflict)
+                if pause_s is None or call.abandoned:
+                    raise conflict from error
+                time.sleep(pause_s)
+
+    def _send_once(
+        self, call: Call[Any], full: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool
+    ) -> None:
+        if size_bytes <= SPOOL_BYTES:
+            self._fs.pipe_file(full, spool.read(), mode="overwrite" if overwrite else "create")
+            return
+        file = self._fs.open(full, "wb" if overwrite else "xb")
         try:
-            yield
-        except BootseerError:
+            while piece := spool.read(_PIECE_BYTES):
+                if call.abandoned:
+                    raise TimeoutError("nobody waits for it any more")
+                file.write(piece)
+                call.progress()
+        except BaseException:
+            # Closing it would make an object of the pieces that were sent.
+            if hasattr(file, "discard"):
+                with contextlib.suppress(Exception):
+                    file.discard()
+                file.closed = True
+            else:
+                file.close()
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(full)
             raise
-        except FileNotFoundError as error:
-            raise NotFoundError(f"cannot {what}: it does not exist") from error
-        except FileExistsError as error:
-            raise AlreadyExistsError(f"cannot {what}: it exists already") from error
-        except PermissionError as error:
-            raise PermissionDeniedError(f"cannot {what}: {redact(str(error))}") from error
-        except IsADirectoryError as error:
-            raise InvalidInputError(f"cannot {what}: it is a folder") from error
-        except NotImplementedError as error:
-            raise UnsupportedError(f"cannot {what}: the file system has no such call") from error
-        except OSError as error:
-            if error.errno:
-                raise from_oserror(error, what) from error
-            raise UnavailableError(f"cannot {what}: {redact(str(error))}") from error
-        except Exception as error:
-            # The libraries behind fsspec have exceptions of their own (aiohttp, ftplib, ...).
-            reason = redact(str(error)) or type(error).__name__
-            raise UnavailableError(f"cannot {what}: {reason}") from error
+        file.close()
+
+    def _told(self, error: Exception, what: str, path: str) -> BootseerError:
+        """Return `error`, which the file system raised at `path`, as one of ours."""
+        if isinstance(error, BootseerError):
+            return error
+        status, code = _answer_of(error)
+        bucket, _, below = self._root.strip("/").partition("/")
+        is_bucket = self._is_s3 and not below and not path
+        if code == "NoSuchBucket" or (is_bucket and isinstance(error, FileNotFoundError)):
+            return InvalidInputError(
+                f"cannot {what}: there is no bucket {bucket}; create it, or correct the URL"
+            )
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"cannot {what}: it does not exist")
+        if isinstance(error, FileExistsError):
+            return AlreadyExistsError(f"cannot {what}: it exists already")
+        reason = redact(str(error)) or type(error).__name__
+        if is_transient(status) or code in _BUSY_CODES:
+            busy = UnavailableError(f"cannot {what}: the server answered {status} {code}".rstrip())
+            busy.retry_after_s = retry_after_s(_header_of(error, "retry-after"), datetime.now(UTC))
+            return busy
+        if isinstance(error, PermissionError) or status in (401, 403) or _lacks_login(error):
+            return PermissionDeniedError(f"cannot {what}: {reason}")
+        if isinstance(error, IsADirectoryError):
+            return InvalidInputError(f"cannot {what}: it is a folder")
+        if isinstance(error, NotImplementedError):
+            return UnsupportedError(f"cannot {what}: the file system has no such call")
+        if isinstance(error, OSError) and error.errno:
+            ours = from_oserror(error, what)
+            # Of a server nothing is known that only this process uses.
+            return UnavailableError(*ours.args) if isinstance(ours, BusyError) else ours
+        # The libraries behind fsspec have exceptions of their own (aiohttp, ftplib, ...).
+        return UnavailableError(f"cannot {what}: {reason}")
 
     def _full(self, path: str, *, file: bool = False) -> str:
         names = self._names_of_file(path) if file else split_path(path)
         return "/".join((self._root, *names))
+
+
+_BUSY_CODES = frozenset(("SlowDown", "ServiceUnavailable", "RequestTimeout", "InternalError"))
+_CAUSES_MAX = 10
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was made of."""
+    cause: BaseException | None = error
+    for _ in range(_CAUSES_MAX):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _answer_of(error: BaseException) -> tuple[int, str]:
+    """Return the HTTP status and S3's code of the answer that an error was made of; 0 and "" where
+    there was none. By the attributes of botocore's ClientError, aiohttp's ClientResponseError and
+    gcsfs' HttpError, none of which need be installed."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            code = str(response.get("Error", {}).get("Code", ""))
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return (status if isinstance(status, int) else 0), code
+        for name in ("status", "code"):
+            if isinstance(status := getattr(cause, name, None), int):
+                return status, ""
+    return 0, ""
+
+
+def _header_of(error: BaseException, name: str) -> str | None:
+    """Return a header of the answer that an error was made of."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        else:
+            headers = getattr(cause, "headers", None)
+        if headers and (value := headers.get(name)):
+            return str(value)
+    return None
+
+
+def _lacks_login(error: BaseException) -> bool:
+    """Return whether a client found no credentials to send."""
+    names = ("NoCredentialsError", "PartialCredentialsError")
+    return any(type(cause).__name__ in names for cause in _causes(error))
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:

@@ -1,20 +1,26 @@
 """A range of a file over HTTP or in S3, piece by piece as it comes.
 
-fsspec has such ranges only as a whole, and asks for the whole again where the connection breaks.
-Any thread, but those of fsspec's loop.
+fsspec has such ranges only as a whole, and asks for the whole again where the connection breaks. A
+body that stops, or of which fewer than `FLOOR_BYTES_PER_S` come for as long as a silence may last,
+is given up. Any thread, but those of fsspec's loop.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from fsspec.asyn import sync
 
 from bootseer.errors import UnavailableError
+from bootseer.store.deadline import Call
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import STALL_S
+from bootseer.transfer.pace import Progress
 
 _PIECE_BYTES = 64 * 1024
+_TRIES = 2
+"""How often a body is begun that is wanted as a whole: fsspec's clients try heads again, not
+bodies."""
 
 
 def comes_in_pieces(fs: Any) -> bool:
@@ -22,14 +28,25 @@ def comes_in_pieces(fs: Any) -> bool:
     return "http" in _protocols(fs) or "s3" in _protocols(fs)
 
 
-def read_pieces(fs: Any, path: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+def read_pieces(
+    fs: Any,
+    path: str,
+    offset: int,
+    buffer: memoryview,
+    attempt: Attempt,
+    call: Call[Any],
+    stall_s: float,
+) -> int:
     """Fill `buffer` (not empty) from `offset` of a file; returns the count, short only at its end
-    or when the attempt was given up. Raises: what `fs` raises, TimeoutError, UnavailableError."""
-    pieces = _http_pieces if "http" in _protocols(fs) else _s3_pieces
+    or when the attempt was given up. `stall_s`: how long a silence may last.
+
+    Raises: what `fs` raises; UnavailableError.
+    """
+    body = _Body(fs, path, offset, offset + len(buffer), call, stall_s)
 
     async def fill() -> int:
         done = 0
-        async for data in pieces(fs, path, offset, offset + len(buffer)):
+        async for data in body.pieces():
             if not attempt.put(done, buffer, data[: len(buffer) - done]):
                 break
             done = attempt.done_bytes
@@ -41,41 +58,110 @@ def read_pieces(fs: Any, path: str, offset: int, buffer: memoryview, attempt: At
     return count
 
 
+def read_whole(
+    fs: Any, path: str, start: int, end: int | None, call: Call[Any], stall_s: float
+) -> bytes:
+    """Return the bytes [start, end) of a file, or to its end where `end` is None; all of them by
+    one request, so of one generation. Raises: as `read_pieces`."""
+
+    async def read() -> bytes:
+        for number in range(_TRIES):
+            body = _Body(fs, path, start, end, call, stall_s)
+            try:
+                return b"".join([data async for data in body.pieces()])
+            except Exception:
+                if not body.has_begun or number + 1 == _TRIES:
+                    raise
+        raise AssertionError
+
+    data: bytes = sync(fs.loop, read)
+    return data if end is None else data[: end - start]
+
+
+class _Body:
+    """The bytes [start, end) of one file, asked for once."""
+
+    def __init__(
+        self,
+        fs: Any,
+        path: str,
+        start: int,
+        end: int | None,
+        call: Call[Any],
+        stall_s: float,
+    ) -> None:
+        self.has_begun = False
+        """Whether the answer's head has come."""
+        self._fs = fs
+        self._path = path
+        self._start = start
+        self._range = {}
+        if start or end is not None:
+            last = "" if end is None else end - 1
+            self._range = {"Range": f"bytes={start}-{last}"}
+        self._call = call
+        self._stall_s = stall_s
+        self._brought = 0
+        self._progress = Progress(0.0)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield what comes, until the end or until the call was left."""
+        pieces = self._http_pieces() if "http" in _protocols(self._fs) else self._s3_pieces()
+        async for data in pieces:
+            if self._call.abandoned:
+                return
+            yield data
+
+    async def _http_pieces(self) -> AsyncIterator[bytes]:
+        session = await self._fs.set_session()
+        options = dict(self._fs.kwargs)
+        options["headers"] = {**options.get("headers", {}), **self._range}
+        async with session.get(self._fs.encode_url(self._path), **options) as answer:
+            self._fs._raise_not_found_for_status(answer, self._path)
+            self._begin()
+            # A server without ranges begins at the file's start.
+            skip = 0 if answer.status == 206 else self._start
+            while data := await self._in_time(answer.content.readany()):
+                if self._brought > skip:
+                    yield data[max(0, len(data) - (self._brought - skip)) :]
+
+    async def _s3_pieces(self) -> AsyncIterator[bytes]:
+        fs = self._fs
+        bucket, key, version = fs.split_path(self._path)
+        which = {"VersionId": version} if fs.version_aware and version else {}
+        answer = await fs._call_s3(
+            "get_object", Bucket=bucket, Key=key, **self._range, **which, **fs.req_kw
+        )
+        self._begin()
+        wanted = int(answer["ContentLength"])
+        async with answer["Body"] as body:
+            while data := await self._in_time(body.read(_PIECE_BYTES)):
+                yield data
+        if self._brought < wanted:
+            raise UnavailableError(f"the connection to {bucket} ended early")
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        self._progress = Progress(time.monotonic())
+        self._call.progress_count += 1
+
+    async def _in_time(self, piece: Awaitable[bytes]) -> bytes:
+        # Not `wait_for`, whose task gives way to the end of the connection: what has come is lost
+        # then.
+        try:
+            async with asyncio.timeout(self._stall_s):
+                data = await piece
+        except TimeoutError as error:
+            raise UnavailableError(f"nothing came for {self._stall_s:g} s") from error
+        self._brought += len(data)
+        now_s = time.monotonic()
+        silent_s = self._progress.silent_s(self._brought, now_s)
+        if silent_s >= self._stall_s and data:
+            raise UnavailableError(f"only a trickle came for {self._stall_s:g} s")
+        if not silent_s:
+            self._call.progress_count += 1
+        return data
+
+
 def _protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
-async def _http_pieces(fs: Any, url: str, start: int, end: int) -> AsyncIterator[bytes]:
-    session = await fs.set_session()
-    options = dict(fs.kwargs)
-    options["headers"] = {**options.get("headers", {}), "Range": f"bytes={start}-{end - 1}"}
-    async with session.get(fs.encode_url(url), **options) as answer:
-        fs._raise_not_found_for_status(answer, url)
-        # A server without ranges begins at the file's start.
-        skip = 0 if answer.status == 206 else start
-        brought = 0
-        while data := await _in_time(answer.content.readany()):
-            brought += len(data)
-            if brought > skip:
-                yield data[max(0, len(data) - (brought - skip)) :]
-
-
-async def _s3_pieces(fs: Any, path: str, start: int, end: int) -> AsyncIterator[bytes]:
-    bucket, key, version = fs.split_path(path)
-    which = {"VersionId": version} if fs.version_aware and version else {}
-    answer = await fs._call_s3(
-        "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **which, **fs.req_kw
-    )
-    wanted = int(answer["ContentLength"])
-    async with answer["Body"] as body:
-        while data := await _in_time(body.read(_PIECE_BYTES)):
-            wanted -= len(data)
-            yield data
-    if wanted > 0:
-        raise UnavailableError(f"the connection to {bucket} ended early")
-
-
-async def _in_time(piece: Awaitable[bytes]) -> bytes:
-    # Not `wait_for`, whose task gives way to the end of the connection: what has come is lost then.
-    async with asyncio.timeout(STALL_S):
-        return await piece

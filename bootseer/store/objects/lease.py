@@ -281,10 +281,10 @@ class LeaseRenewal:
         while not self._stop.wait(self._pause_s):
             try:
                 self._lease.renew()
-            except BusyError as error:
-                logger.warning("%s; another node may run the same set-up", error)
-                return
             except (BootseerError, OSError) as error:
+                if not self._lease.still_held:
+                    logger.warning("%s; another node may run the same set-up", error)
+                    return
                 # The next renewal may still come in time.
                 logger.info("cannot renew the lease yet: %s", error)
 

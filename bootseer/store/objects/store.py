@@ -109,11 +109,17 @@ class Store(Closing):
         DeadlineError.
         """
         check_key(key)
-        if not replace and self._occupied(key):
+        # In an object store the creation itself looks, and decides.
+        creates_whole = self.backend.has_atomic_put and not self.backend.has_atomic_rename
+        if not replace and not creates_whole and self._occupied(key):
             return False
         self._admit_once()
         self._sweep_once()
-        return publish_object(self.backend, key, data, replace=replace)
+        if publish_object(self.backend, key, data, replace=replace):
+            return True
+        if creates_whole:
+            self._occupied(key)  # what is there may be a folder
+        return False
 
     def _occupied(self, key: str) -> bool:
         try:
