@@ -3,6 +3,7 @@ what, and that every call ends by the deadline.
 
 The server is moto's, behind a relay that does what a test tells it."""
 
+import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -46,8 +47,7 @@ def relay(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[F
         for name, value in {**server, "AWS_ENDPOINT_URL": f"http://{running.host}"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs itself makes five
-        from s3fs import S3FileSystem
-
+        S3FileSystem = importlib.import_module("s3fs").S3FileSystem  # noqa: N806
         S3FileSystem.clear_instance_cache()  # its clients know the relay of another test
         S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
         running.seen.clear()
