@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, NoSpaceError
 from bootseer.linux.locks import lock_file
 from bootseer.prefetch.bundle.format import (
     Bundle,
@@ -100,6 +100,9 @@ class Replay:
         """Time from `start` to the last frame; None while it runs, or when it was given up."""
         self.error: str | None = None
         """Why it was given up."""
+        self.has_no_room = False
+        """Whether it was given up because the cache's disk takes no more: nothing is wrong with the
+        bundle."""
         self._caches = caches
         self._executor = executor
         self._placement = Placement(bundle.frames, len(caches))
@@ -147,21 +150,32 @@ class Replay:
 
     def _look_what_is_here(self) -> None:
         self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
-        coming = [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if p]
         try:
             # Before it comes: also what another server brings is seen only where it is open.
-            for blob in {extent.blob for frame in coming for extent in frame.extents}:
+            for blob in {blob for frame in self._missing() for blob in _blobs_of(frame)}:
                 self._caches[blob].open_claimed()
         except BootseerError as error:
             self.give_up(error)
 
+    def _missing(self) -> list[BundleFrame]:
+        return [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if p]
+
     def _submit(self) -> None:
+        if self.error is not None:
+            return
         self._look_what_is_here()
+        if any(self._caches[b].is_full for f in self._missing() for b in _blobs_of(f)):
+            self._give_up_for_room()
+        if self.error is not None:
+            return
         fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
         try:
             self._batch = self._executor.submit(fetches, self._deliver)
         except BootseerError as error:
             self.give_up(error)
+        if self.error is not None and self._batch is not None:
+            # Given up meanwhile, by another thread that saw no batch.
+            self._batch.cancel()
 
     def _watch(self, started_ns: int) -> None:
         until_s = time.monotonic() + _FOLLOW_S
@@ -198,6 +212,11 @@ class Replay:
         if self._stopping.is_set():
             return
         _log.warning("the bundle is not used any further, the image is read without it: %s", error)
+
+    def _give_up_for_room(self) -> None:
+        # To go on would bring what is thrown away, and then comes from the blobs once more.
+        self.has_no_room = True
+        self.give_up(NoSpaceError("the cache's disk takes no more"))
 
     def stop(self) -> None:
         """The caches are about to be closed: touch them no more. Idempotent."""
@@ -265,14 +284,21 @@ class Replay:
         for extent, position in zip(frame.extents, frame.positions, strict=True):
             cache = self._caches[extent.blob]
             piece = content[position : position + extent.length]
-            if not cache.holds(extent.offset, extent.length):
-                cache.claim(extent.offset, piece)
+            if cache.holds(extent.offset, extent.length):
+                continue
+            if not cache.claim(extent.offset, piece) and cache.is_full:
+                self._give_up_for_room()
+                return
         # After the writing: another server may have found the bundle wrong meanwhile.
         self._look()
         with self._lock:
             if self._pending[number]:
                 self._pending[number] = 0
                 self.fetched_bytes += frame.stream_length
+
+
+def _blobs_of(frame: BundleFrame) -> set[int]:
+    return {extent.blob for extent in frame.extents}
 
 
 def disk_runs(frames: Sequence[BundleFrame]) -> Iterator[BundleExtent]:

@@ -18,6 +18,8 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,6 +42,8 @@ from bootseer.prefetch.cache.sums import append_sums, encode_sums
 
 _log = logging.getLogger(__name__)
 
+_TRY_AGAIN_S = 5.0
+"""A disk that has refused a write is asked again then: room is made while a server lives."""
 _ADVICE_BYTES = 128 * 1024
 """Linux reads no more ahead for one call than a disk's read-ahead, 128 KiB where nobody set it."""
 
@@ -52,24 +56,42 @@ class StreamCache:
         self.directory = directory
         self.stream_length = stream_length
         self.is_full = False
-        """The disk refused a write: what comes in is no longer kept."""
+        """The disk refused the last write: what comes in is not kept, but for a try at times."""
+        self._boot = boot
         self._sector_count = -(-stream_length // SECTOR_BYTES)
         self._data_fd = self._sums_fd = -1
         self._is_closed = False
+        self._has_warned = False
+        self._again_s = 0.0
+        self._reopening = threading.Lock()
+        self._before: tuple[Presence, StreamCheck] | None = None
         try:
-            with locked(directory):
-                self._data_fd = os.open(directory / "data", OPEN_FLAGS, 0o600)
-                self._sums_fd = os.open(directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
-                self._present, self._check = self._open_present(boot)
-                # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
-                lock_within(self._data_fd, LOCK_S, is_shared=True)
+            self._present, self._check = self._open_files()
         except OSError as error:
-            self._close_files()
             if error.errno not in NO_DISK:
                 raise from_oserror(error, f"open the cache in {directory}") from error
             self._present, self._check = self._without_disk(error)
 
     # ---- opening --------------------------------------------------------------------------
+
+    def _open_files(self) -> tuple[Presence, StreamCheck]:
+        """Raises: OSError; then nothing is open."""
+        try:
+            with locked(self.directory):
+                self._data_fd = os.open(self.directory / "data", OPEN_FLAGS, 0o600)
+                self._sums_fd = os.open(self.directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
+                opened = self._open_present(self._boot)
+                try:
+                    # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
+                    lock_within(self._data_fd, LOCK_S, is_shared=True)
+                except BaseException:
+                    for part in opened:
+                        part.close()
+                    raise
+                return opened
+        except BaseException:
+            self._close_files()
+            raise
 
     def _open_present(self, boot: bytes) -> tuple[Presence, StreamCheck]:
         fd = os.open(self.directory / "present", OPEN_FLAGS, 0o600)
@@ -87,11 +109,9 @@ class StreamCache:
             present = Presence(mmap.mmap(fd, size, mmap.MAP_SHARED), self.stream_length, os.dup(fd))
             try:
                 present.make_room(0, SECTOR_BYTES)
-            except OSError as error:
+            except OSError:
                 present.close()
-                if error.errno not in NO_DISK:
-                    raise
-                return self._without_disk(error)
+                raise
             check = StreamCheck(
                 self.directory, self.stream_length, present, self._data_fd, self._sums_fd
             )
@@ -104,7 +124,7 @@ class StreamCache:
             os.close(fd)
 
     def _without_disk(self, error: OSError) -> tuple[Presence, StreamCheck]:
-        """The stream of a cache that keeps nothing."""
+        """The stream of a cache that keeps nothing for now."""
         self._warn_full(error)
         size = map_bytes(self.stream_length)
         present = Presence(mmap.mmap(-1, size), self.stream_length)
@@ -119,14 +139,38 @@ class StreamCache:
         )
 
     def _warn_full(self, error: OSError) -> None:
-        if not self.is_full:
-            self.is_full = True
+        self._again_s = time.monotonic() + _TRY_AGAIN_S
+        self.is_full = True
+        # Once: a disk that is nearly full takes a write now and then.
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
-                "cannot write to %s: %s; image data is no longer cached: free space or set "
-                "BOOTSEER_CACHE_DIR to a larger disk",
+                "cannot write to %s: %s; image data is not cached until it can be written: free "
+                "space or set BOOTSEER_CACHE_DIR to a larger disk",
                 self.directory,
                 error.strerror,
             )
+
+    def _may_try_again(self) -> bool:
+        """Whether a write should be tried although the disk refused the last one. Opens the files
+        if they could not be opened before."""
+        if time.monotonic() < self._again_s or not self._reopening.acquire(blocking=False):
+            return False
+        try:
+            self._again_s = time.monotonic() + _TRY_AGAIN_S
+            if self._data_fd < 0 and not self._is_closed:
+                before = self._present, self._check
+                present, self._check = self._open_files()
+                # Last: a reader that finds something here asks the check that belongs to it.
+                self._present = present
+                # A reader may use these still: closed at the end.
+                self._before = before
+            return True
+        except OSError as error:
+            _log.debug("cannot open the cache in %s yet: %s", self.directory, error)
+            return False
+        finally:
+            self._reopening.release()
 
     # ---- what is here ---------------------------------------------------------------------
 
@@ -219,7 +263,7 @@ class StreamCache:
         end_offset = offset + len(data)
         if offset < 0 or end_offset > self.stream_length:
             raise ValueError(f"[{offset}, {end_offset}) is outside a stream's {self.stream_length}")
-        if self.is_full:
+        if self.is_full and not self._may_try_again():
             return False
         first = -(-offset // SECTOR_BYTES)
         at_end = end_offset == self.stream_length
@@ -236,6 +280,9 @@ class StreamCache:
             self._warn_full(error)
             return False
         self._check.wrote(start, len(whole))
+        if self.is_full:
+            self.is_full = False
+            _log.info("%s can be written again: image data is cached", self.directory)
         return True
 
     def forget(self) -> None:
@@ -288,8 +335,8 @@ class StreamCache:
                 pass  # Another process uses it still, and will do this.
             except OSError as error:
                 _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
-        self._present.close()
-        self._check.close()
+        for part in (self._present, self._check, *(self._before or ())):
+            part.close()
         self._close_files()
 
     def _make_durable(self) -> None:

@@ -241,10 +241,11 @@ class ImageServer:
         if not entries:
             return
         replay = self._streams.replay
+        failed = replay is not None and replay.error is not None and not replay.has_no_room
         if (
             plan.options.record == "auto"
             and replay is not None
-            and replay.error is None
+            and not failed
             and not is_worthwhile(self._bundle.accuracy(), self._bundle.own_trace_count, ended)
         ):
             self._record = "not needed"
@@ -257,7 +258,7 @@ class ImageServer:
             plan.state.started_ns,
             ended,
             plan.options.readahead_bytes,
-            renew=self._bundle.is_damaged or (replay is not None and replay.error is not None),
+            renew=self._bundle.is_damaged or failed,
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._record = "publishing"

@@ -1,7 +1,7 @@
 """The background fill: bring the rest of a started image, slowly, while no reader waits.
 
 Alone decides when that goes on. It begins when the start is over and its bundle is here, pauses
-while there are faults, and ends when the image is complete or the cache has no room. A complete
+while there are faults or the cache has no room, and ends when the image is complete. A complete
 image starts without store or registry. What was brought stays: the next start's fill goes on there.
 
 Of the servers of an image on a node one fills, the one that holds a lock file; when it ends another
@@ -34,6 +34,8 @@ _PAUSES = Policy(base_s=5.0, cap_s=300.0)
 """The pauses after failures: no reader waits for a fill."""
 WINDOW_BYTES = 64 * 2**20
 """Planned at a time: an image may have millions of frames."""
+_NO_ROOM_S = 60.0
+"""Seconds between two looks whether room was made."""
 _ROOM_BYTES = 64 * 2**20
 """Bytes between two checks whether the disk has room."""
 
@@ -49,11 +51,12 @@ class Fill:
         *,
         quiet_s: float = QUIET_S,
         pauses: Policy = _PAUSES,
+        no_room_s: float = _NO_ROOM_S,
         lock: Path | None = None,
     ) -> None:
         """`make_room(count)` says whether the cache may take so many bytes more. `pauses`: after
-        each failure in a row. `lock`: the server that holds this file fills for all servers of the
-        image on this node."""
+        each failure in a row. `no_room_s`: seconds between two looks whether room was made.
+        `lock`: the server that holds this file fills for all servers of the image on this node."""
         self.state = "waiting"
         """"waiting" for the start's end, for its turn or for quiet, "filling", "complete",
         "no room", "failing" (it tries again), "stopped"."""
@@ -62,6 +65,7 @@ class Fill:
         self._make_room = make_room
         self._quiet_s = quiet_s
         self._pauses = pauses
+        self._no_room_s = no_room_s
         self._lock_path = lock
         self._lock_fd = -1
         self._stopping = threading.Event()
@@ -161,6 +165,8 @@ class Fill:
         if is_complete:
             # What is stored nowhere is not missing from anywhere.
             self.state = "complete"
+        elif self._streams.is_full:
+            return self._rest_without_room()
         elif not self._failures and self._streams.proven_bytes <= before_bytes:
             # Sectors that two frames share, in an index that another program wrote.
             _log.warning("the background fill ends: the cache keeps nothing of what comes")
@@ -182,16 +188,27 @@ class Fill:
         return True
 
     def _has_room(self, count: int) -> bool:
+        """Wait until the cache has room; False: stop."""
         # A frame may unpack to a multiple of its stored length; the limit is not that exact.
         self._room_bytes -= count
-        if self._room_bytes < 0:
-            if not self._make_room(_ROOM_BYTES):
-                self.state = "no room"
-                return False
-            self._room_bytes = _ROOM_BYTES
-        if self._streams.is_full:
-            self.state = "no room"
+        if self._streams.is_full and not self._rest_without_room():
             return False
+        while self._room_bytes < 0 and not self._make_room(_ROOM_BYTES):
+            if not self._rest_without_room():
+                return False
+        if self._room_bytes < 0:
+            self._room_bytes = _ROOM_BYTES
+        return True
+
+    def _rest_without_room(self) -> bool:
+        """Wait before the next look whether there is room; False: stop."""
+        if self.state != "no room":
+            _log.info("the background fill waits for room in the cache")
+        self.state = "no room"
+        if self._stopping.wait(self._no_room_s):
+            self.state = "stopped"
+            return False
+        self._room_bytes = -1
         return True
 
     def _rest(self, error: BootseerError) -> bool:

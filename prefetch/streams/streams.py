@@ -276,19 +276,23 @@ class BlobStreams:
         cache = self.caches[blob]
         if cache.proven.holds_now(frame.stream_offset, frame.stream_length):
             return 0
-        if self._memory.get(blob, number) is not None:
+        # A sector that two frames share is never marked; tar streams cut by us have none.
+        is_whole = not (frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES)
+        content = self._memory.get(blob, number)
+        came_bytes = frame.stream_length if content is None else 0
+        if content is None:
+            content = decode_frame(frame, data)
+        elif not is_whole:
             return 0
-        content = decode_frame(frame, data)
         try:
             kept = cache.prove(frame.stream_offset, content)
         except CorruptError as error:
             kept = False
             if self.claims.refute(error) and self.replay is not None:
                 self.replay.give_up(error)
-        # A sector that two frames share is never marked; tar streams cut by us have none.
-        if not kept or frame.stream_offset % SECTOR_BYTES or frame.stream_length % SECTOR_BYTES:
+        if not kept or not is_whole:
             self._memory.put(blob, number, content)
-        return len(content)
+        return came_bytes
 
     def look_for_refutation(self) -> None:
         """Drop what is claimed if another server of the image on this node has found it wrong."""

@@ -10,8 +10,10 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.cache import stream_cache
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
+from tests.support.full_disk import FullDisk
 from tests.support.images.stored_image import Image, stored_image
 from tests.support.waiting import wait_for
 
@@ -206,6 +208,65 @@ def test_a_bundle_that_hangs_is_left_for_the_blobs(
     check(image, streams, HOT[3:])
     assert streams.figures().bundle_wait_count == 1
     release.set()
+    streams.close()
+
+
+def bundle_reads(image: Image) -> int:
+    return sum(is_bundle(key) for key, _, _ in image.reads)
+
+
+def test_on_a_full_disk_nothing_of_a_bundle_is_fetched(
+    image: Image,
+    bundle: tuple[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It would be thrown away, and come from the blobs once more."""
+    FullDisk(monkeypatch)
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    check(image, streams, HOT)
+    wait_for(lambda: replay.is_over)
+    assert (bundle_reads(image), replay.has_no_room) == (0, True)
+    assert sum(WARNING in message for message in caplog.messages) == 1
+    streams.close()
+
+
+def test_a_disk_that_becomes_full_ends_the_bundle(
+    image: Image,
+    streams: BlobStreams,
+    bundle: tuple[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, replay = held_back(image, streams, bundle)
+    FullDisk(monkeypatch)
+    gate.let(1)
+    wait_for(lambda: replay.is_over)
+    gate.let(10**6)
+    check(image, streams, HOT)
+    streams.close()
+    # What was under way then, and no more.
+    assert bundle_reads(image) <= WORKERS + 1
+    assert replay.has_no_room
+
+
+def test_a_disk_with_room_again_is_used_again(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_cache, "_TRY_AGAIN_S", 0.0)
+    disk = FullDisk(monkeypatch)
+    # Full when the server starts, then free, full amid its life, and free again.
+    streams = image.streams(tmp_path / "cache")
+    for turn, offset in enumerate(range(0, 2_000_000, 500_000)):
+        disk.is_full = turn % 2 == 0
+        before_bytes = streams.cached_bytes
+        check(image, streams, [(offset, 4096)])
+        assert streams.is_full == disk.is_full
+        assert (streams.cached_bytes > before_bytes) == (not disk.is_full)
+    disk.is_full = False
+    check(image, streams, HOT)
     streams.close()
 
 

@@ -13,6 +13,7 @@ from bootseer.blob.pack.frame_writer import FrameWriter
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import UnavailableError
+from bootseer.prefetch.cache import stream_cache
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.serve_plan import ServeOptions
@@ -22,6 +23,7 @@ from bootseer.prefetch.streams.fill import Fill
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from bootseer.transfer.policy import Policy
+from tests.support.full_disk import FullDisk
 from tests.support.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
@@ -124,12 +126,40 @@ def test_it_pauses_while_there_are_faults(streams: BlobStreams, tree: Tree) -> N
     assert states[:3] == ["waited", "waited", "went on"]
 
 
-def test_it_stops_where_there_is_no_room(streams: BlobStreams) -> None:
+def test_it_waits_where_there_is_no_room_and_goes_on_when_room_is_made(
+    streams: BlobStreams,
+) -> None:
+    room = threading.Event()
+    fill = Fill(streams, yes, lambda count: room.is_set(), quiet_s=QUIET_S, no_room_s=0.01)
+    fill.start()
+    wait_for(lambda: fill.state == "no room")
+    assert streams.cached_bytes == 0
+    room.set()
+    wait_for(lambda: fill.state == "complete")
+    assert streams.cached_bytes == streams.image_bytes
+
+
+def test_it_outlives_a_disk_that_was_full(
+    streams: BlobStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_cache, "_TRY_AGAIN_S", 0.0)
+    disk = FullDisk(monkeypatch)
+    fill = Fill(streams, yes, yes, quiet_s=QUIET_S, no_room_s=0.01)
+    fill.start()
+    wait_for(lambda: fill.state == "no room" and streams.is_full)
+    disk.is_full = False
+    wait_for(lambda: fill.state == "complete")
+    assert streams.cached_bytes == streams.image_bytes
+    assert not streams.is_full
+
+
+def test_it_stops_when_told_while_there_is_no_room(streams: BlobStreams) -> None:
     fill = Fill(streams, yes, lambda count: False, quiet_s=QUIET_S)
     fill.start()
     wait_for(lambda: fill.state == "no room")
+    fill.stop()
     fill.join(60)
-    assert streams.cached_bytes == 0
+    assert (fill.state, streams.cached_bytes) == ("stopped", 0)
 
 
 def test_it_outlives_an_outage_of_the_store(streams: BlobStreams, tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""A disk that is full, for one process."""
+
+import errno
+import os
+
+import pytest
+
+
+class FullDisk:
+    """Refuses what is written at an offset, as the node cache does, while `is_full`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        for name in ("pwrite", "posix_fallocate"):
+            self._patch(monkeypatch, name)
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        real = getattr(os, name)
+
+        def refusing(*arguments: object) -> object:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, refusing)
