@@ -251,7 +251,7 @@ class Snapshotter:
     # ---- tidying up ---------------------------------------------------------------------------
 
     def _tidy_until_closed(self) -> None:
-        for work in (self._restore, self._tidy):
+        for work in (self._restore, self._empty, self._retire):
             self._guard(work)
         while not self._closing:
             self._wake.wait(self._pause_s())
@@ -259,7 +259,8 @@ class Snapshotter:
             if not self._closing:
                 self._guard(self._mount_pulled)
                 self._guard(self._pulled.index_next)
-                self._guard(self._tidy)
+                self._guard(self._empty)
+                self._guard(self._retire)
 
     @staticmethod
     def _guard(work: Callable[[], None]) -> None:
@@ -285,12 +286,19 @@ class Snapshotter:
             due = [chain_id for chain_id, due_s in self._due.items() if due_s <= now_s]
             for chain_id in due:
                 del self._due[chain_id]
-        for chain_id in due:
-            key = self._tree_key(chain_id, self._settings.workload)
-            # Without a linger it would be taken off at once.
-            if self._linger_s:
+        # Without a linger they would be taken off at once.
+        for chain_id in due if self._linger_s else ():
+            # Each by itself: the others are due all the same.
+            try:
+                key = self._tree_key(chain_id, self._settings.workload)
                 with self._lazy_trees.using(key, chain_id):
                     _log.info("mounted %s, which has been pulled", chain_id)
+            except (BootseerError, OSError) as error:
+                _log.warning(
+                    "%s, which has been pulled, is mounted when a container needs it: %s",
+                    chain_id,
+                    error,
+                )
 
     def _restore(self) -> None:
         """Mount what snapshots show and no server serves any more."""
@@ -298,12 +306,14 @@ class Snapshotter:
             try:
                 with self._lazy_trees.using(self._tree_key(chain_id, workload), chain_id):
                     _log.debug("%s is mounted", chain_id)
-            except BootseerError as error:
+            except (BootseerError, OSError) as error:
                 _log.warning("containers of %s cannot be started now: %s", chain_id, error)
 
-    def _tidy(self) -> None:
+    def _empty(self) -> None:
         self._metadata.numbers(self._directories.set_aside)
         self._directories.empty()
+
+    def _retire(self) -> None:
         self._lazy_trees.retire(self._trees_in_use, self._linger_s)
 
     def _chains_in_use(self) -> frozenset[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from bootseer.blob.keys import index_key
-from bootseer.prefetch.index.chains import chain_key, publish_chain_index, read_chain
+from bootseer.prefetch.index.chains import chain_ids, chain_key, publish_chain_index, read_chain
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
@@ -16,7 +16,7 @@ from bootseer.served.folders import live_mounts
 from bootseer.store import open_store
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containers.containerd_node import Node
-from tests.support.images.building import Member, digest, write_layout
+from tests.support.images.building import Member, digest, tar_of, write_layout
 from tests.support.mounts.image_mounts import TIMEOUT_S, checksums_outside, index
 from tests.support.waiting import wait_for
 
@@ -187,6 +187,30 @@ def test_a_pulled_image_is_mounted_before_it_is_started(tmp_path: Path) -> None:
         node.call("Cleanup")
         wait_for(lambda: not directories(node))
         assert len(node.trees()) == 1
+
+
+def test_pulled_images_are_mounted_although_one_of_them_cannot_be(tmp_path: Path) -> None:
+    with Node(with_containerd=False, linger_s=60) as node:
+        chains, records, before = {}, {}, set[str]()
+        for name in ("first", "last", "lost"):
+            layer = [Member(name, data=name.encode())]
+            write_layout(tmp_path / name, [layer])
+            with open_store(node.settings.store_url) as store:
+                before = {info.path for info in store.list()}
+            records[name] = index(node.settings, tmp_path / name, f"{name}:1")
+            (chains[name],) = chain_ids([digest(tar_of(layer))])
+        # The first one takes its time, so that the others are due together.
+        for number, name in enumerate(("first", "lost", "last")):
+            labels = {REF_LABEL: chains[name]}
+            node.refused("Prepare", key=f"extract-{number}", parent="", labels=labels)
+            if name == "lost":
+                with open_store(node.settings.store_url) as store:
+                    for key in {info.path for info in store.list()} - before:
+                        store.delete(key)
+                kept = node.settings.cache_dir / "indexes"
+                (kept / records[name].index_digest.partition(":")[2]).unlink(missing_ok=True)
+        wanted = {records[name].index_digest for name in ("first", "last")}
+        wait_for(lambda: wanted <= {s.index_digest for _, s in live_mounts(node.settings.run_dir)})
 
 
 def test_a_pulled_image_whose_files_are_here_needs_no_store(fresh: Node, tmp_path: Path) -> None:
