@@ -31,6 +31,8 @@ from bootseer.store import Store
 _PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})")
 _KEY_NAME_BYTES_MAX = 240
 """Quoted; file names end at 255 bytes."""
+_QUESTIONS_MAX = 16
+"""Questions of one start that a store has at once."""
 
 
 def check_reference(reference: str) -> str:
@@ -96,14 +98,31 @@ def find_image(store: Store, reference: str) -> ImageRecord:
 def check_blobs(store: Store, record: ImageRecord) -> None:
     """Look whether the store has the blobs of all layers, without reading them.
 
-    Raises: CorruptError for one that is missing or of another size; UnavailableError.
+    Asks for several at once: every start waits for this, and an object store takes tens of
+    milliseconds for each. Raises: CorruptError for one that is missing or of another size;
+    UnavailableError.
     """
-    for layer in record.layers:
-        key = blob_key(layer.blob_digest)
+
+    def size_of(key: str) -> int:
         try:
-            size_bytes = store.size(key)
+            return store.size(key)
         except NotFoundError:
-            size_bytes = -1
+            return -1
+
+    keys = [blob_key(layer.blob_digest) for layer in record.layers]
+    if len(keys) > 1:
+        # Imported late: not every start comes here.
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = ThreadPoolExecutor(min(len(keys), _QUESTIONS_MAX), thread_name_prefix="blob-size")
+        try:
+            sizes = list(pool.map(size_of, keys))
+        finally:
+            # After a failure no further question is asked; those that were have their deadlines.
+            pool.shutdown(wait=True, cancel_futures=True)
+    else:
+        sizes = [size_of(key) for key in keys]
+    for layer, key, size_bytes in zip(record.layers, keys, sizes, strict=True):
         if size_bytes != layer.blob_size_bytes:
             state = "is missing" if size_bytes < 0 else f"has {size_bytes} bytes"
             raise CorruptError(

@@ -1,6 +1,8 @@
 """Records of images and layers: codec, lookup by name and digest, hostile values, the tree."""
 
+import hashlib
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.index.codec import digest, encode
-from bootseer.blob.keys import index_key
+from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Inode
 from bootseer.errors import (
     CorruptError,
@@ -19,6 +21,7 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.prefetch.index.catalogue import (
+    check_blobs,
     find_image,
     image_key,
     layer_key,
@@ -197,6 +200,49 @@ def test_the_tree_is_cached_and_verified_each_time(store: Store, tmp_path: Path)
     assert load_tree(store, record, cache).name_count == 1
     assert copy.read_bytes() == data
     assert [path.name for path in (cache / "indexes").iterdir()] == [copy.name]
+
+
+def layers_of(store: Store, count: int) -> tuple[ImageLayer, ...]:
+    """As many layers, whose blobs are in the store."""
+    found = []
+    for number in range(count):
+        data = b"%d" % number
+        blob = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        store.publish(blob_key(blob), data)
+        found.append(ImageLayer(A, blob, len(data)))
+    return tuple(found)
+
+
+def test_the_store_is_asked_for_several_blobs_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = replace(RECORD, layers=layers_of(store, 40))
+    # Passed by those only that ask at the same time.
+    others = threading.Barrier(4)
+    asking = threading.Semaphore(16)
+    size = store.size
+
+    def size_of(key: str) -> int:
+        assert asking.acquire(blocking=False), "more than 16 at once"
+        try:
+            others.wait(60)
+            return size(key)
+        finally:
+            asking.release()
+
+    monkeypatch.setattr(store, "size", size_of)
+    check_blobs(store, record)
+
+
+def test_a_missing_or_shorter_blob_is_named(store: Store) -> None:
+    layers = layers_of(store, 20)
+    check_blobs(store, replace(RECORD, layers=layers))
+    longer = (*layers[:7], replace(layers[7], blob_size_bytes=99), *layers[8:])
+    with pytest.raises(CorruptError, match=f"{layers[7].blob_digest[7:]} has 1 bytes"):
+        check_blobs(store, replace(RECORD, layers=longer))
+    store.delete(blob_key(layers[11].blob_digest))
+    with pytest.raises(CorruptError, match=f"{layers[11].blob_digest[7:]} is missing"):
+        check_blobs(store, replace(RECORD, layers=layers))
 
 
 def test_an_index_with_another_digest_is_refused(store: Store, tmp_path: Path) -> None:
