@@ -34,6 +34,7 @@ from bootseer.prefetch.record.trace import Trace
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 from bootseer.store import Store
+from bootseer.store.objects.lease import LeaseRenewal
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +52,25 @@ def add_trace(
     renew: bool = False,
 ) -> HotPointer | None:
     """Publish a trace; then, if it says much that the workload's bundle does not know, publish a
-    new bundle for the image, which is called `reference`.
+    new bundle for the image, which is called `reference`. While another node builds, a trace is
+    only published if the store has fewer than a build merges.
 
     `renew`: the bundle that there was when the trace began is of no use, whatever it holds.
     None without a new bundle: nothing new, nothing hot, or another node is at it. What that one
     does not hear of any more, the next start that misses it tells. Raises: BootseerError.
     """
     index_digest, workload = trace.index_digest, trace.workload
-    key = hot_store.publish_trace(store, trace)
-    _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
     owner = f"{settings.node}:{os.getpid()}"
     lease = store.lease(hot_store.lease_key(index_digest, workload), ttl_s=_LEASE_S, owner=owner)
     if lease is None:
         _log.info("another node builds the bundle of %s", workload)
+        # Of a first start of many nodes the next build merges no more than these.
+        if len(hot_store.trace_keys(store, index_digest, workload)) < hot_store.MERGED_TRACE_COUNT:
+            _publish_trace(store, trace)
         return None
-    with lease:
+    # Of large bundles the building takes longer.
+    with LeaseRenewal(lease, _LEASE_S):
+        _publish_trace(store, trace)
         dropped = hot_store.drop_old_traces(store, index_digest, workload)
         if dropped:
             _log.info("deleted %d old traces", dropped)
@@ -73,6 +78,11 @@ def add_trace(
             _log.info("the bundle of %s knows all this", workload)
             return None
         return build_bundle(settings, store, tree, index_digest, reference, workload)
+
+
+def _publish_trace(store: Store, trace: Trace) -> None:
+    key = hot_store.publish_trace(store, trace)
+    _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
 
 
 def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:

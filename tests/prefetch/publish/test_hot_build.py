@@ -3,10 +3,12 @@
 import hashlib
 import json
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,10 +18,11 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, is_worthwhile
-from bootseer.prefetch.bundle.format import decode_frame
+from bootseer.prefetch.bundle.format import decode_frame, write_bundle
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT, HotPointer
 from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish import hot_build
 from bootseer.prefetch.publish.hot_build import add_trace
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record import trace as trace_format
@@ -27,6 +30,7 @@ from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
+from bootseer.store.objects.lease import Lease
 from tests.support.mounts.image_mounts import index, settings_at
 
 FILE_BYTES = 64 * 1024
@@ -198,6 +202,50 @@ def test_while_another_node_builds_the_trace_is_only_kept(site: Site) -> None:
     made = site.add(site.trace(2))
     assert made is not None
     assert made.trace_count == 2
+
+
+def test_while_another_node_builds_no_more_traces_come_than_are_merged(site: Site) -> None:
+    lease = site.store.lease(
+        hot_store.lease_key(site.record.index_digest, "train"), ttl_s=600, owner="another"
+    )
+    assert lease is not None
+    for number in range(MERGED_TRACE_COUNT + 10):
+        assert site.add(site.trace(1, node=f"n{number}")) is None
+    assert site.trace_count() == MERGED_TRACE_COUNT
+    lease.release()
+    made = site.add(site.trace(2))
+    assert made is not None
+    assert (made.trace_count, site.trace_count()) == (MERGED_TRACE_COUNT, MERGED_TRACE_COUNT)
+
+
+def test_the_lease_is_renewed_while_a_bundle_is_built(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large bundle takes longer than the lease lasts."""
+    monkeypatch.setattr(hot_build, "_LEASE_S", 6.0)
+    building, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> bytes:
+        building.set()
+        assert go_on.wait(60)
+        return write_bundle(*arguments)
+
+    monkeypatch.setattr(hot_build, "write_bundle", slow)
+    renew, renewed = Lease.renew, threading.Event()
+
+    def renewing(lease: Lease) -> None:
+        renew(lease)
+        renewed.set()
+
+    monkeypatch.setattr(Lease, "renew", renewing)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(site.add, site.trace(1))
+        try:
+            assert building.wait(60)
+            assert renewed.wait(60)
+        finally:
+            go_on.set()
+        assert made.result(60) is not None
 
 
 def test_sixteen_large_traces(site: Site) -> None:
