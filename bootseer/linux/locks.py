@@ -14,6 +14,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 # flock(2) has no time-out. Most locks are held for milliseconds, some for a pull.
 _POLL_S = 0.005
 _POLL_S_MAX = 0.05
+_REMOVED_MAX = 100
 
 
 def try_lock(fd: int, *, is_shared: bool = False) -> bool:
@@ -52,11 +53,19 @@ def lock_file(
     The holder may remove the file: a process that waited for it then makes a new one.
     Raises: TimeoutError, OSError.
     """
+    removed_count = 0
     while True:
         if folder is None:
             # The holder may have removed it, too.
             make_private_directory(path.parent)
-        fd = os.open(path, _FLAGS, 0o600, dir_fd=folder)
+        try:
+            fd = os.open(path, _FLAGS, 0o600, dir_fd=folder)
+        except FileNotFoundError:
+            # A holder has just removed the folder that we have made or seen.
+            removed_count += 1
+            if folder is not None or removed_count > _REMOVED_MAX:
+                raise
+            continue
         try:
             lock_within(fd, timeout_s, is_shared=is_shared)
             if os.fstat(fd).st_nlink:
@@ -65,3 +74,23 @@ def lock_file(
             os.close(fd)
             raise
         os.close(fd)
+
+
+def remove_unused_lock(path: Path) -> bool:
+    """Remove a lock file that nobody holds. Return whether it was removed. Never raises.
+
+    Who has opened it and not locked it yet notices, as `lock_file` does.
+    """
+    try:
+        fd = os.open(path, _FLAGS & ~os.O_CREAT)
+    except OSError:
+        return False
+    try:
+        if not try_lock(fd):
+            return False
+        os.unlink(path)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -6,6 +6,8 @@ Any thread, several processes at once.
 """
 
 import contextlib
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -21,6 +23,10 @@ from bootseer.store import Store
 if TYPE_CHECKING:
     from bootseer.transfer.plan import Chunk
 
+_FOLDER = "damaged"
+_KEPT_S = 30 * 86400.0
+"""As long as the node keeps the index of a tree that nobody mounts: a later mount finds the damage
+itself."""
 # One is enough to know that a blob is damaged.
 _CHUNKS_MAX = 64
 
@@ -62,6 +68,9 @@ def check_known_damage(cache_dir: Path, store: Store, index_digest: str) -> None
     UnavailableError, DeadlineError.
     """
     path = _path(cache_dir, index_digest)
+    # `trim_damage` goes by the last use.
+    with contextlib.suppress(OSError):
+        os.utime(path)
     note = read_private_file(path, _FORM)
     for key, offset, length, digest in note.ranges if note else ():
         if content_digest(store.read(key, offset, length)).hex() != digest:
@@ -73,5 +82,15 @@ def check_known_damage(cache_dir: Path, store: Store, index_digest: str) -> None
         path.unlink(missing_ok=True)
 
 
+def trim_damage(cache_dir: Path) -> None:
+    """Remove the notes on what nobody has mounted for a month. Never raises."""
+    oldest_s = time.time() - _KEPT_S
+    with contextlib.suppress(OSError), os.scandir(cache_dir / _FOLDER) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_mtime < oldest_s:
+                    os.unlink(entry.path)
+
+
 def _path(cache_dir: Path, index_digest: str) -> Path:
-    return cache_dir / "damaged" / f"{index_digest.partition(':')[2]}.json"
+    return cache_dir / _FOLDER / f"{index_digest.partition(':')[2]}.json"

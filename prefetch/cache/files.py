@@ -102,6 +102,23 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def locked_if_there(directory: Path) -> Iterator[None]:
+    """As `locked`, for who removes the stream: nothing is made.
+
+    Raises: FileNotFoundError where there is no such folder; OSError.
+    """
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fd = lock_file(Path("lock"), LOCK_S, folder=folder)
+    finally:
+        os.close(folder)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """All of `data` at `offset`. Raises: OSError."""
     view = memoryview(data)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +21,7 @@ from msgspec import Struct
 
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, from_oserror
-from bootseer.linux.locks import try_lock
+from bootseer.linux.locks import remove_unused_lock, try_lock
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.claims_mark import ClaimsMark
@@ -29,7 +30,7 @@ from bootseer.prefetch.cache.files import (
     SECTOR_BYTES,
     alone,
     decode_header,
-    locked,
+    locked_if_there,
     sectors_of,
 )
 from bootseer.prefetch.cache.image_stream import ImageStream
@@ -54,6 +55,9 @@ _KEY = re.compile(r"(?:sha256|blake3|frames|claimed):[0-9a-f]{64}")
 _FOLDER = re.compile(r"(?:sha256|blake3|frames|claimed)-[0-9a-f]{64}")
 _WHOLE = re.compile(r"(?:sha256|blake3)-[0-9a-f]{64}")
 _SAME = ".same"
+_LOCKS = frozenset((".pull", ".replay", ".fill"))
+_LEFT_S = 3600.0
+"""The age at which a file that is written in a moment has lost its writer."""
 
 
 class CachedStream(Struct, frozen=True):
@@ -301,6 +305,7 @@ class NodeCache:
         `limit_bytes`; what killed processes left goes first. Returns how many bytes were freed."""
         remove_abandoned(self._directory)
         self._remove_older()
+        self._remove_left_over()
         streams = self.streams()
         total = sum(stream.size_bytes for stream in streams)
         freed = 0
@@ -326,16 +331,32 @@ class NodeCache:
         with contextlib.suppress(OSError):
             self._older.rmdir()
 
+    def _remove_left_over(self) -> None:
+        """Remove what killed processes left: lock files that nobody holds, and what never became a
+        stream."""
+        oldest_s = time.time() - _LEFT_S
+        for path in _entries(self._directory):
+            if path.suffix in _LOCKS:
+                remove_unused_lock(path)
+            elif path.name.startswith(".new-"):
+                with contextlib.suppress(OSError):
+                    if path.lstat().st_mtime < oldest_s:
+                        path.unlink()
+            elif _FOLDER.fullmatch(path.name) and not (path / "data").exists():
+                self._remove(path)
+
     def _remove(self, directory: Path) -> bool:
         try:
-            with locked(directory):
-                fd = os.open(directory / "data", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    if not try_lock(fd):
-                        return False
-                    shutil.rmtree(directory)
-                finally:
-                    os.close(fd)
+            with locked_if_there(directory):
+                with contextlib.suppress(FileNotFoundError):
+                    fd = os.open(directory / "data", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    try:
+                        if not try_lock(fd):
+                            return False
+                    finally:
+                        os.close(fd)
+                # Who opens the stream waits for our lock before it looks for what is in the folder.
+                shutil.rmtree(directory)
         except OSError:
             return False
         return True

@@ -34,6 +34,7 @@ from bootseer.prefetch.cache.files import (
     Header,
     decode_header,
     locked,
+    locked_if_there,
     write_all,
 )
 from bootseer.prefetch.cache.presence import Presence, map_bytes
@@ -331,8 +332,8 @@ class StreamCache:
         if durable and self._data_fd >= 0:
             try:
                 self._make_durable()
-            except BlockingIOError:
-                pass  # Another process uses it still, and will do this.
+            except (BlockingIOError, FileNotFoundError):
+                pass  # Another process uses it still, and will do this, or has just removed it.
             except OSError as error:
                 _log.warning("cannot make the cache in %s durable: %s", self.directory, error)
         for part in (self._present, self._check, *(self._before or ())):
@@ -345,7 +346,7 @@ class StreamCache:
         unlock(self._data_fd)
         self._sync()
         if os.fstat(self._data_fd).st_nlink:
-            with locked(self.directory):
+            with locked_if_there(self.directory):
                 self._alone()
                 self._sync()
                 self._present.end()

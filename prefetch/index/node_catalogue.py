@@ -32,6 +32,7 @@ from bootseer.errors import (
     UnknownFormatError,
     from_oserror,
 )
+from bootseer.linux.locks import remove_unused_lock
 from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.cache.kept_indexes import index_folder, keep_index, read_index
 from bootseer.prefetch.cache.stream_keys import store_hex
@@ -224,10 +225,12 @@ class NodeCatalogue:
     # ---- keeping it small ---------------------------------------------------------------------
 
     def trim(self) -> int:
-        """Remove records and indexes that no start used for a month. Returns how many files. Never
+        """Remove records and indexes that no start used for a month, and lock files that nobody
+        holds. Returns how many files. Never
         raises: what is needed after all is pulled, or fetched, again."""
         oldest_s = time.time() - _KEPT_S
-        count = 0
+        # Of publishers that were killed.
+        count = sum(map(remove_unused_lock, self._directory.glob("*.lock")))
         for folder in (index_folder(self._cache_dir), *self._directory.glob("*")):
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.linux.disk_usage import statuses_below
+from bootseer.prefetch.cache.damage import trim_damage
 from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 
@@ -82,6 +83,7 @@ class CacheRoom:
         with self._lock:
             if time.monotonic() >= self._others_again_s:
                 NodeCatalogue(self._cache_dir).trim()
+                trim_damage(self._cache_dir)
                 self._others_bytes = sum(
                     one.size_bytes
                     for one in folders(self._cache_dir)

@@ -5,7 +5,9 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import InvalidInputError
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, NodeCache, StreamCache
+from bootseer.linux.locks import lock_file
+from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, CachedStream, NodeCache, StreamCache
 
 DIGEST = "sha256:" + "ab" * 32
 LENGTH = 40 * SECTOR_BYTES + 100
@@ -147,6 +150,69 @@ def test_trim_removes_the_longest_unused_and_nothing_in_use(tmp_path: Path) -> N
     assert [blob.key for blob in cache.streams()] == [digests[0]]
     assert opened[0].read(0, LENGTH) == STREAM
     opened[0].close()
+
+
+def test_two_trims_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = NodeCache(tmp_path)
+    for number in range(20):
+        cache.open_stream(f"sha256:{number:064x}", LENGTH).close()
+    # Each has listed all streams before either removes one.
+    listed = threading.Barrier(2)
+    streams = NodeCache.streams
+
+    def listing(self: NodeCache) -> list[CachedStream]:
+        found = streams(self)
+        listed.wait(60)
+        return found
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(NodeCache, "streams", listing)
+        for trimming in [pool.submit(NodeCache(tmp_path).trim, 0) for _ in range(2)]:
+            trimming.result(60)
+    assert list((tmp_path / "streams-3").iterdir()) == []
+
+
+def test_trim_removes_what_killed_processes_left(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path)
+    whole = cache.open_stream("sha256:" + "01" * 32, LENGTH)
+    folder = tmp_path / "streams-3"
+    held = [cache.fill_lock("sha256:" + "02" * 32), cache.replay_lock(DIGEST, "file:///store")]
+    locks = [lock_file(path, 0) for path in held]
+    for name in (
+        f"sha256-{'03' * 32}.fill",
+        f"sha256-{'04' * 32}.pull",
+        f"sha256-{'05' * 32}.x.replay",
+    ):
+        (folder / name).touch()
+    (folder / f"sha256-{'06' * 32}").mkdir()
+    (folder / f"sha256-{'06' * 32}" / "lock").touch()
+    (folder / ".new-00").touch()
+    os.utime(folder / ".new-00", (0, 0))
+    (folder / ".new-01").touch()
+    cache.trim(10**12)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {whole.directory.name, ".new-01", *(path.name for path in held)}
+    for fd in locks:
+        os.close(fd)
+    whole.close()
+
+
+def test_streams_are_opened_while_others_are_removed(tmp_path: Path) -> None:
+    """A folder that goes between two steps of who opens it is made anew."""
+    over = threading.Event()
+
+    def remove() -> None:
+        while not over.is_set():
+            NodeCache(tmp_path).trim(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        removing = pool.submit(remove)
+        try:
+            for _ in range(200):
+                NodeCache(tmp_path).open_stream(DIGEST, LENGTH).close()
+        finally:
+            over.set()
+        removing.result(60)
 
 
 def test_a_check_finds_bit_rot_and_what_is_damaged_is_absent(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.linux.locks import lock_file
 from bootseer.linux.removal import remove_tree
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.serve.cache_limit import CacheRoom, folders
@@ -99,6 +100,20 @@ def test_indexes_of_images_that_are_not_started_any_more_go(tmp_path: Path) -> N
         os.utime(tmp_path / "indexes" / name, (used_s, used_s))
     CacheRoom(tmp_path, 10**9).make()
     assert [path.name for path in (tmp_path / "indexes").iterdir()] == ["new"]
+
+
+def test_locks_and_notes_that_nobody_needs_go(tmp_path: Path) -> None:
+    for folder in ("catalogue", "damaged"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "catalogue" / "dead.lock").touch()
+    held = lock_file(tmp_path / "catalogue" / "held.lock", 0)
+    for name, age_s in (("new.json", 0), ("old.json", 40 * 86_400)):
+        (tmp_path / "damaged" / name).write_bytes(b"note")
+        os.utime(tmp_path / "damaged" / name, (time.time() - age_s,) * 2)
+    CacheRoom(tmp_path, 10**9).make()
+    assert [path.name for path in (tmp_path / "catalogue").iterdir()] == ["held.lock"]
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["new.json"]
+    os.close(held)
 
 
 def test_a_disk_that_is_nearly_full_has_no_room(
