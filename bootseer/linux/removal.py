@@ -27,15 +27,21 @@ _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
 _UNCHANGEABLE = 0x10 | 0x20
 
 
-def remove_tree(path: str | bytes | Path, *, dir_fd: int | None = None) -> None:
-    """Remove a directory with all that is in it; nothing where there is none.
+def remove_tree(
+    path: str | bytes | Path,
+    *,
+    dir_fd: int | None = None,
+    on_entry: Callable[[], None] = lambda: None,
+) -> None:
+    """Remove a directory with all that is in it; nothing where there is none. `on_entry` is called
+    for each name that is come to.
 
     Raises: OSError of the first thing that could not be removed, after all that could be has been.
     """
     name = os.fsencode(path)
     failure = None
     try:
-        empty_directory(name, dir_fd=dir_fd)
+        empty_directory(name, dir_fd=dir_fd, on_entry=on_entry)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -47,12 +53,17 @@ def remove_tree(path: str | bytes | Path, *, dir_fd: int | None = None) -> None:
         raise failure or error from None
 
 
-def empty_directory(path: str | bytes | Path, *, dir_fd: int | None = None) -> None:
+def empty_directory(
+    path: str | bytes | Path,
+    *,
+    dir_fd: int | None = None,
+    on_entry: Callable[[], None] = lambda: None,
+) -> None:
     """Remove all that is in a directory, which stays. Raises: OSError, as `remove_tree`."""
     name = os.fsencode(path)
     top = _unlocked(lambda: os.open(name, _DIRECTORY, dir_fd=dir_fd), dir_fd, name)
     try:
-        failure = _empty(top)
+        failure = _empty(top, on_entry)
     finally:
         os.close(top)
     if failure is not None:
@@ -78,13 +89,14 @@ class _Level:
         os.close(self.fd)
 
 
-def _empty(top: int) -> OSError | None:
+def _empty(top: int, on_entry: Callable[[], None]) -> OSError | None:
     """Remove all that is in the open directory `top`. What could not be removed first, and why."""
     failure: OSError | None = None
     levels = [_Level(b"", top)]
     try:
         while True:
             level = levels[-1]
+            on_entry()
             try:
                 entry = next(level.entries, None)
                 if entry is not None:

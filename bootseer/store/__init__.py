@@ -53,9 +53,9 @@ def _loaded(scheme: str) -> _Open:
         opener: _Open = importlib.import_module(module).open_limited
         return opener
     if scheme in ("", "file"):
-        from bootseer.store.local.backend import LocalBackend
+        from bootseer.store.local.deadline_folder import DeadlineFolder
 
-        return lambda url, *, deadline_s: LocalBackend.from_url(url)
+        return DeadlineFolder.from_url
     if scheme in _OF_HDFS_NATIVE:
         from bootseer.store.hdfs.backend import HdfsBackend
 

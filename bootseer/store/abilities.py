@@ -6,11 +6,13 @@ in many pieces and opens it once. Backends that have nothing to keep open are se
 `open_reader`, too. Thread-safe.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.transfer.attempt import Attempt
+
+Result = TypeVar("Result")
 
 
 class Reader(Protocol):
@@ -145,3 +147,39 @@ class BuffersWrites(Protocol):
 
     writer_bytes: int
     """What an open writer takes at most, beside what was handed to it and `Writer.held_bytes`."""
+
+
+@runtime_checkable
+class DeletesMany(Protocol):
+    """A backend that deletes many files by one request. Thread-safe."""
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Remove files; missing ones are no error. After an error some are gone and some are not.
+        Raises: PermissionDeniedError, UnavailableError, DeadlineError."""
+        ...
+
+
+def delete_files(backend: Backend, paths: Sequence[str]) -> None:
+    """Remove files, by as few requests as the backend can. Raises: as `DeletesMany`."""
+    if isinstance(backend, DeletesMany):
+        backend.delete_files(paths)
+    else:
+        for path in paths:
+            backend.delete(path)
+
+
+@runtime_checkable
+class IsFolder(Protocol):
+    """A backend whose files programs of this node can reach by themselves. Thread-safe."""
+
+    @property
+    def root(self) -> str:
+        """The folder's path."""
+        ...
+
+    def within_deadline(self, verb: str, path: str, work: Callable[[], Result]) -> Result:
+        """Return what `work`, which makes system calls in the folder, returns.
+
+        Raises: DeadlineError, saying what was not done ("begin a store in", ""); as `work`.
+        """
+        ...

@@ -45,12 +45,14 @@ class Call(Generic[Result]):
 
     def execute(self) -> None:
         """Run the function; called by a helper thread."""
+        _HERE.call = self
         try:
             if not self.abandoned:
                 self._result = self._function(self)
         except BaseException as error:  # a Rust panic is no Exception; it belongs to the caller
             self._error = error
         finally:
+            _HERE.call = None
             self._finished.release()
 
     def wait(self, timeout_s: float) -> bool:
@@ -145,6 +147,16 @@ class DeadlineCaller:
             count, self._threads_count = self._threads_count, 0
         for _ in range(count):
             self._queue.put(None)
+
+
+_HERE = threading.local()
+
+
+def note_progress() -> None:
+    """Note that the call which this thread executes goes on; elsewhere this does nothing."""
+    call = getattr(_HERE, "call", None)
+    if call is not None:
+        call.progress()
 
 
 _CALLERS: "WeakSet[DeadlineCaller]" = WeakSet()

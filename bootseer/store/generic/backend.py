@@ -317,14 +317,14 @@ class FsspecBackend(Folder):
 
     def delete_files(self, paths: Sequence[str]) -> None:
         """As `DeletesMany`."""
-        if not self._is_s3:
-            for path in paths:
-                self.delete(path)
-        elif paths:
+        if self._is_s3 and paths:
             full = [self._full(path, file=True) for path in paths]
             self._run(
                 "delete", paths[0], lambda call: s3.delete_objects(self._fs, full, call.progress)
             )
+            return
+        for path in paths:
+            self.delete(path)
 
     def space(self) -> Space | None:
         """None: fsspec has no call for it."""

@@ -2,16 +2,16 @@
 
 Owns the mapping from backend paths to files. Private by default (0700 and 0600; beneath an
 existing root, the root's own bits). Nothing leaves the root: symbolic links beneath it are never
-followed and never listed. Every method is thread-safe and keeps no descriptor open; the kernel's
-own time-outs apply (a hard-mounted NFS server that is gone blocks, as it does for any program).
+followed and never listed. Every method is thread-safe and keeps no descriptor open. The kernel's
+own time-outs apply here; `deadline_folder` is for network file systems.
 """
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from bootseer.errors import (
     AlreadyExistsError,
@@ -22,7 +22,9 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.removal import remove_tree
-from bootseer.store.backend import FileInfo, Space
+from bootseer.store.abilities import HasDescriptor
+from bootseer.store.backend import FileInfo, Space, Writer
+from bootseer.store.deadline import note_progress
 from bootseer.store.local.beneath import (
     make_directory,
     open_directory,
@@ -33,6 +35,8 @@ from bootseer.store.local.files import CALL_BYTES_MAX, LocalReader, LocalWriter
 from bootseer.store.local.marked_folder import is_marked
 from bootseer.store.paths import Folder, local_root, split_path
 from bootseer.transfer.attempt import Attempt
+
+Result = TypeVar("Result")
 
 # O_NONBLOCK: opening a FIFO that a user left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -60,6 +64,10 @@ class LocalBackend(Folder):
         """The backend of a bare path or a `file://` URL. Raises: InvalidInputError."""
         return cls(local_root(url))
 
+    def within_deadline(self, verb: str, path: str, work: Callable[[], Result]) -> Result:
+        """As `IsFolder`; here the kernel's own time-outs apply."""
+        return work()
+
     def stat(self, path: str) -> FileInfo:
         names = split_path(path)
         try:
@@ -78,7 +86,7 @@ class LocalBackend(Folder):
         return _info(path, info)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        _check_range(offset, length)
+        check_range(offset, length)
         fd, size = self._open(path)
         reader = self._reader(path, fd)
         wanted = max(0, size - offset)
@@ -97,17 +105,17 @@ class LocalBackend(Folder):
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        _check_range(offset, None)
+        check_range(offset, None)
         return self.open_reader(path).read_into(offset, buffer, attempt or Attempt())
 
-    def open_reader(self, path: str, *, is_checked: bool = False) -> LocalReader:
+    def open_reader(self, path: str, *, is_checked: bool = False) -> HasDescriptor:
         """The file, kept open whatever happens to its name."""
         return self._reader(path, self._open(path)[0])
 
     def _reader(self, path: str, fd: int) -> LocalReader:
         return LocalReader(path, fd, lambda error: self._error(error, "read", path))
 
-    def create(self, path: str, *, overwrite: bool = False) -> LocalWriter:
+    def create(self, path: str, *, overwrite: bool = False) -> Writer:
         names = self._names_of_file(path)
         try:
             self._check_there()
@@ -199,7 +207,7 @@ class LocalBackend(Folder):
         if not stat.S_ISDIR(info.st_mode):
             os.unlink(name, dir_fd=parent)
         elif recursive:
-            remove_tree(name, dir_fd=parent)
+            remove_tree(name, dir_fd=parent, on_entry=note_progress)
         else:
             os.rmdir(name, dir_fd=parent)
 
@@ -282,6 +290,7 @@ def _info(path: str, info: os.stat_result) -> FileInfo:
 def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
     with os.scandir(fd) as entries:
         for entry in entries:
+            note_progress()
             try:
                 info = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -290,6 +299,7 @@ def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
                 yield _info(prefix + entry.name, info)
 
 
-def _check_range(offset: int, length: int | None) -> None:
+def check_range(offset: int, length: int | None) -> None:
+    """Raises: InvalidInputError for a range that is none."""
     if offset < 0 or (length is not None and length < 0):
         raise InvalidInputError(f"the range ({offset}, {length}) is negative")

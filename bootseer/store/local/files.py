@@ -58,10 +58,20 @@ class LocalWriter(Writer):
     def write(self, data: Piece) -> None:
         if self._fd < 0:
             raise InvalidInputError(f"cannot write {self._name}: closed")
-        view = memoryview(data).cast("B")
+        self.write_view(memoryview(data).cast("B"))
+
+    def write_view(self, view: memoryview) -> None:
+        """As `write`, of a part of something."""
         try:
             while view:
                 view = view[os.write(self._fd, view[:CALL_BYTES_MAX]) :]
+        except OSError as error:
+            raise self._translated(error) from error
+
+    def sync(self) -> None:
+        """Have the storage take what was written until now. Raises: as `write`."""
+        try:
+            os.fdatasync(self._fd)
         except OSError as error:
             raise self._translated(error) from error
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from bootseer.base.closing import Closing
-from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
+from bootseer.store.abilities import IsFolder, delete_files
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.local.marked_folder import MARK, admit, remember
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
@@ -46,7 +47,7 @@ class Store(Closing):
         sentence where a new one begins."""
         self.backend = backend
         # Only folders carry marks.
-        self._root: str | None = getattr(backend, "root", None)
+        self._folder = backend if isinstance(backend, IsFolder) else None
         self._memory = memory
         self._say = say
         self._is_admitted = False
@@ -65,9 +66,11 @@ class Store(Closing):
         Raises: NotFoundError, UnavailableError, DeadlineError.
         """
         data = self.backend.read(check_key(key), offset, length)
-        if self._root and not self._is_remembered:
+        if self._folder is not None and not self._is_remembered:
             self._is_remembered = True
-            remember(self._root, self._memory)
+            root, memory = self._folder.root, self._memory
+            with contextlib.suppress(DeadlineError):
+                self._folder.within_deadline("look at", "", lambda: remember(root, memory))
         return data
 
     def read_into(
@@ -164,6 +167,11 @@ class Store(Closing):
             self.info(key)
             self.backend.delete(key)
 
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects, by as few requests as the storage can. Missing ones are no error; after
+        an error some are gone and some are not."""
+        delete_files(self.backend, [check_key(key) for key in keys])
+
     def lease(
         self, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
     ) -> Lease | None:
@@ -198,12 +206,16 @@ class Store(Closing):
     def _admit_once(self) -> None:
         """Before anything is made in a folder. Raises: UnavailableError where a store was there
         and is not now; BootseerError."""
-        with self._lock:
-            if self._root and not self._is_admitted:
-                sentence = admit(self._root, self._memory)
-                if sentence:
-                    self._say(sentence)
-            self._is_admitted = True
+        # Without a lock: others would wait, one after the other, for a folder that hangs.
+        if self._folder is not None and not self._is_admitted:
+            root, memory = self._folder.root, self._memory
+            sentence = self._folder.within_deadline(
+                "begin a store in", "", lambda: admit(root, memory)
+            )
+            with self._lock:
+                is_first, self._is_admitted = not self._is_admitted, True
+            if sentence and is_first:
+                self._say(sentence)
 
     def _sweep_once(self) -> None:
         with self._lock:

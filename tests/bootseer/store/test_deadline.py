@@ -1,11 +1,14 @@
 """Calls that end by a deadline, whatever the called code does."""
 
+import contextlib
+import os
 import threading
 import time
+import warnings
 
 import pytest
 
-from bootseer.errors import DeadlineError
+from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store.deadline import Call, DeadlineCaller
 from tests.support.waiting import wait_for
 
@@ -75,4 +78,40 @@ def test_many_callers_share_the_helpers() -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(results) == [n * n for n in range(50)]
+    caller.close()
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller = DeadlineCaller(2, "test")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(5):
+            with pytest.raises(UnavailableError, match="cannot start a thread"):
+                caller.run(lambda _: 1, 60)
+    assert caller.run(lambda _: 2, 60) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        # One that there is does.
+        assert caller.run(lambda _: caller is not None, 60)
+    caller.close()
+
+
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    caller = DeadlineCaller(2, "test")
+    assert caller.run(lambda _: 1, 60) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            os._exit(caller.run(lambda _: 7, 60))
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
     caller.close()
