@@ -1,7 +1,7 @@
 """Snapshots as plain tar.zst files, and snapshots of any tar: `export` and `import`.
 
 Edge: files, store. An archive is hostile: its expansion is bounded, its members are read by
-`blob.tar_pack`, and what a restore would refuse is refused here. One call is one archive.
+`pack.tar_packing`, and what a restore would refuse is refused here. One call is one archive.
 """
 
 import os

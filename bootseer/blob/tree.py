@@ -106,7 +106,7 @@ class Blob(Struct, frozen=True):
 
 
 class Tree:
-    """Names, inodes and blobs. Build one with `blob.build` or `blob.index.decode`.
+    """Names, inodes and blobs. Build one with `blob.build` or `index.codec.decode`.
 
     Immutable; safe from any thread. The names have been validated: each directory but the root has
     exactly one name, there are no cycles, names are unique in their directory and contain neither

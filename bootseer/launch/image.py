@@ -1,7 +1,7 @@
 """The image stage of a start: from what `--image` says to a container that can be entered.
 
 Alone decides what is tried where the image cannot be mounted: it is extracted. Where it comes from
-is decided by `prefetch.obtain`. Main thread only.
+is decided by `prefetch.resolve`. Main thread only.
 """
 
 import contextlib

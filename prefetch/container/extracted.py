@@ -77,7 +77,7 @@ class ExtractedImage(Struct, frozen=True):
 def prepare_extracted(
     settings: Settings, image: str | ResolvedImage, *, binds: Sequence[str] = ()
 ) -> Container:
-    """As `container.prepare_container`, without any mount outside the container.
+    """As `container_start.prepare_container`, without any mount outside the container.
 
     Raises: NotFoundError, InvalidInputError, UnavailableError, DeadlineError, CorruptError,
     NoSpaceError.

@@ -47,7 +47,7 @@ class MountedImage(Closing, Struct, frozen=True):
         return Path(self.state.directory)
 
     def status(self) -> dict[str, Any]:
-        """See `server.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
+        """See `worker.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
         return ask(self.state_dir, "status")
 
     def ready(self) -> None:

@@ -1,7 +1,7 @@
 """An image's mount from its plan to its end: `serve_image`, in the process that `serve` is.
 
 The process itself holds the mount and restarts its worker (`fuse.kernel`'s supervisor); workers
-are `server.ImageServer`s.
+are `worker.ImageServer`s.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The FUSE mounts that containers' roots lie on: one for each tree and workload, shared by all.
 
 Alone starts and ends them. Their servers are processes of their own, found by their state folders
-(`prefetch.mount_state`); so a new snapshotter finds what the last one started. A mount that is
+(`served.folders`); so a new snapshotter finds what the last one started. A mount that is
 taken off lives on, and its server with it, as long as a container's root still uses it. Nothing
 here touches what is mounted: that could hang. Thread-safe.
 """

@@ -2,7 +2,7 @@
 
 Pure (no I/O). Follows the semantics of containerd's own snapshotters (core/snapshots/snapshotter.go
 and its overlayfs). What is ours: a committed snapshot may be *remote*. It has no directory; it and
-everything below it is the tree of a chain (`prefetch.chains`), lazily served.
+everything below it is the tree of a chain (`index.chains`), lazily served.
 """
 
 import enum

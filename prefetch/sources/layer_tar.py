@@ -1,7 +1,7 @@
 """Packs or indexes a layer's tar, and notes what it leaves to the layers below.
 
-`blob.tar_pack` treats a tar as an archive that stands alone. A layer does not: a directory that it
-merely implies keeps the attributes it has below, and a hard link may point to a file below. And
+`pack.tar_packing` treats a tar as an archive that stands alone. A layer does not: a directory that
+it merely implies keeps the attributes it has below, and a hard link may point to a file below. And
 as with container engines, unlike with tar, a hard link within it brings attributes of its own.
 """
 
@@ -132,7 +132,7 @@ def pack_layer(
     """Write the blob of a layer's uncompressed tar to `sink`; reads `stream` to its end, of which
     the caller verifies that it has the digest `diff_id`, if given.
 
-    Raises: CorruptError, UnsupportedError, as `blob.pack_tar`; OSError of the sink.
+    Raises: CorruptError, UnsupportedError, as `pack.tar_packing.pack_tar`; OSError of the sink.
     """
     with FrameWriter(
         sink,

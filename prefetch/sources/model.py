@@ -1,7 +1,7 @@
 """What every image source becomes: a reference, a configuration, and layers that can be packed.
 
 The joint between the kinds of source (directory, OCI layout, archive, engine, and whatever comes
-later) and `prefetch.indexing`, which knows none of them. A new kind is one function that returns
+later) and `publish.indexing`, which knows none of them. A new kind is one function that returns
 an `ImageSource`, mostly of `TarLayer`s whose `open_stored` reads the layer from wherever it is.
 
 Threading: layers of one source may be packed from several threads at once, each layer by one.

@@ -53,7 +53,7 @@ class Patience:
     def demand(
         self, executor: Executor, fetches: Sequence[Fetch], deliver: Deliver, budget: Budget
     ) -> None:
-        """`executor.demand_all`, again and again until it does not end in UnavailableError.
+        """`Executor.demand_all`, again and again until it does not end in UnavailableError.
 
         Raises: as it does; DeadlineError when the time is used up; UnavailableError where there is
         a second source, and when this is closed.

@@ -1,6 +1,6 @@
 """Plans a relocation: which files of an environment are changed, how, and which cannot be.
 
-Pure (no I/O): gets paths and contents, says what becomes of them; `snapshots.relocated` reads and
+Pure (no I/O): gets paths and contents, says what becomes of them; `relocation.apply` reads and
 writes. The files of an environment fall in four kinds: those that conda has recorded the prefix
 of, those in which installers write it, those that a package brought as they are everywhere (never
 changed), and all others, which are changed where they are text.

@@ -1,6 +1,6 @@
 """The key of a snapshot: SHA-256 over named parts, everything that decides what a set-up makes.
 
-Pure (no I/O); `snapshots.inputs` and `snapshots.interpreter` look at the machine. Alone owns the
+Pure (no I/O); `setup.inputs` and `setup.interpreter` look at the machine. Alone owns the
 canonical encoding of the parts, and decides how secrets take part in the key. The parts are stored
 in the manifest, so that a miss can be explained; no part holds a secret.
 """

@@ -22,7 +22,7 @@ NOTHING = "nothing"
 
 
 class Entry(NamedTuple):
-    """One name, as lstat shows it; in the order of `blob.stat_record`."""
+    """One name, as lstat shows it; in the order of `pack.stat_record`."""
 
     mode: int
     uid: int

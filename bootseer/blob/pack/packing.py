@@ -1,7 +1,7 @@
 """Makes a blob and its tree, from a directory or from a tar stream.
 
-The walk is `blob.scan`, the tar parser `blob.tar_reader`, the layout `blob.members`, compression
-`blob.frame_writer`. The same input, level and frame size give the same bytes, whatever the number
+The walk is `pack.scan`, the tar parser `tar.reader`, the layout `pack.members`, compression
+`pack.frame_writer`. The same input, level and frame size give the same bytes, whatever the number
 of threads. A function call is one packing; several may run in parallel.
 """
 

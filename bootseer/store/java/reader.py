@@ -1,4 +1,4 @@
-"""A file of HDFS that Hadoop's own client keeps open for many reads; see `store.opened`.
+"""A file of HDFS that Hadoop's own client keeps open for many reads; see `abilities.open_reader`.
 
 Thread-safe: that client reads at positions from many threads at once.
 """
