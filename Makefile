@@ -48,14 +48,8 @@ endef
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
 
-# Thousands of tests, many of which kill and freeze, share the processors: one that lost a race only
-# beside others is told apart from one that fails.
 test: system-test $(VENV)/ready $(VENV)/formats
-	status=0; $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder || status=$$?; \
-	if [ $$status = 1 ]; then \
-		echo "What failed beside others, once more, by itself; its first words stay above."; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 && status=0; \
-	fi; exit $$status
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # Mutations of all that is read from disks and networks, for so long; a failing input is kept in
 # .fuzz, and `python -m tests.fuzz TARGET FILE` reads it again.
