@@ -55,13 +55,14 @@ def lock_file(
     """
     removed_count = 0
     while True:
-        if folder is None:
-            # The holder may have removed it, too.
-            make_private_directory(path.parent)
         try:
+            if folder is None:
+                # The holder may have removed it, too.
+                make_private_directory(path.parent)
             fd = os.open(path, _FLAGS, 0o600, dir_fd=folder)
-        except FileNotFoundError:
-            # A holder has just removed the folder that we have made or seen.
+        except (FileNotFoundError, FileExistsError):
+            # A holder has just removed the folder that we have made or seen: `mkdir` says that it
+            # exists, and then it does not.
             removed_count += 1
             if folder is not None or removed_count > _REMOVED_MAX:
                 raise

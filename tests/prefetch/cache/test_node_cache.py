@@ -208,7 +208,7 @@ def test_streams_are_opened_while_others_are_removed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         removing = pool.submit(remove)
         try:
-            for _ in range(200):
+            for _ in range(100):
                 NodeCache(tmp_path).open_stream(DIGEST, LENGTH).close()
         finally:
             over.set()
