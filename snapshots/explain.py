@@ -89,6 +89,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
         return f"{what} holds something {'already' if stored == 'nothing' else 'else'}"
     return {
         "input": "its contents have changed",
+        "exists": "it is there, or is of another kind",
         "wheels": "other wheels lie there",
         "env": "the variable has another value",
         SECRETS: "a declared variable or a hidden word of the command has another value",

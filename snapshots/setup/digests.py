@@ -36,11 +36,11 @@ def bytes_digest(data: bytes) -> InputDigest:
     return InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
 
 
-def file_digest(path: Path, *, limited: bool) -> InputDigest:
+def file_digest(path: Path, *, limited: bool, before_bytes: int = 0) -> InputDigest:
     """The digest of a file's content; `limited`: of a guessed file, of which the size and the end
-    count if it is large. Raises: OSError."""
+    count if it is large, or if all guessed files are by now (`before_bytes`). Raises: OSError."""
     size_bytes = path.stat().st_size
-    if limited and size_bytes > GUESSED_BYTES_MAX:
+    if limited and max(size_bytes, before_bytes) > GUESSED_BYTES_MAX:
         found = bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
         return InputDigest(f"end {found.value}", is_rough=True)
     return InputDigest(_content_digest(path))

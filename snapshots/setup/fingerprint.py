@@ -70,6 +70,11 @@ def command_part(command: Sequence[str]) -> Public:
     return Public((Part("command", json.dumps(words, ensure_ascii=True)),), secrets)
 
 
+def decides(name: str) -> bool:
+    """Return whether a variable's value is in each key, without being declared."""
+    return bool(_DEFAULT_VARIABLE.fullmatch(name)) or name in _OPTION_VARIABLES
+
+
 def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
     """Parts of the declared variables, and of pip's and uv's own that name an index or an option.
 
@@ -79,7 +84,7 @@ def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
     parts = {}
     secrets: list[str] = []
     for name in environ:
-        if _DEFAULT_VARIABLE.fullmatch(name) or name in _OPTION_VARIABLES:
+        if decides(name):
             shown, found = take_secrets(environ[name])
             parts[name] = Part(f"env {name}", shown)
             secrets += found

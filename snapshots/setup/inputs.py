@@ -27,7 +27,8 @@ from bootseer.snapshots.setup.digests import (
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of_script
-from bootseer.snapshots.setup.reading.hints import Hints
+from bootseer.snapshots.setup.reading.hints import Hints, merged, moved_to
+from bootseer.snapshots.setup.reading.lexer import COMPUTED, as_text, filled, has_marks
 from bootseer.snapshots.setup.reading.words import SHELLS, base_name
 from bootseer.snapshots.setup.requirements import (
     Requirements,
@@ -39,18 +40,25 @@ from bootseer.snapshots.setup.requirements import (
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
 _SCRIPT_BYTES_MAX = 1024 * 1024
 _GLOB_FILES_MAX = 1000
-# Variables with files, separated by blanks, which pip and uv read like those that options name.
-FILE_VARIABLES = (
-    "PIP_REQUIREMENT",
-    "PIP_CONSTRAINT",
-    "PIP_BUILD_CONSTRAINT",
-    "UV_CONSTRAINT",
-    "UV_BUILD_CONSTRAINT",
-    "UV_OVERRIDE",
-)
+_PATH_BYTES_MAX = 4096
+# How many words are looked at that may name a file.
+_WORDS_MAX = 2000
 _REQUIREMENTS = (".txt", ".in", ".pip")
 _EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+# What lies there is made by the kernel, and another at each look.
+_KERNEL_FOLDERS = ("/proc/", "/sys/", "/dev/")
+# Files that hold a secret or change by themselves. A digest in the key would tell of the first.
+_PRIVATE = re.compile(
+    r"(^|/)(\.netrc|\.pgpass|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)|authorized_keys)$"
+    r"|(^|/)\.(ssh|gnupg|aws|docker|kube)/|\.(pem|key|p12|pfx|keytab|jks)$"
+    r"|(^|/)[^/]*(passw|secret|token|credential)[^/]*$",
+    re.IGNORECASE,
+)
+# Packages of a lock file that lie on this host: of uv, pdm and poetry.
+_LOCKED_PATH = re.compile(
+    r"(?m)\b(?:directory|path)\s*=\s*\"(?!\.\")|^\s*type\s*=\s*\"(?:directory|file)\""
+)
 # The folder of a script, as scripts ask for it.
 _OWN_FOLDER = re.compile(
     r"\$\(\s*(?:cd\s+)?\"?\$?\(?\s*dirname\s+(?:--\s+)?\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?\s*\)?"
@@ -76,6 +84,8 @@ class Inputs(Struct, frozen=True):
     """Whose settings decide."""
     lists: tuple[str, ...]
     """Files of requirements among the inputs that were not declared."""
+    free: tuple[str, ...]
+    """Variables that the command and its scripts take from their environment."""
 
 
 def collect_inputs(
@@ -126,6 +136,9 @@ class _Collector:
         self._tools: set[str] = set()
         self._lists: list[str] = []
         self._lines: dict[str, Requirements] = {}
+        self._free: set[str] = set()
+        self._guessed_bytes = 0
+        self._word_count = 0
 
     def collected(self) -> Inputs:
         parts = sorted(self._parts.values())
@@ -141,12 +154,14 @@ class _Collector:
             tuple(sorted(self._variables)),
             frozenset(self._tools),
             tuple(self._lists),
+            tuple(sorted(self._free)),
         )
 
     def follow(self, hints: Hints) -> None:
         """Adds what hints name, as far as it exists."""
         self._opaque += hints.opaque
         self._tools.update(hints.tools)
+        self._free.update(hints.variables)
         for name in hints.files:
             is_list = name in hints.requirement_files
             for path in self._expanded(_requirement_path(name)):
@@ -154,13 +169,15 @@ class _Collector:
         for name in hints.link_dirs:
             for path in self._expanded(local_path(name)):
                 self._add_links(path)
-        for name in hints.scripts:
-            for path in self._expanded(name):
-                if not self._follow_script(path, is_shell=True):
-                    self._opaque.append(path)
-        for name in hints.programs:
-            self._follow_program(name)
-        self._open += [name for name in hints.lock_files if not self._exists(name)]
+        self._follow_all(hints)
+        # A list that is not there yet is made by the set-up, and may say anything.
+        there = {base_name(name) for name in hints.requirement_files if self._is_there(name)}
+        lists = [name for name in hints.requirement_files if base_name(name) not in there]
+        self._opaque += [as_text(name) for name in lists if not ("://" in name or COMPUTED in name)]
+        for name in hints.lock_files:
+            text = self._text(name, _REQUIREMENTS_BYTES_MAX)
+            # Packages that lie beside the project are not in the key.
+            self._open += [name] if text is None or _LOCKED_PATH.search(text) else []
         for name in hints.spec_files:
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
             self._open += [] if text is not None and "@EXPLICIT" in text else [name]
@@ -168,7 +185,55 @@ class _Collector:
             path = _requirement_path(word)
             is_local = ("/" in word or path in (".", "..")) and self._exists(path)
             # Whose own requirements are looked up.
-            (self._open if is_local else self._requirements).append(word)
+            if COMPUTED not in word:
+                (self._open if is_local else self._requirements).append(as_text(word))
+        self._look_at_words(hints)
+
+    def _follow_all(self, hints: Hints) -> None:
+        """Adds scripts and programs. One of them may lie in any directory that a `cd` names."""
+        odd: dict[str, str] = {}
+        known: set[str] = set()
+        for name in hints.scripts:
+            for path in self._expanded(name) or [name]:
+                is_read = self._follow_script(path, hints.directories, is_shell=True)
+                known |= {base_name(path)} if is_read else set()
+                odd.setdefault(base_name(path), path)
+        for name in hints.programs:
+            found = self._expanded(name) if "/" in name else [self._find(name) or name]
+            for path in found or [name]:
+                is_read = self._follow_script(path, hints.directories, is_shell=False)
+                known |= {base_name(path)} if is_read else set()
+                odd.setdefault(base_name(path), name)
+        self._opaque += [as_text(odd[name]) for name in odd if name not in known]
+
+    def _is_there(self, name: str) -> bool:
+        return any(self._exists(path) for path in self._expanded(name))
+
+    def _look_at_words(self, hints: Hints) -> None:
+        """Adds the files that words name which nothing else tells the meaning of."""
+        names = [(name, True) for name in hints.words] + [(name, False) for name in hints.folders]
+        self._word_count += len(names) + len(hints.tested)
+        if self._word_count > _WORDS_MAX:
+            self._opaque.append(f"a command of more than {_WORDS_MAX} words")
+            return
+        for name, is_file in names:
+            for path in self._expanded(_requirement_path(name)):
+                self.add(path, wanted=stat.S_IFREG if is_file else stat.S_IFDIR)
+        for name in hints.tested:
+            for path in self._expanded(name):
+                self._test(path)
+
+    def _test(self, name: str) -> None:
+        """Adds that a file is there, and of what kind."""
+        if self._is_output(name) or "\0" in name or not name:
+            return
+        try:
+            status = self._place.host(name).stat()
+        except (OSError, InvalidInputError):
+            return
+        size = "" if stat.S_ISDIR(status.st_mode) or status.st_size else " empty"
+        value = f"{stat.filemode(status.st_mode)}{size}"
+        self._parts.setdefault(f"exists {name}", Part(f"exists {name}", value))
 
     def add(
         self,
@@ -177,9 +242,10 @@ class _Collector:
         is_declared: bool = False,
         is_list: bool = False,
         is_indexed: bool = False,
+        wanted: int = 0,
     ) -> None:
         """Adds a file or a directory. `is_list`: of requirements or constraints; `is_indexed`:
-        which are looked up."""
+        which are looked up; `wanted`: the only type that counts."""
         if name in self._parts or "://" in name or "\0" in name or not name:
             return
         if not is_declared and self._is_output(name):
@@ -190,6 +256,10 @@ class _Collector:
         except (OSError, InvalidInputError) as error:
             if is_declared:
                 raise NotFoundError(f"the input {name} cannot be read: {error}") from error
+            if isinstance(error, PermissionError):
+                self._opaque.append(name)
+            return
+        if not is_declared and self._is_left_out(name, mode, wanted):
             return
         try:
             if stat.S_ISDIR(mode):
@@ -203,6 +273,7 @@ class _Collector:
         except OSError as error:
             if is_declared:
                 raise from_oserror(error, f"read the input {name}") from error
+            self._opaque.append(name)  # of another user: who runs the command may read it
             return
         self._parts[name] = Part(f"input {name}", digest.value)
         if not is_declared:
@@ -213,6 +284,19 @@ class _Collector:
         if name in self._lines:
             self._follow_list(name, self._lines[name], is_indexed=is_indexed)
 
+    def _is_left_out(self, name: str, mode: int, wanted: int) -> bool:
+        """Tell whether a word that names something of this mode is no input."""
+        if wanted and stat.S_IFMT(mode) != wanted:
+            return True
+        absolute = os.path.normpath(self._place.absolute(name))
+        is_unstable = absolute.startswith(_KERNEL_FOLDERS) or not (
+            stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+        )
+        if is_unstable or (stat.S_ISREG(mode) and _PRIVATE.search(absolute)):
+            self._opaque += [] if absolute == os.devnull else [name]
+            return True
+        return False
+
     def _digest(self, name: str, path: Path, *, is_list: bool, limited: bool) -> InputDigest:
         if is_list or name.endswith(_REQUIREMENTS):
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
@@ -222,7 +306,9 @@ class _Collector:
                 found = self._lines[name] = read_requirements(public)
                 text = found.text if is_list else public
                 return bytes_digest(text.encode("utf-8", "surrogateescape"))
-        return file_digest(path, limited=limited)
+        if limited:
+            self._guessed_bytes += path.stat().st_size
+        return file_digest(path, limited=limited, before_bytes=self._guessed_bytes)
 
     def _text(self, name: str, bytes_max: int) -> str | None:
         """A file's text; None where it is none, too large, or cannot be read."""
@@ -247,20 +333,32 @@ class _Collector:
     def _expanded(self, name: str) -> list[str]:
         """A path as a shell would read it: with the home, variables and patterns filled in; none
         where that cannot be told."""
+        name = filled(name, self._environ)
         if name.startswith("~/"):
-            name = f"$HOME{name[1:]}"
-        name = _VARIABLE.sub(lambda match: self._environ.get(match[1] or match[2], match[0]), name)
-        if "$" in name or "\0" in name:
+            name = self._environ.get("HOME", "~") + name[1:]
+        if has_marks(name) or "\0" in name or not name or len(name) > _PATH_BYTES_MAX:
             return []
-        if not ("*" in name or "?" in name) or "://" in name or self._exists(name):
+        if "://" in name or self._exists(name):
+            return [name]
+        if name.startswith("~"):
+            self._opaque.append(name)  # the home of another user
+            return []
+        if match := _BRACES.search(name):
+            before, after = name[: match.start()], name[match.end() :]
+            names = [f"{before}{one}{after}" for one in match[1].split(",")[:_GLOB_FILES_MAX]]
+            return [path for one in names for path in self._expanded(one)]
+        if not ("*" in name or "?" in name or "[" in name):
             return [name]
         fixed, _, pattern = re.split(r"[*?\[]", name)[0].rpartition("/")
         pattern = name[len(fixed) + 1 :] if fixed or name.startswith("/") else name
         try:
             top = self._place.host(fixed or ("/" if name.startswith("/") else "."))
-            found = sorted(path.relative_to(top) for path in top.glob(pattern))[:_GLOB_FILES_MAX]
+            found = sorted(path.relative_to(top) for path in top.glob(pattern))
         except (OSError, ValueError, InvalidInputError, NotImplementedError):
             return []
+        if len(found) > _GLOB_FILES_MAX:
+            self._opaque.append(name)
+        found = found[:_GLOB_FILES_MAX]
         return [os.path.join(fixed, path) if fixed else str(path) for path in found]
 
     def _follow_list(self, name: str, found: Requirements, *, is_indexed: bool) -> None:
@@ -274,6 +372,7 @@ class _Collector:
         for included, is_constraint in found.includes:
             # pip takes these relative to the including file,
             path = included if included.startswith("/") else os.path.join(directory, included)
+            self._opaque += [included] if "://" in included else []
             self.add(path, is_list=True, is_indexed=is_indexed and not is_constraint)
         for place in found.links:
             # also these if it is there, else from the working directory,
@@ -284,13 +383,7 @@ class _Collector:
             self.add(path)
             self._open += [path] if is_indexed else []
 
-    def _follow_program(self, program: str) -> None:
-        """A program of the user's: a script of a shell tells what it reads."""
-        for path in self._expanded(program) if "/" in program else [self._find(program)]:
-            if path is None or not self._follow_script(path, is_shell=False):
-                self._opaque.append(program)
-
-    def _follow_script(self, name: str, *, is_shell: bool) -> bool:
+    def _follow_script(self, name: str, directories: Sequence[str], *, is_shell: bool) -> bool:
         """Adds a script and, if it is a shell's, what it names; False where that cannot be told."""
         text = self._text(name, _SCRIPT_BYTES_MAX)
         first = (text or "").partition("\n")[0]
@@ -302,7 +395,10 @@ class _Collector:
         if name not in self._scripts:
             self._scripts.add(name)
             folder = name.rpartition("/")[0] or "."
-            self.follow(hints_of_script(_OWN_FOLDER.sub(lambda match: folder, text)))
+            hints = hints_of_script(_OWN_FOLDER.sub(lambda match: folder, text))
+            for directory in directories:
+                hints = merged(hints, moved_to(hints, directory))
+            self.follow(hints)
         return True
 
     def _add_links(self, name: str) -> None:

@@ -23,15 +23,12 @@ from bootseer.snapshots.setup.fingerprint import (
     Part,
     base_part_name,
     command_part,
+    decides,
     fingerprint,
     secret_part,
     variable_parts,
 )
-from bootseer.snapshots.setup.inputs import (
-    FILE_VARIABLES,
-    Inputs,
-    collect_inputs,
-)
+from bootseer.snapshots.setup.inputs import Inputs, collect_inputs
 from bootseer.snapshots.setup.interpreter import (
     Runner,
     find_python,
@@ -41,6 +38,9 @@ from bootseer.snapshots.setup.interpreter import (
 )
 from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.command import hints_of
+from bootseer.snapshots.setup.reading.hints import Hints
+from bootseer.snapshots.setup.reading.lexer import filled
+from bootseer.snapshots.setup.reading.tools import FILE_VARIABLES
 from bootseer.snapshots.setup.requirements import (
     folderless_names,
     shared_part_name,
@@ -57,11 +57,13 @@ Report = Callable[[str], None]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)|([A-Za-z_]\w*))")
 # That say where and for whom something runs.
 _USUAL_VARIABLES = {
     *("HOME", "PATH", "PWD", "OLDPWD", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "LANG"),
-    *("VIRTUAL_ENV", "CONDA_PREFIX", "BOOTSEER_IMAGE", "PS1"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "BOOTSEER_IMAGE", "PS1", "UID", "EUID", "PPID", "OSTYPE"),
+    # Shells set these themselves.
+    *("BASH_SOURCE", "BASH_VERSION", "FUNCNAME", "LINENO", "SECONDS", "PIPESTATUS", "IFS", "REPLY"),
+    *("OPTARG", "OPTIND"),
 }
 _SHOWN_MAX = 5
 
@@ -159,7 +161,7 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     environ = os.environ if request.environ is None else request.environ
     directory = working_directory(request)
     place = Place(request.root, directory)
-    hints = hints_of(request.command)
+    hints = _with_values(hints_of(request.command), environ)
     if hints.uses_uv and not hints.environment_dirs:
         found_environment = find_uv_environment(place, environ)
         if found_environment is not None:
@@ -227,8 +229,23 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     return Resolved(
         targets.paths,
         tuple(sorted(parts)),
-        tuple(unknown(inputs, environ, request.command, declared)),
-        is_open(inputs, environ),
+        tuple(unknown(inputs, environ, declared)),
+        is_open(inputs, environ, declared),
+    )
+
+
+def _with_values(hints: Hints, environ: Mapping[str, str]) -> Hints:
+    """Fill in variables where a hint says in which directory something lies."""
+
+    def values(words: Iterable[str]) -> tuple[str, ...]:
+        return tuple(filled(word, environ) for word in words)
+
+    return replace(
+        hints,
+        python_words=values(hints.python_words),
+        environment_dirs=values(hints.environment_dirs),
+        install_dirs=values(hints.install_dirs),
+        projects=tuple((tool, filled(folder, environ)) for tool, folder in hints.projects),
     )
 
 
@@ -249,15 +266,13 @@ def check_declared(names: Iterable[str]) -> None:
             raise InvalidInputError(f"{name!r} is not the name of an input file")
 
 
-def is_open(inputs: Inputs, environ: Mapping[str, str]) -> bool:
-    """Whether the same set-up may give something else another day: it looks for something in an
-    index that has no exact version, or runs what is not understood."""
-    return bool(inputs.opaque or _looked_up(inputs, environ))
+def is_open(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str]) -> bool:
+    """Whether the same set-up may give something else another day: not all that decides is in the
+    key. `declared`: the variables that are."""
+    return any(True for _ in unknown(inputs, environ, declared))
 
 
-def unknown(
-    inputs: Inputs, environ: Mapping[str, str], command: Sequence[str], declared: Collection[str]
-) -> Iterator[str]:
+def unknown(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str]) -> Iterator[str]:
     """All that is not in the key, as far as one can tell, in a few words each. `declared`: the
     variables that are."""
     if names := _looked_up(inputs, environ):
@@ -266,10 +281,8 @@ def unknown(
         yield f"what {_some(inputs.opaque)} may read or download"
     if inputs.rough:
         yield f"all of {_some(inputs.rough)} (names, sizes and ends count)"
-    text = " ".join(command)
-    named = {match[1] or match[2] for match in _VARIABLE.finditer(text)}
-    free = {name for name in named if name in environ and not re.search(rf"\b{name}=", text)}
-    if free := free.difference(declared, _USUAL_VARIABLES):
+    free = set(inputs.free).difference(declared, _USUAL_VARIABLES)
+    if free := {name for name in free if not decides(name)}:
         yield f"the values of {_some(sorted(free))} (--env makes them count)"
 
 

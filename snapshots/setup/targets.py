@@ -12,6 +12,7 @@ from msgspec import Struct
 from bootseer.errors import UnsupportedError
 from bootseer.snapshots.setup.interpreter import Interpreter
 from bootseer.snapshots.setup.reading.hints import Hints
+from bootseer.snapshots.setup.reading.lexer import has_marks
 from bootseer.snapshots.targets.paths import target_path, text_of
 
 # As pip reads its variables (strtobool).
@@ -50,6 +51,10 @@ def infer_targets(
     by_pip = environ if hints.uses_pip and not hints.uses_uv else {}
     places = [by_pip.get("PIP_TARGET", ""), by_pip.get("PIP_PREFIX", "")]
     named = [*hints.environment_dirs, *hints.install_dirs, *filter(None, [*projects, *places])]
+    if any(has_marks(text) for text in named):
+        raise UnsupportedError(
+            "the set-up command computes where its environment lies; name it with --target DIR"
+        )
     if named:
         found = [target_path(text, directory) for text in named]
         return Targets(_disjoint(found), "named in the command or the environment")

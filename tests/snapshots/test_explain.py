@@ -154,7 +154,8 @@ def test_a_snapshot_beyond_the_maximum_age_is_made_anew_once(
 ) -> None:
     env = tmp_path / "env"
     script = (
-        f"echo x >> {tmp_path}/runs; rm -rf {env}; mkdir {env}; wc -l {tmp_path}/runs > {env}/f"
+        f"echo x >> {tmp_path}/runs; rm -rf {env}; mkdir {env}; "
+        f"perl -e 'open F, q({tmp_path}/runs); @all = <F>; print scalar @all, q( x)' > {env}/f"
     )
     request = Request(command=["sh", "-c", script], targets=[str(env)])
 

@@ -51,6 +51,16 @@ class Hints(Struct, frozen=True):
     """What is run without being understood, for people."""
     tools: tuple[str, ...] = ()
     """The tools whose settings decide: "pip", "uv", "conda"."""
+    words: tuple[str, ...] = ()
+    """Words that count if they name a file. A directory that they name does not."""
+    folders: tuple[str, ...] = ()
+    """Words that count if they name a directory. A file of that name is made by the command."""
+    tested: tuple[str, ...] = ()
+    """Files of which only it counts whether they are there, and of what kind."""
+    variables: tuple[str, ...] = ()
+    """Variables that the command takes from its environment."""
+    directories: tuple[str, ...] = ()
+    """Directories in which `scripts` and `programs` may run."""
 
 
 def merged(one: Hints, other: Hints) -> Hints:
@@ -87,6 +97,18 @@ def moved_to(hints: Hints, directory: str) -> Hints:
         requirement_files=both(hints.requirement_files),
         indexed_files=both(hints.indexed_files),
         scripts=both(hints.scripts),
+        words=both(hints.words),
+        folders=both(hints.folders),
+        tested=both(hints.tested),
+        programs=tuple(
+            dict.fromkeys(
+                (
+                    *hints.programs,
+                    *(posixpath.join(directory, one) for one in hints.programs if "/" in one),
+                )
+            )
+        ),
+        directories=(directory, *moved(hints.directories)),
         lock_files=moved(hints.lock_files),
         spec_files=moved(hints.spec_files),
     )

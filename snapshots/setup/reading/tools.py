@@ -2,10 +2,10 @@
 
 import posixpath
 import re
-from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from bootseer.snapshots.setup.reading.file_tools import named_words, option_values, positional
 from bootseer.snapshots.setup.reading.hints import Hints
 from bootseer.snapshots.setup.reading.words import base_name
 
@@ -59,6 +59,7 @@ _PIP_VALUE_OPTIONS = {
     "-t",
     "--prefix",
     "--find-links",
+    "--group",
 }
 # Options of `venv` and `virtualenv` that take a value.
 VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
@@ -66,6 +67,15 @@ VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-dat
 
 # Options of uv's and pip's installers that name an interpreter, or its environment.
 PYTHON_OPTIONS = {"-p", "--python"}
+# Variables with files, separated by blanks, which pip and uv read like those that options name.
+FILE_VARIABLES = (
+    "PIP_REQUIREMENT",
+    "PIP_CONSTRAINT",
+    "PIP_BUILD_CONSTRAINT",
+    "UV_CONSTRAINT",
+    "UV_BUILD_CONSTRAINT",
+    "UV_OVERRIDE",
+)
 # Tool -> lock file, commands that fill the project's environment, options that name the project.
 PROJECT_TOOLS = {
     "uv": ("uv.lock", {"sync", "add", "remove"}, {"--project", "--directory"}),
@@ -77,65 +87,18 @@ PROJECT_TOOLS = {
     "pdm": ("pdm.lock", {"install", "sync", "add", "update", "remove"}, {"-p", "--project"}),
 }
 _LOCKED_VERBS = {"sync", "install"}
+_UPGRADES = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
 _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
+_TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
+_KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | VENV_VALUE_OPTIONS
+# conda's own list, where `conda env` is given none.
+_CONDA_LISTS = ("environment.yml", "environment.yaml")
 _PIP_INSTALLS = {"install", "sync"}
 _PIP_READS_NOTHING = {"list", "check", "freeze", "show", "cache", "config", "debug", "inspect"}
-# Programs that read nothing but what is in the targets, or what decides nothing.
-_HARMLESS_PROGRAMS = """
-    mkdir rm rmdir touch ln mv chmod chown chgrp truncate sync echo printf true false : test [ [[
-    set exit return unset export local readonly declare trap umask ulimit wait shift exec popd pwd
-    which type hash sleep date tee ls id whoami uname dirname basename readlink realpath mktemp
-    nproc for case esac in deactivate hostname head tail grep sort wc tr cut shopt
-"""
-_HARMLESS = frozenset(_HARMLESS_PROGRAMS.split())
-# Programs that read the files among their words, told by what the words before those are.
-_READERS: dict[str, Callable[[list[str]], list[str]]] = {
-    "cat": lambda words: positional(words, set()),
-    "cp": lambda words: positional(words, {"-t", "-S"})[: None if "-t" in words else -1],
-    "install": lambda words: positional(words, {"-t", "-m", "-o", "-g", "-S"})[
-        : None if "-t" in words else -1
-    ],
-    "unzip": lambda words: positional(words, {"-d", "-x"})[:1],
-    "tar": lambda words: (
-        [word for word in positional(words, {"-C", "--directory"}) if "." in word]
-        if words and ("x" in words[0] or "--extract" in words)
-        else []
-    ),
-}
 
 
 def _is_local(requirement: str) -> bool:
     return requirement.startswith((".", "/", "file:")) or requirement.endswith((".whl", ".tar.gz"))
-
-
-def option_values(words: Sequence[str], options: set[str]) -> list[str]:
-    """The values of `options`, given as "-r x", "-rx" or "--requirement=x"."""
-    values = []
-    for i, word in enumerate(words):
-        if word in options:
-            if i + 1 < len(words):
-                values.append(words[i + 1])
-        elif word.startswith("--") and "=" in word:
-            option, _, value = word.partition("=")
-            if option in options:
-                values.append(value)
-        elif len(word) > 2 and word[0] == "-" and word[1] != "-" and word[:2] in options:
-            values.append(word[2:])
-    return values
-
-
-def positional(words: Sequence[str], value_options: set[str]) -> list[str]:
-    """The words that are no options and no values of `value_options`."""
-    found = []
-    skip = False
-    for word in words:
-        if skip:
-            skip = False
-        elif word.startswith("-"):
-            skip = word in value_options
-        else:
-            found.append(word)
-    return found
 
 
 def hints_of_project(tool: str, words: list[str]) -> Hints | None:
@@ -146,12 +109,18 @@ def hints_of_project(tool: str, words: list[str]) -> Hints | None:
         return None
     folder = (option_values(words, options) or [""])[-1]
     files = tuple(posixpath.join(folder, name) for name in (lock, "pyproject.toml"))
+    # Without that, the project itself is only pointed to.
+    copied = (folder or ".",) if "--no-editable" in words else ()
     verb, *added = positional(words[1:], options)
+    version = (posixpath.join(folder, ".python-version"),) if tool == "uv" else ()
+    is_locked = verb in _LOCKED_VERBS and not _UPGRADES.intersection(words)
     hints = Hints(
         ("python3",),
-        files=files,
+        files=(*files, *copied),
+        words=(*version, *named_words(words[1:])),
+        link_dirs=tuple(option_values(words, _LINKS_OPTIONS)) if tool == "uv" else (),
         # A lock file says all; where there is none yet, `requirements` are the project's.
-        requirements=(f"what {tool} {verb} asks for", *added) if verb not in _LOCKED_VERBS else (),
+        requirements=() if is_locked else (f"what {tool} {verb} asks for", *added),
         lock_files=files[:1] if verb in _LOCKED_VERBS else (),
         tools=("uv",) if tool == "uv" else (),
     )
@@ -162,8 +131,24 @@ def hints_of_project(tool: str, words: list[str]) -> Hints | None:
     return replace(hints, projects=() if elsewhere else ((tool, folder),))
 
 
+def is_package_tool(tool: str) -> bool:
+    """Return whether `hints_of_tool` knows a tool."""
+    return bool(_PIP.fullmatch(tool)) or tool in _TOOLS
+
+
 def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
+    # Options that are in no table may name files.
+    odd = [word for word in words if word.startswith("-") and not _is_known(word)]
+    return replace(_hints_of_tool(tool, program, words), words=named_words(odd))
+
+
+def _is_known(option: str) -> bool:
+    name = option.partition("=")[0]
+    return name in _KNOWN or (not option.startswith("--") and option[:2] in _KNOWN)
+
+
+def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     if tool in ("venv", "virtualenv"):
         directories = positional(words, VENV_VALUE_OPTIONS)
         interpreter = option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []
@@ -177,6 +162,8 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         options = _FILE_OPTIONS - _LINKS_OPTIONS
         skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
         lists = option_values(words, options - {"-e", "--editable"})
+        groups = option_values(words, {"--group"})
+        projects = [one.rpartition(":")[0] or "pyproject.toml" for one in groups]
         indexed = option_values(words, _REQUIREMENT_OPTIONS)
         named = [*option_values(words, {"-e", "--editable"}), *positional(words, skipped)]
         named = [word for word in named if word not in ("install", "sync", "uninstall")]
@@ -195,13 +182,13 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             python_words=(program,),
             environment_dirs=tuple(environments),
             install_dirs=tuple(places),
-            files=tuple(dict.fromkeys((*lists, *named))),
+            files=tuple(dict.fromkeys((*lists, *named, *projects))),
             link_dirs=tuple(links),
             uses_pip=not places,
             uses_user_site="--user" in words,
             requirement_files=tuple(lists),
             indexed_files=tuple(indexed) if asks else (),
-            requirements=tuple(asked) if asks and "sync" not in words else (),
+            requirements=(*asked, *groups) if asks and "sync" not in words else (),
             tools=("pip",),
         )
     if tool in ("conda", "mamba", "micromamba"):
@@ -210,11 +197,13 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         # A new one without -p has a name, on the command line or in environment.yml.
         is_named = bool(option_values(words, {"-n", "--name"})) or "create" in words[:2]
         lists = option_values(words, {"-f", "--file"})
+        if not lists and {"create", "update"}.intersection(words[1:2]) and words[0] == "env":
+            lists = list(_CONDA_LISTS)
         options = _FILE_OPTIONS | {"-p", "--prefix", "-n", "--name", "-c", "--channel"}
         specs = [one for one in positional(words, options) if one not in _CONDA_VERBS]
         return Hints(
             environment_dirs=tuple(prefixes),
-            files=tuple(option_values(words, _FILE_OPTIONS)),
+            files=tuple(dict.fromkeys((*option_values(words, _FILE_OPTIONS), *lists))),
             requirements=tuple(specs) if changes and "--offline" not in words else (),
             spec_files=tuple(lists) if changes and "--offline" not in words else (),
             opaque=("conda run",) if words[:1] == ["run"] else (),
@@ -222,9 +211,4 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             uses_conda=changes and not prefixes and not is_named,
             names_conda_environment=changes and not prefixes and is_named,
         )
-    if tool in _READERS:
-        return Hints(files=tuple(_READERS[tool](words)))
-    if tool in _HARMLESS:
-        return Hints()
-    # A program of the user's: what its words mean is unknown, but it may be a script of his.
-    return Hints(files=(program,) if "/" in program else (), programs=(program,))
+    raise ValueError(f"{tool} is not in the tables")

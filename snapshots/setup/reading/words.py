@@ -1,48 +1,68 @@
-"""The words of a command line, taken apart: which simple commands a shell, or a wrapper, would run.
+"""Simple commands of a shell script, in order, with the blocks that they lie in. Pure (no I/O).
 
-Pure (no I/O), and no shell: nothing is expanded. What is not understood yields fewer commands or
-odd ones, never an error.
+Reads the part of the shell's grammar that set-ups use. The rest is named in `Script.odd`, and
+what came before it counts.
 """
 
-import io
 import re
-import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
+
+from bootseer.snapshots.setup.reading.lexer import REDIRECTIONS, Token, lex
 
 SHELLS = {"sh", "bash", "dash", "zsh", "ash", "ksh"}
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=")
-_PUNCTUATION = "();<>|&\n"
-# Words of the shell in front of a command.
-_KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "{", "}", "fi", "done"}
-# Programs that run the command behind their own words: which of their options take a value, and
-# how many words of their own come before the command.
-_WRAPPERS: dict[str, tuple[frozenset[str], int]] = {
-    **dict.fromkeys(("command", "builtin", "nohup", "setsid", "unbuffer"), (frozenset(), 0)),
-    **dict.fromkeys(("dumb-init", "catatonit"), (frozenset(), 0)),
-    **dict.fromkeys(("gosu", "su-exec", "setarch", "taskset", "chrt"), (frozenset(), 1)),
-    "exec": (frozenset({"-a"}), 0),
-    "time": (frozenset({"-f", "-o", "--format", "--output"}), 0),
-    "nice": (frozenset({"-n", "--adjustment"}), 0),
-    "ionice": (frozenset({"-c", "-n", "--class", "--classdata"}), 0),
-    "stdbuf": (frozenset({"-i", "-o", "-e", "--input", "--output", "--error"}), 0),
-    "env": (frozenset({"-u", "-C", "--unset", "--chdir"}), 0),
-    "sudo": (
-        frozenset({"-u", "-g", "-h", "-p", "-C", "-T", "-R", "-D", "-U", "-r", "-t", "--user"}),
-        0,
-    ),
-    "doas": (frozenset({"-u", "-C"}), 0),
-    "timeout": (frozenset({"-k", "-s", "--kill-after", "--signal"}), 1),
-    "numactl": (frozenset({"-N", "-m", "-C", "-p", "-i", "-P"}), 0),
-    "flock": (frozenset({"-w", "-E", "--timeout", "--conflict-exit-code"}), 1),
-    "tini": (frozenset({"-p", "-e"}), 0),
-    "xargs": (frozenset({"-n", "-I", "-P", "-L", "-d", "-a", "-E", "-s"}), 0),
-    "srun": (frozenset({"-n", "-N", "-c", "-p", "-A", "-t", "-J", "-w", "-x", "-D", "-o"}), 0),
-}
-_FUNCTION = re.compile(r"(?m)^\s*(?:function\s+([\w-]+)|([\w-]+)\s*\(\s*\))")
 _SHELL_VALUE_OPTIONS = {"--rcfile", "--init-file"}
-_DEPTH_MAX = 8
+ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^]]*\])?\+?=", re.DOTALL)
+_TOKENS_MAX = 50_000
+_SEPARATORS = {";", "&", "\n", "&&", "||", "|", "|&", ";;", ";&", ";;&"}
+_CASE_ENDS = {";;", ";&", ";;&"}
+
+
+class Simple(Struct):
+    """A simple command of a script, nothing in it expanded."""
+
+    words: list[Token] = field(default_factory=list)
+    assignments: list[Token] = field(default_factory=list)
+    reads: list[Token] = field(default_factory=list)
+    """Files that are redirected to its input."""
+    writes: list[Token] = field(default_factory=list)
+    """Files that its output replaces."""
+    appends: list[Token] = field(default_factory=list)
+    """Files that its output is appended to, ends of here-documents, patterns of `case`."""
+    others: list[Token] = field(default_factory=list)
+    """Here-strings, words of `case`."""
+    is_piped: bool = False
+    """Whether it reads the output of the command in front of it."""
+    is_output_used: bool = False
+    """Whether its output goes to a file, to a command or into a block's."""
+    joined: Literal["", "&&", "||"] = ""
+    """The operator in front of it in its list."""
+
+    def tokens(self) -> Iterator[Token]:
+        """Yield all words."""
+        yield from (*self.assignments, *self.words, *self.reads, *self.writes)
+        yield from (*self.appends, *self.others)
+
+
+class Block(Struct, frozen=True):
+    """Where a compound command begins, goes on with another branch, or ends."""
+
+    kind: Literal["begin", "branch", "end", "function", "for", "list"]
+    """"list": begins commands in brackets that run for certain. "function": a body follows."""
+    name: str = ""
+    """The word that ends what begins; the name of a function or of a loop's variable."""
+    values: tuple[Token, ...] | None = None
+    """The words that a loop's variable takes; None: not known."""
+
+
+class Script(Struct, frozen=True):
+    """A shell script, taken apart."""
+
+    events: tuple[Simple | Block, ...]
+    odd: str
+    """What was not understood, in a few words; empty: nothing."""
 
 
 class Shell(Struct, frozen=True):
@@ -51,6 +71,7 @@ class Shell(Struct, frozen=True):
     script: str | None = None
     """Its text (`-c`)."""
     file: str | None = None
+    arguments: tuple[str, ...] = ()
 
 
 def base_name(word: str) -> str:
@@ -78,93 +99,233 @@ def read_shell(words: Sequence[str]) -> Shell:
     rest = words[at:]
     if not rest:
         return Shell()
-    return Shell(script=rest[0]) if is_text else Shell(file=rest[0])
+    arguments = tuple(rest[1:])
+    return Shell(rest[0], None, arguments) if is_text else Shell(None, rest[0], arguments)
 
 
-def simple_commands(command: Sequence[str]) -> list[list[str]]:
-    """The simple commands in `command`, looking into `sh -c "..."` and behind wrappers such as
-    `sudo`; assignments are dropped. A file that is read by "<" is one of `cat`."""
-    return _commands(command, _DEPTH_MAX)
-
-
-def script_commands(text: str) -> list[list[str]]:
-    """The simple commands of a shell script."""
-    return _of_script(text, _DEPTH_MAX)
-
-
-def _commands(command: Sequence[str], depth: int) -> list[list[str]]:
-    words = _without_prefix(list(command))
-    if not words or depth <= 0:
-        return []
-    program = base_name(words[0])
-    script = None
-    if program in SHELLS:
-        script = read_shell(words).script
-    elif program in ("su", "runuser") and "-c" in words[:-1]:
-        script = words[words.index("-c") + 1]
-    elif program == "eval":
-        script = " ".join(words[1:])
-    elif words[0] == "-c" and len(words) > 1:
-        script = words[1]  # of flock(1)
-    return [words] if script is None else _of_script(script, depth - 1)
-
-
-class _Text(io.StringIO):
-    """A script. A comment, which the lexer reads as a line, ends before the end of its line."""
-
-    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
-        line = super().readline(size)
-        if line.endswith("\n"):
-            self.seek(self.tell() - 1)
-        return line
-
-
-def _of_script(script: str, depth: int) -> list[list[str]]:
-    text = _Text(script.replace("\\\n", " "))
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=_PUNCTUATION)
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    commands: list[list[str]] = [[]]
-    redirected = ""
-    try:
-        for token in lexer:
-            if token and set(token) <= set(_PUNCTUATION):
-                if "<" in token or ">" in token:
-                    redirected = token
-                    if commands[-1][-1:] in (["1"], ["2"]):
-                        commands[-1].pop()  # of "2>"
-                else:
-                    commands.append([])
-            elif redirected:
-                # A file that is written, a word of a here-document, or "1" of "2>&1".
-                if redirected == "<":
-                    commands.insert(-1, ["cat", token])
-                redirected = ""
-            else:
-                commands[-1].append(token)
-    except ValueError:
-        pass  # a quote that does not end: what came before counts
-    functions = {name for match in _FUNCTION.finditer(script) for name in match.groups() if name}
-    found = (one for words in commands for one in _commands(words, depth))
-    return [words for words in found if words[0] not in functions]
-
-
-def _without_prefix(words: list[str]) -> list[str]:
-    while words:
-        if _ASSIGNMENT.match(words[0]) or words[0] in _KEYWORDS:
-            words = words[1:]
-        elif wrapper := _WRAPPERS.get(base_name(words[0])):
-            words = _behind(words[1:], *wrapper)
-        else:
-            break
-    return words
-
-
-def _behind(words: list[str], value_options: Collection[str], own_count: int) -> list[str]:
+def parse(text: str) -> Script:
+    """Return the commands of a script."""
+    tokens, odd = lex(text)
+    if len(tokens) > _TOKENS_MAX:
+        tokens, odd = tokens[:_TOKENS_MAX], odd or "the rest of a very long shell script"
+    parser = _Parser()
     at = 0
-    while at < len(words) and words[at].startswith("-") and len(words[at]) > 1:
-        option = words[at]
-        at += 2 if option in value_options else 1
-        if option == "--":
-            break
-    return words[at + own_count :]
+    while at < len(tokens):
+        at = parser.take(tokens, at)
+    parser.end_list()
+    return Script(tuple(parser.events), odd or parser.odd or parser.unfinished())
+
+
+class _Parser:
+    def __init__(self) -> None:
+        self.events: list[Simple | Block] = []
+        self.odd = ""
+        self._current = Simple()
+        self._blocks: list[str] = []
+        """Words or brackets that end the open blocks."""
+        self._redirection = ""
+        self._in_pattern = False
+        self._piped = False
+        self._joined: Literal["", "&&", "||"] = ""
+
+    def unfinished(self) -> str:
+        """Say that a block does not end."""
+        return "a shell script with an unfinished block" if self._blocks else ""
+
+    def take(self, tokens: Sequence[Token], at: int) -> int:
+        """Take the token at `at`, and what belongs to it. Return the place of the next one."""
+        token = tokens[at]
+        following = tokens[at + 1] if at + 1 < len(tokens) else None
+        if self._in_pattern:
+            return self._take_pattern(token, at)
+        if token.is_operator:
+            return self._take_operator(token, following, at)
+        if self._redirection:
+            self._redirect(token)
+            return at + 1
+        current = self._current
+        if not current.words and not token.is_quoted and not current.assignments:
+            next_at = self._take_keyword(tokens, at)
+            if next_at > at:
+                return next_at
+        if not current.words and ASSIGNMENT.match(token.text):
+            if following is not None and following.text == "(" and following.is_glued:
+                return self._take_array(tokens, at)
+            current.assignments.append(token)
+        else:
+            current.words.append(token)
+        return at + 1
+
+    def _take_operator(self, token: Token, following: Token | None, at: int) -> int:
+        operator = token.text
+        if operator in REDIRECTIONS:
+            self._redirection = operator
+        elif operator == "(":
+            words = self._current.words
+            is_function = following is not None and following.text == ")"
+            if is_function and len(words) == 1:
+                self._current = Simple()
+                self.events.append(Block("function", words[0].text))
+                return at + 2
+            if not words:
+                if following is not None and following.text == "(" and following.is_glued:
+                    self.odd = self.odd or "an arithmetic command"
+                self._begin(")")
+            else:
+                self.odd = self.odd or "a pattern with brackets"
+        elif operator == ")":
+            self.end_list()
+            self._end_block(")")
+        elif operator in _SEPARATORS:
+            if token.scripts or token.variables:  # of a here-document
+                self._current.appends.append(token)
+            if operator in ("|", "|&"):
+                self._end_simple(is_output_used=True)
+                self._piped = True
+            elif operator in ("&&", "||"):
+                self._end_simple()
+                self._joined = "&&" if operator == "&&" else "||"
+            elif operator != "\n" or self._current != Simple() or not (self._piped or self._joined):
+                self.end_list()  # else the list goes on after an empty line
+            if operator in _CASE_ENDS:
+                self.events.append(Block("branch"))
+                self._in_pattern = True
+        return at + 1
+
+    def _redirect(self, token: Token) -> None:
+        operator, self._redirection = self._redirection, ""
+        current = self._current
+        if operator in ("<", "<>"):
+            current.reads.append(token)
+        elif operator in (">", ">|", "&>") or (operator == ">&" and not _is_descriptor(token)):
+            current.writes.append(token)
+            current.is_output_used = True
+        elif operator in (">>", "&>>"):
+            current.appends.append(token)
+            current.is_output_used = True
+        elif operator == "<<<":
+            current.others.append(token)
+        else:
+            current.appends.append(token)
+
+    def _take_array(self, tokens: Sequence[Token], at: int) -> int:
+        """Take `NAME=(WORDS)`. The words count; the value of the variable is not known."""
+        name, at = tokens[at], at + 2
+        self._current.assignments.append(Token(name.text + "\x01\x02"))
+        while at < len(tokens) and tokens[at].text != ")":
+            self._current.reads += [] if tokens[at].is_operator else [tokens[at]]
+            at += 1
+        return at + 1
+
+    def _take_keyword(self, tokens: Sequence[Token], at: int) -> int:
+        """Take a word of the shell's grammar. Return `at` where it is none."""
+        word = tokens[at].text
+        if word in ("if", "while", "until"):
+            self._begin("fi" if word == "if" else "done")
+        elif word in ("for", "select"):
+            return self._take_for(tokens, at)
+        elif word == "case":
+            return self._take_case(tokens, at)
+        elif word == "function" and at + 1 < len(tokens):
+            self.events.append(Block("function", tokens[at + 1].text))
+            return at + (4 if [one.text for one in tokens[at + 2 : at + 4]] == ["(", ")"] else 2)
+        elif word == "[[":
+            return self._take_condition(tokens, at)
+        elif word == "{":
+            self._begin("}")
+        elif word in ("then", "do", "!"):
+            pass
+        elif word in ("else", "elif"):
+            self.events.append(Block("branch"))
+        elif word in ("fi", "done", "esac", "}"):
+            self._end_block(word)
+        else:
+            return at
+        return at + 1
+
+    def _take_for(self, tokens: Sequence[Token], at: int) -> int:
+        """Take `for NAME in WORDS`."""
+        is_select = tokens[at].text == "select"
+        self._begin("done")
+        at += 1
+        if at >= len(tokens) or tokens[at].is_operator:
+            self.odd = self.odd or "a loop that counts"
+            return at
+        name, at = tokens[at].text, at + 1
+        while at < len(tokens) and tokens[at].text == "\n":
+            at += 1
+        values: list[Token] = []
+        has_words = at < len(tokens) and tokens[at].text == "in"
+        at += has_words
+        while has_words and at < len(tokens) and tokens[at].text not in (";", "\n"):
+            values += [] if tokens[at].is_operator else [tokens[at]]
+            at += 1
+        known = None if is_select or not has_words else tuple(values)
+        self.events.append(Block("for", name, known))
+        return at
+
+    def _take_case(self, tokens: Sequence[Token], at: int) -> int:
+        """Take `case WORD in`."""
+        self._begin("esac")
+        at += 1
+        while at < len(tokens) and (tokens[at].text != "in" or tokens[at].is_quoted):
+            self._current.others += [] if tokens[at].is_operator else [tokens[at]]
+            at += 1
+        self._end_simple()
+        self._in_pattern = True
+        return at + 1
+
+    def _take_pattern(self, token: Token, at: int) -> int:
+        """Take a word or an operator of a pattern of `case`."""
+        if token.text == "esac" and not token.is_quoted:
+            self._in_pattern = False
+            self._end_block("esac")
+        elif token.is_operator:
+            self._in_pattern = token.text != ")"
+        else:
+            self._current.appends.append(token)
+        return at + 1
+
+    def _take_condition(self, tokens: Sequence[Token], at: int) -> int:
+        """Take `[[ ... ]]`, in which operators are words."""
+        while at < len(tokens):
+            self._current.words.append(tokens[at])
+            at += 1
+            if tokens[at - 1].text == "]]":
+                return at
+        self.odd = self.odd or "a condition that does not end"
+        return at
+
+    def _begin(self, end: str) -> None:
+        is_certain = end in (")", "}") and not self._joined and not self._piped
+        self._end_simple()
+        self.events.append(Block("list" if is_certain else "begin", end))
+        self._blocks.append(end)
+
+    def _end_block(self, end: str) -> None:
+        self._end_simple()
+        if not self._blocks or self._blocks.pop() != end:
+            self.odd = self.odd or f"a shell script with {end!r} in an odd place"
+            return
+        self.events.append(Block("end"))
+        # Redirections of the block follow.
+        self._current = Simple()
+
+    def _end_simple(self, *, is_output_used: bool = False) -> None:
+        current, self._current = self._current, Simple()
+        self._redirection = ""
+        if any(True for _ in current.tokens()):
+            current.is_piped = self._piped
+            current.joined = self._joined
+            current.is_output_used |= is_output_used or bool(self._blocks)
+            self.events.append(current)
+        self._piped = False
+        self._joined = ""
+
+    def end_list(self) -> None:
+        """End the command, and the list that `&&` and `||` have made."""
+        self._end_simple()
+
+
+def _is_descriptor(token: Token) -> bool:
+    return token.text == "-" or token.text.isdigit()

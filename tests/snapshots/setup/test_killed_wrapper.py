@@ -124,8 +124,8 @@ def test_what_another_node_has_stored_meanwhile_is_not_called_ours(
     """A named bug: who had lost its lease said "stored snapshot"."""
     node, target = make_node("a"), tmp_path / "env"
     away = tmp_path / "away"
-    text = f"mkdir -p {target}; touch {target}/file; test ! -e {away} || mv {away} {{}}"
-    text = text.replace("{}", str(tmp_path / "store/snapshots"))
+    back = tmp_path / "store/snapshots"
+    text = f"mkdir -p {target}; touch {target}/file; perl -e 'rename(q({away}), q({back}))'"
     request = Request(command=["sh", "-ec", text], targets=[str(target)])
     key = run_setup(node, request).fingerprint
     shutil.rmtree(target)

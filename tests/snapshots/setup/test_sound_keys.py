@@ -1,0 +1,299 @@
+"""Files that a set-up command reads are in its key, or the key is open. The shell is the oracle."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.snapshots.setup.request import Request, Resolved, resolve
+
+# Ours answers at once about itself, a shim of pyenv's runs ten Pythons.
+_SYSTEM_PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+# A stand-in for every tool that installs: what it makes depends on its words, on its input, on
+# variables of pip, and on each file that its words or the lists among these name.
+_TOOL = r"""#!/bin/sh
+out=$OUT
+printf '%s\n' "$0" "$@" "$PIP_CONSTRAINT" "$PIP_REQUIREMENT" >> "$out"
+[ -t 0 ] || cat >> "$out"
+show() {
+    if [ -f "$1" ]; then
+        cat "$1" >> "$out"
+        sed -n 's/^-[rc] //p' "$1" | while read -r more; do show "$more"; done
+    elif [ -p "$1" ]; then
+        cat "$1" >> "$out"
+    elif [ -d "$1" ]; then
+        find "$1" -type f | sort | xargs cat >> "$out"
+    fi
+}
+for word in "$@" $PIP_CONSTRAINT $PIP_REQUIREMENT; do
+    show "$word"
+    show "${word#*=}"
+    show "${word#-r}"
+    show "${word%[*}"
+done
+exit 0
+"""
+_FILES = {
+    "requirements.txt": "-r base.txt\nnumpy==1.0\ntorch==2.0\nsix==1.1\n",
+    "base.txt": "idna==3.0\n",
+    "more.txt": "attrs==20.1\n",
+    "list": "requirements.txt\n",
+    "sub/requirements.txt": "toml==1.0\n",
+    "sub/inner.sh": "pip install -r requirements.txt\n",
+    "make.sh": '#!/bin/sh\npip install -r "$1"\n',
+    "functions.sh": "install_all() { pip install -r more.txt; }\n",
+    "project/pyproject.toml": "[project]\nname = 'a'\n",
+    "project/a.py": "a = 1\n",
+    "flag": "yes\n",
+    "script.sed": "1d\n",
+    "patterns": "torch\n",
+}
+_COMMANDS = [
+    "pip install -r requirements.txt",
+    "pip install -rrequirements.txt -c more.txt",
+    "pip install --requirement=requirements.txt",
+    "grep -v torch requirements.txt | xargs pip install",
+    "tail -n +2 requirements.txt | xargs pip install",
+    "head -n 3 requirements.txt | xargs -n 1 pip install",
+    "cut -d= -f1 requirements.txt | xargs pip install",
+    "sed 1d requirements.txt | xargs pip install",
+    "sed -f script.sed more.txt | xargs pip install",
+    "awk 1 requirements.txt | xargs pip install",
+    "sort -u requirements.txt more.txt | xargs pip install",
+    "cat requirements.txt | grep -v torch | xargs pip install",
+    "grep -vf patterns requirements.txt | xargs pip install",
+    "grep -v --file=patterns requirements.txt | xargs pip install",
+    "xargs -a requirements.txt pip install",
+    "xargs --arg-file=requirements.txt pip install",
+    "xargs pip install < requirements.txt",
+    "xargs cat < list | xargs pip install",
+    'pip install "$(cat requirements.txt)"',
+    "pip install $(grep -v torch requirements.txt)",
+    "pip install `tail -n 1 requirements.txt`",
+    "pip install $(< requirements.txt)",
+    "head -n 3 requirements.txt > r2.txt && pip install -r r2.txt",
+    "grep -v torch requirements.txt > r2.txt; pip install -r r2.txt",
+    "sed '/torch/d' requirements.txt > r2.txt; pip install -r r2.txt",
+    "cat requirements.txt more.txt | tee r2.txt > /dev/null; pip install -r r2.txt",
+    "cp more.txt r2.txt; pip install -r r2.txt",
+    "cp requirements.txt r2.txt; sed -i 1d r2.txt; pip install -r r2.txt",
+    "test -f r2.txt || cp more.txt r2.txt; pip install -r r2.txt",
+    "pip install -r /dev/stdin < requirements.txt",
+    "pip install -r - < requirements.txt",
+    "cat requirements.txt | pip install -r /dev/stdin",
+    "pip install -r <(grep -v torch requirements.txt)",
+    "pip install -r {requirements,more}.txt",
+    "pip install -r requirements.[t]xt",
+    "pip install -r *irements.txt",
+    "for f in requirements more; do pip install -r $f.txt; done",
+    "for f in *.txt; do pip install -r $f; done",
+    "for f in $(cat list); do pip install -r $f; done",
+    "while read -r line; do pip install $line; done < requirements.txt",
+    "R=requirements.txt; pip install -r $R",
+    "R=requirements; pip install -r ${R}.txt",
+    'R=$(cat list); pip install -r "$R"',
+    "R=${R:-requirements.txt}; pip install -r $R",
+    "pip install -r ${R:-requirements.txt}",
+    "if [ -f flag ]; then pip install six==1; fi",
+    "test -e flag && pip install six==1 || true",
+    "if grep -q yes flag; then pip install six==1; fi",
+    "case $(cat flag) in yes*) pip install six==1;; *) pip install six==2;; esac",
+    "V=$(cat flag); pip install torch==$V",
+    "PIP_CONSTRAINT=more.txt pip install -r requirements.txt",
+    "export PIP_CONSTRAINT=more.txt; pip install six==1",
+    "env PIP_REQUIREMENT=more.txt pip install six==1",
+    "cd sub && pip install -r requirements.txt",
+    "(cd sub; pip install -r requirements.txt); pip install six==1",
+    "env -C sub pip install -r requirements.txt",
+    "cd sub; sh inner.sh",
+    "sh ./make.sh more.txt",
+    "bash -c 'pip install -r \"$1\"' x more.txt",
+    "bash -s < sub/inner.sh",
+    "sh make.sh requirements.txt",
+    ". ./functions.sh; install_all",
+    'f() { pip install -r "$1"; }; f more.txt',
+    "eval 'pip install -r more.txt'",
+    "trap 'pip install -r more.txt' EXIT",
+    "timeout 60 nice -n 5 pip install -r requirements.txt",
+    "nohup env A=1 pip install -r requirements.txt > log 2>&1",
+    "time -p pip install -r requirements.txt",
+    "pip install ./project",
+    "pip install -e 'project[dev]'",
+    "uv pip install -r requirements.txt",
+    "mytool --config flag",
+    "mytool --config=flag @more.txt",
+    "pip install -r requirements.txt # not more.txt",
+    "pip install six==1 <<EOF\n$(cat flag)\nEOF",
+    'pip install six==1 <<< "$(cat flag)"',
+    "diff more.txt base.txt | xargs pip install; true",
+    "echo $(cat more.txt) | xargs pip install",
+    "mapfile -t a < more.txt; pip install ${a[@]}",
+    "a=(requirements.txt more.txt); for r in ${a[@]}; do pip install -r $r; done",
+    "[[ -f flag && $(cat flag) == yes ]] && pip install six==1; true",
+    "mv more.txt r3.txt; pip install -r r3.txt",
+    "ln -s more.txt r3.txt; pip install -r r3.txt",
+    "python3 - < flag; pip install six==1; true",
+    "flock lock pip install -r more.txt",
+]
+
+
+class _Bed:
+    """A folder with files, and stand-ins for tools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        for name in ("pip", "uv", "mytool"):
+            (self.tools / name).write_text(_TOOL)
+            (self.tools / name).chmod(0o755)
+        self.job = folder / "job"
+        self.out = folder / "out"
+        self.known = folder / "known"
+        self.path = f"{self.tools}:{_SYSTEM_PATH}"
+
+    def fill(self, *changed: str) -> None:
+        """Make the files anew, some of them with another content."""
+        shutil.rmtree(self.job, ignore_errors=True)
+        for name, text in _FILES.items():
+            path = self.job / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + ("attrs==0.5\n" if name in changed else ""))
+
+    def made(self, command: str) -> str:
+        """Run a command as it is. Return what it made."""
+        self.out.write_text("")
+        environ = {"PATH": self.path, "OUT": str(self.out), "HOME": "/nonexistent"}
+        subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.job,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=300,
+            check=False,
+        )
+        # Names of pipes change by themselves.
+        lines = self.out.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if "/dev/fd" not in line)
+
+    def resolved(self, command: str) -> Resolved:
+        """Return what the product makes of a command."""
+        request = Request(
+            ["bash", "-c", command],
+            targets=["/opt/made-by-nobody"],
+            directory=str(self.job),
+            environ={"PATH": self.path, "HOME": "/nonexistent"},
+        )
+        return resolve(request, lambda sentence: None, self.known)
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> _Bed:
+    return _Bed(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_what_decides_is_in_the_key_or_the_key_is_open(bed: _Bed, command: str) -> None:
+    """Named faults: `grep -v x FILE | xargs pip install`, `xargs -a FILE`, `$(cat FILE)` and others
+    had keys without the file, and a stale environment was served for ever."""
+    bed.fill()
+    before = bed.resolved(command)
+    if before.is_open:
+        assert before.unknown
+        return
+    silent = []
+    for name in _FILES:
+        bed.fill(name)
+        now = bed.resolved(command)
+        assert not now.is_open
+        if now.parts == before.parts:
+            silent.append(name)
+    bed.fill()
+    plain = bed.made(command)
+    assert plain, "a command that does nothing shows nothing"
+    bed.fill(*silent)
+    assert bed.made(command) == plain, f"one of {silent} decides"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "head -n 3 requirements.txt > r2.txt && pip install -r r2.txt",
+        "cat requirements.txt more.txt | tee r2.txt > log; pip install -r r2.txt",
+        "cp more.txt r2.txt; sed -i 1d r2.txt; pip install -r r2.txt",
+        "set -e; (cd sub; cat requirements.txt > r2.txt); pip install -r sub/r2.txt",
+        "echo six==1 > r2.txt; pip install -r r2.txt",
+        "flock lock pip install -r more.txt",
+        "mytool --log my.txt -o out.txt; echo x > my.txt; echo x >> out.txt",
+        "date >> log; pip install six==1",
+    ],
+)
+def test_a_file_that_the_command_makes_is_no_input(bed: _Bed, command: str) -> None:
+    """Else the set-up would run once more wherever its working directory stays."""
+    bed.fill()
+    before = bed.resolved(command)
+    bed.made(command)
+    assert bed.resolved(command).parts == before.parts
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pip install -r r2.txt; head -n 1 more.txt > r2.txt",
+        "cat more.txt >> r2.txt; pip install -r r2.txt",
+        "test -e flag || cp more.txt r2.txt; pip install -r r2.txt",
+        "test -e flag && cp more.txt r2.txt; pip install -r r2.txt",
+        "if false; then cp more.txt r2.txt; fi; pip install -r r2.txt",
+        "(false && cp more.txt r2.txt) || pip install -r r2.txt",
+        "f() { cp more.txt r2.txt; }; pip install -r r2.txt",
+        "cp more.txt sub/r2.txt; pip install -r r2.txt",
+    ],
+)
+def test_a_file_that_may_be_read_before_it_is_made_is_an_input(bed: _Bed, command: str) -> None:
+    keys = set()
+    for text in ("one==1\n", "two==2\n"):
+        bed.fill()
+        (bed.job / "r2.txt").write_text(text)
+        keys.add(bed.resolved(command).parts)
+    assert len(keys) == 2
+
+
+def test_files_of_the_kernel_and_files_with_secrets_open_the_key(bed: _Bed) -> None:
+    """A digest of a password tells it to whoever may read the store and tries a list."""
+    for command, name in (
+        ("grep MemFree /proc/meminfo", "/proc/meminfo"),
+        ("grep -f my-password flag", "my-password"),
+        ("cat .netrc", ".netrc"),
+        ("cat home/.ssh/config", "home/.ssh/config"),
+        ("cat server.pem", "server.pem"),
+    ):
+        bed.fill()
+        (bed.job / "home/.ssh").mkdir(parents=True)
+        for file in ("my-password", ".netrc", "home/.ssh/config", "server.pem"):
+            (bed.job / file).write_text("hunter2")
+        found = bed.resolved(command)
+        assert found.is_open
+        assert name in " ".join(found.unknown)
+        assert not [part for part in found.parts if part.name == f"input {name}"]
+
+
+def test_a_directory_that_an_unknown_program_is_told_of_is_not_read(bed: _Bed) -> None:
+    """It may be a data set, or a folder of logs that each start writes to."""
+    bed.fill()
+    before = bed.resolved("mytool project")
+    (bed.job / "project/log").touch()
+    assert bed.resolved("mytool project") == before
+    assert before.is_open
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["pip install 'a", "pip install $(a", "if true; then", "case a in", "((x=1))", "a\x01b", "fi"],
+)
+def test_a_script_that_is_not_understood_opens_the_key(bed: _Bed, script: str) -> None:
+    bed.fill()
+    assert bed.resolved(script).is_open
