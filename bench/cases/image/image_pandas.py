@@ -11,6 +11,7 @@ CASE = image_case(
     (
         ratio("replay", "soci", "wall_s", "time"),
         ratio("replay", "containerd 1.6", "wall_s", "time"),
+        ratio("replay", "containerd 2.1", "wall_s", "time"),
         ratio("replay", "containerd local", "wall_s", "time"),
         ratio("replay", "soci", "moved_bytes", "bytes"),
         ratio("lazy", "soci", "wall_s", "time", Target(Bound.AT_MOST, 1)),

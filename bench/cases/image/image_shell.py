@@ -9,8 +9,10 @@ CASE = image_case(
     SHELL,
     1000,
     (
+        ratio("replay", "estargz", "wall_s", "time"),
         ratio("replay", "soci", "wall_s", "time"),
         ratio("replay", "containerd 1.6", "wall_s", "time"),
+        ratio("replay", "containerd 2.1", "wall_s", "time"),
         ratio("replay", "containerd local", "wall_s", "time"),
         ratio("replay", "soci", "moved_bytes", "bytes"),
         ratio("lazy", "soci", "wall_s", "time", Target(Bound.AT_MOST, 1)),
