@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from bootseer.prefetch.bundle.format import BundleExtent, write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.kept_bundle import keep_bundle, kept_bundle
+from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.served.control import ask
+from bootseer.settings.config import Settings
 from tests.support.mounts.image_mounts import (
     index,
     mounted,
@@ -56,18 +60,42 @@ def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path)
         sweep_everything(settings)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
-@pytest.mark.parametrize("name", ["json", "header"])
-def test_a_damaged_copy_is_as_good_as_none(tmp_path: Path, name: str, damage: str) -> None:
-
+def kept(settings: Settings) -> tuple[str, HotPointer]:
+    """(digest of an index, pointer to its bundle of one frame), which is kept on the node."""
     digest = "sha256:" + "7" * 64
     header = write_bundle(
         digest, [(BundleExtent(0, 0, 512),)], lambda *place: bytes(512), [io.BytesIO()]
     )
     bundle_digest = f"sha256:{hashlib.sha256(header).hexdigest()}"
     pointer = HotPointer(digest, bundle_digest, len(header), len(header), digest, 1, 1)
-    settings = settings_at(tmp_path)
     keep_bundle(settings, "work", pointer, header)
+    return digest, pointer
+
+
+def test_a_copy_that_is_used_stays_and_one_that_is_not_goes(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    digest, _ = kept(settings)
+    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
+
+    def age() -> None:
+        """As if nothing had read the copy for 40 days."""
+        for path in (settings.cache_dir / "catalogue/hot").iterdir():
+            os.utime(path, (time.time() - 40 * 86_400,) * 2)
+
+    age()
+    assert kept_bundle(settings, digest, "work", [512]) is not None
+    catalogue.trim()
+    assert kept_bundle(settings, digest, "work", [512]) is not None
+    age()
+    catalogue.trim()
+    assert kept_bundle(settings, digest, "work", [512]) is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
+@pytest.mark.parametrize("name", ["json", "header"])
+def test_a_damaged_copy_is_as_good_as_none(tmp_path: Path, name: str, damage: str) -> None:
+    settings = settings_at(tmp_path)
+    digest, pointer = kept(settings)
     found = kept_bundle(settings, digest, "work", [512])
     assert found is not None
     assert found[0] == pointer

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.keys import blob_key
-from bootseer.errors import UnavailableError
+from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache import stream_cache
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.transfer.pending import Deliver
+from bootseer.transfer.plan import Chunk
 from tests.support.full_disk import FullDisk
 from tests.support.images.stored_image import Image, stored_image
 from tests.support.waiting import wait_for
@@ -268,6 +270,54 @@ def test_a_disk_with_room_again_is_used_again(
     disk.is_full = False
     check(image, streams, HOT)
     streams.close()
+
+
+@pytest.mark.parametrize(("deadline_s", "wait_s"), [(12.0, 3.0), (40.0, 10.0), (600.0, 10.0)])
+def test_a_fault_waits_for_the_bundle_for_a_part_of_its_deadline_only(
+    image: Image,
+    bundle: tuple[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    deadline_s: float,
+    wait_s: float,
+) -> None:
+    """The rest is for the blobs: a bundle in a store that hangs is no reason to fail."""
+    streams = image.streams(tmp_path / "cache", deadline_s=deadline_s)
+    release = threading.Event()
+
+    def hang(key: str) -> None:
+        if is_bundle(key):
+            release.wait(60)
+
+    image.before_read = hang
+    replay = image.replay(streams, *bundle)
+    replay.start()
+    waits: list[float] = []
+    demand = streams.executor.demand
+
+    def waiting(chunk: Chunk, deliver: Deliver, *, deadline_s: float) -> None:
+        if not is_bundle(chunk.key):
+            demand(chunk, deliver, deadline_s=deadline_s)
+            return
+        waits.append(deadline_s)
+        raise DeadlineError("it hangs")
+
+    monkeypatch.setattr(streams.executor, "demand", waiting)
+    check(image, streams, HOT[:1])
+    assert 0 < max(waits) <= wait_s
+    release.set()
+    streams.close()
+
+
+def test_a_bundle_that_was_given_up_is_not_fetched_any_further(
+    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+) -> None:
+    gate, replay = held_back(image, streams, bundle)
+    replay.give_up(UnavailableError("no more of it"))
+    gate.let(10**6)
+    check(image, streams, HOT)
+    streams.close()
+    assert bundle_reads(image) <= WORKERS + 1
 
 
 def begin_two(

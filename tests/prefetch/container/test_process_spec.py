@@ -166,6 +166,16 @@ def test_runtime_configuration() -> None:
     # Not recursively: what the host has mounted below its /sys, such as cgroups, could be written.
     (system,) = [one for one in found["mounts"] if one["destination"] == "/sys"]
     assert system["options"] == ["bind", "nosuid", "noexec", "nodev", "ro"]
+    # As containerd and Docker have them; a container reads none of these, whatever the kernel.
+    assert set(found["linux"]["maskedPaths"]) == {
+        *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/latency_stats"),
+        *("/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats"),
+        *("/sys/devices/virtual/powercap", "/sys/firmware"),
+    }
+    assert set(found["linux"]["readonlyPaths"]) == {
+        *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
+        "/sys/fs/cgroup",
+    }
     kinds = [namespace["type"] for namespace in found["linux"]["namespaces"]]
     assert "network" not in kinds
     assert "pid" in kinds
