@@ -151,7 +151,7 @@ class Columns:
 
     @cached_property
     def digests(self) -> bytes:
-        """SHA-256 of contents, 32 bytes each."""
+        """BLAKE3 digests of contents, 32 bytes each."""
         heap = self.load("digests")
         if len(heap) % 32:
             raise CorruptError("the table of file digests is cut off")

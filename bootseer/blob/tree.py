@@ -61,7 +61,7 @@ class Inode(Struct, frozen=True):
     extents: tuple[Extent, ...] = ()
     """Sorted by file_offset, disjoint; for regular files."""
     digest: bytes | None = None
-    """SHA-256 (32 raw bytes) of a regular file's content."""
+    """BLAKE3 digest (32 raw bytes) of a regular file's content."""
 
 
 class Name(Struct, frozen=True):
@@ -83,7 +83,7 @@ class Frame(Struct, frozen=True):
     """The offset of the frame's content in the uncompressed tar stream."""
     stream_length: int
     digest: bytes
-    """SHA-256 (32 raw bytes) of the frame as stored (compressed), so that it is verified before any
+    """BLAKE3 digest (32 raw bytes) of the frame as stored (compressed), to be verified before any
     decompressor sees it."""
 
 

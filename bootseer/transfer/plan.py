@@ -27,7 +27,7 @@ class Chunk(Struct, frozen=True):
     offset: int
     length: int
     digest: bytes | None = None
-    """SHA-256 (32 raw bytes) of exactly these bytes; None: not verified here."""
+    """BLAKE3 digest (32 raw bytes) of exactly these bytes; None: not verified here."""
 
     @property
     def end(self) -> int:
