@@ -178,8 +178,8 @@ class _LimitedWriter(Writer):
     def abort(self) -> None:
         self._inner.abort()
 
-    def abandon(self) -> None:
-        self._inner.abandon()
+    def abandon(self) -> bool:
+        return self._inner.abandon()
 
 
 class _Meter:

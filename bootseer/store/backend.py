@@ -82,12 +82,14 @@ class Writer(Protocol):
         """Give up and remove the file. Never raises. Idempotent."""
         ...
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """Give up, and leave to be read what the storage has: a prefix, or nothing.
 
-        Never raises. The caller deletes the file.
+        Returns False where the storage did not answer: its end may be missing, unless this is
+        called again. Never raises. The caller deletes the file.
         """
         self.abort()
+        return True
 
     @property
     def stays_placed(self) -> bool:

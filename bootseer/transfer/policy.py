@@ -104,15 +104,16 @@ class Policy(Struct, frozen=True):
 
 REQUEST = Policy()
 """For a request that others can do without."""
-PATIENT = Policy(attempts=12)
-"""For the reads and writes of a running job, which has no other way: some 15 s, in which a NameNode
-or a DataNode is started again."""
 ONCE = Policy(attempts=1)
 """For callers that try again themselves."""
 SOON = Policy(attempts=math.inf, base_s=0.02)
 """For what another server is about to know: a DataNode's report takes milliseconds."""
 UNTIL_DEADLINE = Policy(attempts=math.inf)
-"""Where only the deadline ends the attempts."""
+"""Where only the deadline ends the attempts: for the reads and writes of a running job, which has
+no other way."""
+OUTAGE_DEADLINES = 1.5
+"""How many deadlines a running job waits for a storage that is gone. More than one, so that a
+server that takes a whole deadline to come back is still found, and has time to begin."""
 
 
 class Attempts:
@@ -127,8 +128,9 @@ class Attempts:
         clock: Callable[[], float] = time.monotonic,
         dice: Callable[[], float] = dice,
     ) -> None:
-        """No attempt begins later than `deadline_s` from now on."""
+        """No attempt begins later than `deadline_s` from now on, or from the last progress."""
         self._policy = policy
+        self._deadline_s = deadline_s
         self._clock = clock
         self._dice = dice
         self._ends_s = clock() + deadline_s
@@ -143,6 +145,7 @@ class Attempts:
     def progressed(self) -> None:
         """The last attempt brought something: what fails from now on counts anew."""
         self.failures_count = 0
+        self._ends_s = self._clock() + self._deadline_s
 
     def pause_s(self, error: BaseException) -> float | None:
         """How long to wait after an attempt that ended in `error`; None: it was the last."""

@@ -48,7 +48,7 @@ class StripedStorage(Closing):
         self.counters = Counters()
         self._pool = FetchPool(thread_count, max(1, thread_count // 4))
         self.reader = StripedReader(
-            backend, self.budget, self._pool, settings.deadline_s, self.counters
+            backend, self.budget, self._pool, settings.patience_s, self.counters
         )
         self.tree = StripedTree(
             backend,
@@ -56,7 +56,7 @@ class StripedStorage(Closing):
             self.budget,
             self.counters,
             grace_s=grace_s,
-            deadline_s=settings.deadline_s,
+            patience_s=settings.patience_s,
         )
 
     def writer(self, path: str, base: FileView | None = None) -> FileWriter:
@@ -66,5 +66,6 @@ class StripedStorage(Closing):
     def close(self) -> None:
         """Delete what was replaced and is not open; stop the threads; close the backend."""
         self.tree.close()
+        self.reader.end_reads()
         self._pool.close()
         self.backend.close()

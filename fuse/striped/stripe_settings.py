@@ -15,6 +15,7 @@ from bootseer.fuse.striped.layout import (
     check_geometry,
 )
 from bootseer.store.backend import Backend
+from bootseer.transfer.policy import OUTAGE_DEADLINES
 
 LayoutKind = Literal["striped", "plain"]
 
@@ -38,6 +39,12 @@ class StripeSettings(Struct, frozen=True):
         check_geometry(self.stripe_unit_bytes, self.stripe_count, self.block_bytes)
         if self.layout not in ("striped", "plain"):
             raise InvalidInputError(f"{self.layout!r} is no layout; choose striped or plain")
+
+    @property
+    def patience_s(self) -> float:
+        """How long a read or a save waits while nothing moves. One call to the storage may take
+        `deadline_s` of it."""
+        return OUTAGE_DEADLINES * self.deadline_s
 
     @property
     def is_asked_for(self) -> bool:

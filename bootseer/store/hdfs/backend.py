@@ -191,7 +191,7 @@ class HdfsBackend(HdfsConnection):
         """As `JoinsFiles.join`."""
         full = self.full(target, file=True)
         others = [self.full(source, file=True) for source in sources]
-        join_files(self._found.get(), full, others, f"join files to {self.name(target)}")
+        join_files(self._found.patient(), full, others, f"join files to {self.name(target)}")
 
     @property
     def is_one_rack(self) -> bool:
@@ -209,14 +209,21 @@ class HdfsBackend(HdfsConnection):
     def mkdir(self, path: str) -> None:
         full = self.full(path)
         try:
-            self.call(lambda client: client.mkdirs(full, self.mode(client), True), "create", path)
+            self.call(
+                lambda client: client.mkdirs(full, self.mode(client), True),
+                "create",
+                path,
+                is_question=True,
+            )
         except AlreadyExistsError as error:
             raise InvalidInputError(str(error)) from error
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         full = self.full(path, file=True)
         with contextlib.suppress(NotFoundError):
-            self.call(lambda client: client.delete(full, recursive), "delete", path)
+            self.call(
+                lambda client: client.delete(full, recursive), "delete", path, is_question=True
+            )
 
     def space(self) -> Space | None:
         """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""

@@ -25,12 +25,17 @@ from bootseer.store.hdfs.direct.checksums import ChecksumKind
 from bootseer.store.hdfs.direct.datanode import DataNodes
 from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.direct.placing import HdfsPlacer
-from bootseer.store.hdfs.errors import refused_datanode_count, translate
+from bootseer.store.hdfs.errors import (
+    is_not_serving,
+    is_unanswered,
+    refused_datanode_count,
+    translate,
+)
 from bootseer.store.hdfs.folder import HdfsFolder, HdfsOptions
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from bootseer.store.hdfs.space import HdfsSpace
-from bootseer.transfer.policy import SOON, Attempts
+from bootseer.transfer.policy import SOON, UNTIL_DEADLINE, Attempts
 
 if TYPE_CHECKING:
     from hdfs_native import Client
@@ -121,8 +126,33 @@ class HdfsConnection(HdfsFolder):
         deadline_s: float | None = None,
         is_question: bool = False,
     ) -> Result:
-        """As `call`, for work that reports its progress. `is_question`: it changes nothing, here
-        either, and is done once more where the NameNode has been left meanwhile."""
+        """As `call`, for work that reports its progress. `is_question`: doing it twice changes no
+        more than doing it once, here either, and it is done again where a NameNode was left
+        meanwhile, or had no time to answer.
+
+        A NameNode that is not ready yet is waited for, until the deadline.
+        """
+        attempts = Attempts(UNTIL_DEADLINE, deadline_s or self.deadline_s)
+        while True:
+            try:
+                return self._run_once(work, verb, path, deadline_s, is_question=is_question)
+            except UnavailableError as error:
+                cause = error.__cause__
+                may_repeat = is_not_serving(cause) or (is_question and is_unanswered(cause))
+                pause_s = attempts.pause_s(error) if may_repeat else None
+                if pause_s is None:
+                    raise
+            time.sleep(pause_s)
+
+    def _run_once(
+        self,
+        work: Callable[[Call[Result]], Result],
+        verb: str,
+        path: str,
+        deadline_s: float | None,
+        *,
+        is_question: bool,
+    ) -> Result:
         self._notice_fork()
         what = f"{verb} {self.name(path)}"
         order = self._order
@@ -137,10 +167,15 @@ class HdfsConnection(HdfsFolder):
         try:
             return self._caller.run(translated, deadline_s or self.deadline_s)
         except DeadlineError as error:
+            if refusal := self._found.refusal():
+                raise UnavailableError(
+                    f"cannot {what}: no NameNode takes connections ({refusal}), for "
+                    f"{deadline_s or self.deadline_s:g} s"
+                ) from refusal
             if self._found.has_left(order):
                 self._leave(order)
                 if is_question:
-                    return self.run(work, verb, path, deadline_s=deadline_s)
+                    return self._run_once(work, verb, path, deadline_s, is_question=False)
                 raise UnavailableError(
                     f"cannot {what}: {error} from a NameNode that is not the active one any more"
                 ) from error

@@ -20,6 +20,7 @@ from bootseer.errors import (
 )
 from bootseer.store.hdfs.kerberos import kerberos_failure
 
+_OUT_OF_ROOM = "Resources are low on NN"
 # The first text that is found decides. Order matters: HDFS reports a file in the place of a
 # folder as an AccessControlException.
 _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
@@ -31,7 +32,7 @@ _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
     ("QuotaExceededException", QuotaExceededError),
     ("QuotaByStorageTypeExceededException", QuotaExceededError),
     # The NameNode has put itself into safe mode.
-    ("Resources are low on NN", NoSpaceError),
+    (_OUT_OF_ROOM, NoSpaceError),
     ("InvalidPathException", InvalidInputError),
     ("FSLimitException", InvalidInputError),
     ("must both be directories", InvalidInputError),
@@ -43,6 +44,11 @@ _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
 _TRACE = re.compile(r"(\\n|\n)\s*(\\t|\t)?\s*at [\w$.]+\(.*", re.DOTALL)
 _RPC = re.compile(r'RPCError\("[\w.$]*?([\w$]+)", "(.*)', re.DOTALL)
 _REASON_MAX_CHARACTERS = 300
+# A NameNode that was just started, or is about to become active, has done nothing of what it was
+# asked, and will do it a little later.
+_NOT_SERVING = ("SafeModeException", "RetriableException", "StandbyException")
+# The connection was lost in the middle of a call, which may have been made.
+_UNANSWERED = ("RPC listener disconnected",)
 TOO_FEW_DATANODES = "could only be written to"
 """Too few were found for a block: the others are excluded, full, dead or too busy."""
 _NO_DATANODE = re.compile(TOO_FEW_DATANODES + r" 0 of .*?There are (\d+) datanode")
@@ -75,6 +81,24 @@ def translate(error: BaseException, what: str) -> BootseerError:
         if part in text:
             return kind(message)
     return UnavailableError(message)
+
+
+def is_not_serving(error: BaseException | None) -> bool:
+    """Whether `error` of hdfs-native, or of our own calls, says that a NameNode did nothing and
+    should be asked again: it is in safe mode, starts, or is not the active one."""
+    text = str(error)
+    if _OUT_OF_ROOM in text:
+        return False
+    # Of a RetriableException, the class that it wraps comes in the message.
+    match = _RPC.match(text)
+    raised = match[1] if match else text.partition(":")[0]
+    return any(name in raised for name in _NOT_SERVING)
+
+
+def is_unanswered(error: BaseException | None) -> bool:
+    """Whether `error` of hdfs-native says that a call had no answer, so that nobody knows whether
+    it was made."""
+    return any(part in str(error) for part in _UNANSWERED)
 
 
 def refused_datanode_count(error: BaseException) -> int:

@@ -31,7 +31,7 @@ from bootseer.store.hdfs.connection import HdfsConnection, begin_direct
 from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
 from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
-from bootseer.transfer.policy import PATIENT, Attempts
+from bootseer.transfer.policy import OUTAGE_DEADLINES, UNTIL_DEADLINE, Attempts
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class HdfsWriter(Writer):
         """Bring the file to where it should be, and close it or leave it open."""
         # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
         # not be reported yet.
-        attempts = Attempts(PATIENT)
+        attempts = Attempts(UNTIL_DEADLINE, OUTAGE_DEADLINES * self._connection.deadline_s)
         end_s = time.monotonic() + self._connection.deadline_s
         kept_bytes = 0
         while True:
@@ -301,17 +301,21 @@ class HdfsWriter(Writer):
             return self._direct.unconfirmed_bytes
         return _TAIL_MAX_BYTES
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """Only a closed file can be read to its end: the lease is recovered for that."""
         self._drop_direct()
         if self._writer is None:
-            return
-        self._writer = None
+            return True
         self._tail.clear()
         try:
             self._connection.recover_lease(self._path)
+        except NotFoundError:
+            pass
         except BootseerError as error:
             logger.debug("%s: its end cannot be read: %s", self._path, error)
+            return False
+        self._writer = None
+        return True
 
     def abort(self) -> None:
         self._drop_direct()

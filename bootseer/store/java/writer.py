@@ -90,9 +90,10 @@ class JavaHdfsWriter(Writer):
                     self._path,
                 )
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         with contextlib.suppress(BootseerError):
             self.close()
+        return True
 
 
 def _close(java: Java, stream: int) -> None:

@@ -257,7 +257,7 @@ class _Writer(Writer):
         self._writer: LocalWriter | None = writer
         self._unsynced_bytes = 0
 
-    def _run(self, work: Callable[[Call[Any], LocalWriter], None], more_s: float = 0.0) -> None:
+    def _run(self, work: Callable[[Call[Any], LocalWriter], object], more_s: float = 0.0) -> None:
         writer = self._writer
         if writer is None:
             raise InvalidInputError(f"cannot write {self._path}: closed")
@@ -307,10 +307,12 @@ class _Writer(Writer):
     def abort(self) -> None:
         self._end(LocalWriter.abort)
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
+        # The file can be read as it is.
         self._end(LocalWriter.abandon)
+        return True
 
-    def _end(self, end: Callable[[LocalWriter], None]) -> None:
+    def _end(self, end: Callable[[LocalWriter], object]) -> None:
         if self._writer is not None:
             with contextlib.suppress(BootseerError):
                 self._run(lambda _, writer: end(writer))

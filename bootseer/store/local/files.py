@@ -97,11 +97,12 @@ class LocalWriter(Writer):
             os.unlink(self._current, dir_fd=self._home)
         self._release()
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         if self._home == self._parent:
             self._release()
         else:
             self.abort()
+        return True
 
     def _release(self) -> None:
         if self._fd < 0:

@@ -7,14 +7,18 @@ of names are made one at a time. Thread-safe.
 
 import contextlib
 import errno
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from bootseer.errors import (
     BootseerError,
     CorruptError,
     DeadlineError,
     NotFoundError,
+    UnavailableError,
     UnknownFormatError,
 )
 from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
@@ -30,6 +34,11 @@ from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store.abilities import joiner
 from bootseer.store.backend import Backend, FileInfo, Piece
+from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def directory_of(path: str) -> str:
@@ -48,7 +57,7 @@ class Publishing:
         counters: Counters,
         *,
         grace_s: float,
-        deadline_s: float,
+        patience_s: float,
     ) -> None:
         self.backend = backend
         self.reader = reader
@@ -57,7 +66,7 @@ class Publishing:
         self.open_parts = OpenParts(backend, budget, self.kept)
         self.placement = Placement()
         self.counters = counters
-        self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self.stored = StoredFiles(backend)
         self._open_readers = OpenReaders(backend, reader)
         self._retired_parts = RetiredParts(backend, grace_s, self._open_readers.generations_in_use)
@@ -85,7 +94,7 @@ class Publishing:
         def commit() -> None:
             before_commit()
             if self.backend.has_atomic_rename:
-                self.backend.rename(temporary, path, overwrite=True)
+                self._move(temporary, path, overwrite=True)
             else:
                 self._store(path, [data], overwrite=True)
 
@@ -103,7 +112,7 @@ class Publishing:
         try:
             self._store(temporary, pieces)
             return self._commit_plain(
-                path, expected, lambda: self.backend.rename(temporary, path, overwrite=True)
+                path, expected, lambda: self._move(temporary, path, overwrite=True)
             )
         except BaseException:
             # What cannot be removed now is garbage that fsck names; this error matters more.
@@ -131,7 +140,7 @@ class Publishing:
                 self._join(path, run)
             else:
                 # Where this is a copy and a delete, the copy appears whole.
-                self.backend.rename(run, path, overwrite=True)
+                self._move(run, path, overwrite=True)
 
         return self._commit_plain(path, expected, commit)
 
@@ -140,7 +149,7 @@ class Publishing:
         assert able is not None, "a body that adds has made sure"
         # HDFS joins files of one directory only; the name says that nobody else's file it is.
         beside = run_name(directory_of(path), new_generation())
-        self.backend.rename(run, beside)
+        self._move(run, beside)
         try:
             able.join(path, [beside])
         except BootseerError:
@@ -168,12 +177,57 @@ class Publishing:
             self.counters.add(published_count=1)
             self.stored.forget(path)
             self._retire(old, keep=named)
-            return self.backend.stat(path)
+            return self._until_answered(lambda: self.backend.stat(path))
 
     def _store(self, path: str, pieces: list[Piece], *, overwrite: bool = False) -> None:
-        with self.backend.create(path, overwrite=overwrite) as writer:
-            for piece in pieces:
-                writer.write(piece)
+        is_again = False
+
+        def write() -> None:
+            nonlocal is_again
+            # What an attempt before has left there is ours, too.
+            may_replace, is_again = overwrite or is_again, True
+            with self.backend.create(path, overwrite=may_replace) as writer:
+                for piece in pieces:
+                    writer.write(piece)
+
+        self._until_answered(write)
+
+    def _move(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        """Rename a file that nobody else knows of, past an outage of the storage."""
+        is_again = False
+
+        def move() -> None:
+            nonlocal is_again
+            was_asked, is_again = is_again, True
+            try:
+                self.backend.rename(source, target, overwrite=overwrite)
+            except NotFoundError:
+                # An attempt before had no answer, and was made after all.
+                if not was_asked or self._is_stored(source) or not self._is_stored(target):
+                    raise
+
+        self._until_answered(move)
+
+    def _is_stored(self, path: str) -> bool:
+        try:
+            self.backend.stat(path)
+        except NotFoundError:
+            return False
+        return True
+
+    def _until_answered(self, step: Callable[[], Result]) -> Result:
+        """What `step` returns, which is made again while the storage is gone. It may have been made
+        by an attempt that failed."""
+        attempts = Attempts(UNTIL_DEADLINE, self._patience_s)
+        while True:
+            try:
+                return step()
+            except UnavailableError as error:
+                pause_s = attempts.pause_s(error)
+                if pause_s is None:
+                    raise
+                _log.warning("%s; trying again", error)
+            time.sleep(pause_s)
 
     # ---- for every change of names --------------------------------------------------------
 
@@ -210,10 +264,10 @@ class Publishing:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
-        if not self._changing.acquire(timeout=self._deadline_s):
+        if not self._changing.acquire(timeout=self._patience_s):
             raise DeadlineError(
                 f"another change of names in {self.backend.url} has not ended within "
-                f"{self._deadline_s:.0f} s"
+                f"{self._patience_s:.0f} s"
             )
         try:
             yield

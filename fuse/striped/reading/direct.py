@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -36,10 +35,10 @@ class _Pending:
 class DirectReads:
     """What one mount or copy reads past the window."""
 
-    def __init__(self, fetcher: Fetcher, pool: FetchPool, deadline_s: float, url: str) -> None:
+    def __init__(self, fetcher: Fetcher, pool: FetchPool, patience_s: float, url: str) -> None:
         self._fetcher = fetcher
         self._pool = pool
-        self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._url = url
 
     @contextlib.contextmanager
@@ -55,6 +54,7 @@ class DirectReads:
     def start(self, file: OpenFile, span: Span, target: memoryview) -> _Pending:
         """Queue the fetch of `span` into `target`."""
         pending = _Pending(file, span, target)
+        self._fetcher.want(pending.fetch)
         source = self._fetcher.source_of(file, span)
         # Not as a demand: those are served in their order, these evenly over the sources.
         self._pool.submit(Urgency.READAHEAD, lambda: self._fetcher.run(pending.fetch), source)
@@ -63,17 +63,17 @@ class DirectReads:
     def wait(self, pending: _Pending, cancelled: Callable[[], bool]) -> None:
         """Return when the bytes are there. Raises what the fetch failed with, DeadlineError,
         InterruptedError."""
-        deadline = time.monotonic() + self._deadline_s
+        silence = self._fetcher.silence()
         fetch = pending.fetch
         path = fetch.file.view.path
-        while not pending.done.wait(min(_POLL_S, self._deadline_s)):
+        while not pending.done.wait(min(_POLL_S, self._patience_s)):
             if cancelled():
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-            if time.monotonic() >= deadline:
+            if silence.of(fetch) >= self._patience_s:
                 self._fetcher.abandon(fetch)
                 raise DeadlineError(
                     f"cannot read {path} at {fetch.span.start}: no answer from "
-                    f"{self._url} within {self._deadline_s:.0f} s"
+                    f"{self._url} within {self._patience_s:.0f} s"
                 )
         if fetch.error is not None:
             raise as_raisable(fetch.error, path)

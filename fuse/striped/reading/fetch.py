@@ -16,6 +16,7 @@ class Fetch:
     """A run of bytes that a reader wants."""
 
     __slots__ = (
+        "__weakref__",
         "buffer",
         "data",
         "earlier",
@@ -65,6 +66,27 @@ class Fetch:
                 # After the others have stopped: one of them was writing there.
                 self.target[:] = data
                 self.data = self.target
+            return True
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a thread has taken it on."""
+        return bool(self.tried)
+
+    @property
+    def done_bytes(self) -> int:
+        """How much has come, by the attempt that came furthest of those that go on."""
+        with self.lock:
+            runs = [*self.runs, self.earlier] if self.earlier is not None else self.runs
+            return max((run.done_bytes for run in runs), default=0)
+
+    def fail(self, error: BaseException) -> bool:
+        """End the fetch with `error`, whatever is under way; False if it has ended."""
+        with self.lock:
+            if self.is_decided:
+                return False
+            self._end()
+            self.error = error
             return True
 
     def give_up(self) -> None:

@@ -9,7 +9,10 @@ replica where there is one. Thread-safe; an attempt waits at most for the backen
 import errno
 import logging
 import os
+import threading
 import time
+from functools import partial
+from weakref import WeakSet
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.reading.buffers import BufferPool
@@ -21,7 +24,8 @@ from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import Span
 from bootseer.store.abilities import Reader
 from bootseer.store.backend import Backend
-from bootseer.transfer.policy import PATIENT, REQUEST, Attempts
+from bootseer.transfer.pace import Progress
+from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE, Attempts
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +42,17 @@ class Fetcher:
         buffers: BufferPool,
         pool: FetchPool,
         counters: Counters,
-        deadline_s: float,
+        patience_s: float,
     ) -> None:
         self._backend = backend
         self._buffers = buffers
         self._pool = pool
         self._counters = counters
-        self._deadline_s = deadline_s
+        self._patience_s = patience_s
+        self._wanted: WeakSet[Fetch] = WeakSet()
+        """Fetches that may not have ended."""
+        self._is_closed = False
+        self._lock = threading.Lock()
         self._late: LateWatch[Fetch] = LateWatch(self._ask_again)
 
     def source_of(self, file: OpenFile, span: Span) -> str:
@@ -53,11 +61,40 @@ class Fetcher:
         block_bytes = file.view.block_bytes
         return f"{path}:{offset // block_bytes}" if block_bytes else path
 
-    def run(self, fetch: Fetch, *, is_second: bool = False) -> None:
+    def want(self, fetch: Fetch) -> Fetch:
+        """Note a new fetch, whose reader `close` must not leave waiting; returns it."""
+        with self._lock:
+            self._wanted.add(fetch)
+            is_closed = self._is_closed
+        if is_closed:
+            self._end_unread(fetch)
+        return fetch
+
+    def silence(self) -> "Silence":
+        """A measure of how long one wait for a fetch has brought nothing."""
+        return Silence(self._counters)
+
+    def close(self) -> None:
+        """End all fetches: who waits for one is told."""
+        with self._lock:
+            self._is_closed = True
+            wanted = list(self._wanted)
+        for fetch in wanted:
+            self._end_unread(fetch)
+
+    def _end_unread(self, fetch: Fetch) -> None:
+        url = self._backend.url
+        if fetch.fail(UnavailableError(f"cannot read {fetch.file.view.path}: {url} was closed")):
+            fetch.on_done(fetch)
+
+    def run(
+        self, fetch: Fetch, *, is_second: bool = False, attempts: Attempts | None = None
+    ) -> None:
         """Carry out `fetch`, and try again what may pass: a mismatch elsewhere, an outage later.
-        Never raises."""
-        attempts = Attempts(PATIENT, self._deadline_s)
+        Never raises. `attempts`: those that were made before."""
+        attempts = attempts or Attempts(UNTIL_DEADLINE, self._patience_s)
         error: BaseException
+        brought_bytes = 0
         while not fetch.is_decided:
             try:
                 self._try(fetch, is_second, is_first=not attempts.failures_count)
@@ -65,6 +102,9 @@ class Fetcher:
             except BaseException as failure:
                 # hdfs-native panics with exceptions that are no `Exception`; a waiter gets them.
                 error = failure
+            if fetch.done_bytes > brought_bytes:
+                brought_bytes = fetch.done_bytes
+                attempts.progressed()
             self._counters.add(corrupt_count=isinstance(error, CorruptError))
             is_missing = isinstance(error, NotFoundError)
             may_appear = is_missing and attempts.failures_count + 1 < _MISSING_ATTEMPTS
@@ -74,7 +114,14 @@ class Fetcher:
                 return
             _log.warning("%s; trying again", error)
             self._counters.add(read_retry_count=1)
-            time.sleep(pause_s)
+            if pause_s:
+                # Without this thread, which others need.
+                self._pool.submit_later(
+                    pause_s,
+                    partial(self.run, fetch, is_second=is_second, attempts=attempts),
+                    self.source_of(fetch.file, fetch.span),
+                )
+                return
 
     def _try(self, fetch: Fetch, is_second: bool, *, is_first: bool) -> None:
         """One attempt; `is_first` of those that are made one after another."""
@@ -128,7 +175,7 @@ class Fetcher:
             buffer = fetch.target
         if buffer is None:
             buffer = self._buffers.take(
-                fetch.span.length, self._deadline_s, lambda: fetch.is_decided
+                fetch.span.length, self._patience_s, lambda: fetch.is_decided
             )
         run = Run(fetch, buffer, number, reader, is_second=is_second, earlier=earlier)
         # What failed needs the storage's own checks, which find a replica that is well. What is
@@ -224,6 +271,25 @@ class Fetcher:
             self._pool.submit(Urgency.DEMAND, lambda: self.run(fetch, is_second=True))
         else:
             self._pool.give_back()
+
+
+class Silence:
+    """How long a reader has waited for a fetch and nothing came. For one thread and one wait.
+
+    A fetch that is still in the queue waits for others, and those bring bytes, too.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        now_s = time.monotonic()
+        self._own, self._others = Progress(now_s), Progress(now_s)
+
+    def of(self, fetch: Fetch | None) -> float:
+        """Returns how long it is, in seconds."""
+        now_s = time.monotonic()
+        silent_s = self._own.silent_s(fetch.done_bytes if fetch is not None else 0, now_s)
+        others_s = self._others.silent_s(self._counters.look().fetched_bytes, now_s)
+        return min(silent_s, others_s) if fetch is not None and not fetch.is_begun else silent_s
 
 
 def _place(run: Run) -> str:

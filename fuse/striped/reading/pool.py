@@ -2,13 +2,15 @@
 
 Owns its threads and their queue. Some of the threads take only what a reader waits for, so that
 read-ahead can never hold up a fault. Of what no reader waits for yet, the fetch from the source
-with the fewest under way comes first, so that no source idles while another has a queue. A thread
-that is held up in a slow server is made up for, within a bound; all are daemons, so that a stuck
-one cannot keep the process alive.
+with the fewest under way comes first, so that no source idles while another has a queue. What is to
+be tried again later rests without a thread. A thread that is held up in a slow server is made up
+for, within a bound; all are daemons, so that a stuck one cannot keep the process alive.
 """
 
+import heapq
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import IntEnum
@@ -43,6 +45,9 @@ class FetchPool:
         self._any, self._urgent = threading.Condition(lock), threading.Condition(lock)
         self._idle = {True: 0, False: 0}
         self._queues: dict[Urgency, deque[_Job]] = {urgency: deque() for urgency in Urgency}
+        self._resting: list[tuple[float, int, _Job]] = []
+        """A heap of jobs that are due at a monotonic time, and their numbers."""
+        self._rested_count = 0
         self._under_way: Counter[str] = Counter()
         self._closed = False
         self._lent = 0
@@ -61,6 +66,16 @@ class FetchPool:
                 self._urgent.notify()
             else:
                 self._any.notify()
+
+    def submit_later(self, pause_s: float, job: Callable[[], None], source: str = "") -> None:
+        """As `submit`, of a job that a reader waits for, after a pause."""
+        with self._any:
+            self._rested_count += 1
+            due_s = time.monotonic() + pause_s
+            heapq.heappush(self._resting, (due_s, self._rested_count, (source, job)))
+            # All: whoever takes the next job, the others wait no longer than that.
+            self._any.notify_all()
+            self._urgent.notify_all()
 
     def lend(self) -> bool:
         """A job is held up: have one thread more until `give_back`. False: there are too many."""
@@ -84,6 +99,7 @@ class FetchPool:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
+            self._resting.clear()
             self._any.notify_all()
             self._urgent.notify_all()
 
@@ -103,7 +119,7 @@ class FetchPool:
                         self._surplus -= 1
                         return
                     self._idle[demand_only] += 1
-                    wakes.wait()
+                    wakes.wait(self._rest_s())
                     self._idle[demand_only] -= 1
                 source, job = taken
                 self._under_way[source] += 1
@@ -118,11 +134,17 @@ class FetchPool:
                 if not self._under_way[source]:
                     del self._under_way[source]
 
+    def _rest_s(self) -> float | None:
+        """How long the next job that rests does so; None: there is none. The lock is held."""
+        return max(0.0, self._resting[0][0] - time.monotonic()) if self._resting else None
+
     def _take(self, demand_only: bool) -> _Job | None:
         """The job to do next; the lock is held."""
         if self._closed:
             return None
         urgent = self._queues[Urgency.DEMAND]
+        while self._resting and self._resting[0][0] <= time.monotonic():
+            urgent.append(heapq.heappop(self._resting)[2])
         if urgent:
             return urgent.popleft()
         if demand_only:

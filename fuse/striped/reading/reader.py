@@ -38,16 +38,16 @@ class StripedReader:
         backend: Backend,
         budget: MemoryBudget,
         pool: FetchPool,
-        deadline_s: float,
+        patience_s: float,
         counters: Counters | None = None,
     ) -> None:
         self._backend = backend
         self._budget = budget
         self._counters = counters or Counters()
         buffers = BufferPool(budget)
-        fetcher = Fetcher(backend, buffers, pool, self._counters, deadline_s)
-        self._window = Window(fetcher, buffers, pool, deadline_s, backend.url)
-        self._direct = DirectReads(fetcher, pool, deadline_s, backend.url)
+        self._fetcher = fetcher = Fetcher(backend, buffers, pool, self._counters, patience_s)
+        self._window = Window(fetcher, buffers, pool, patience_s, backend.url)
+        self._direct = DirectReads(fetcher, pool, patience_s, backend.url)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         budget.add_reclaimer(self._window.reclaim)
@@ -56,6 +56,10 @@ class StripedReader:
     def fetched_bytes(self) -> int:
         """Read from the storage so far."""
         return self._counters.look().fetched_bytes
+
+    def end_reads(self) -> None:
+        """Tell those who wait for a read that there will be none."""
+        self._fetcher.close()
 
     # ---- open files -----------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ ends by the deadline or when the asking process is interrupted.
 import errno
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -31,12 +30,12 @@ class Window:
     """All chunks of one mount."""
 
     def __init__(
-        self, fetcher: Fetcher, buffers: BufferPool, pool: FetchPool, deadline_s: float, url: str
+        self, fetcher: Fetcher, buffers: BufferPool, pool: FetchPool, patience_s: float, url: str
     ) -> None:
         self._fetcher = fetcher
         self._buffers = buffers
         self._pool = pool
-        self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._url = url
         self._lock = threading.Lock()
         self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
@@ -62,7 +61,7 @@ class Window:
             span, is_unit = unit, True
         else:
             span, is_unit = file.view.block_at(position), False
-        buffer = self._buffers.take(span.length, self._deadline_s, cancelled)
+        buffer = self._buffers.take(span.length, self._patience_s, cancelled)
         return self._start(file, span, is_unit, Urgency.DEMAND, buffer, hold=True)
 
     def read_ahead(self, file: OpenFile, start: int, end: int, urgency: Urgency) -> int:
@@ -116,16 +115,20 @@ class Window:
     ) -> Chunk:
         """Queues the fetch of `span` into `buffer`, unless another thread just has."""
         key = (file.view.identity, span.start, is_unit)
+        made: Fetch | None = None
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None:
                 chunk = self._chunks[key] = Chunk(key, span)
                 arrived = chunk
-                chunk.fetch = Fetch(file, span, lambda f: self._arrived(arrived, f), buffer=buffer)
+                made = Fetch(file, span, lambda f: self._arrived(arrived, f), buffer=buffer)
+                chunk.fetch = made
                 self._queue(file, chunk, urgency)
             if hold:
                 chunk.waiters += 1
-            return chunk
+        if made is not None:
+            self._fetcher.want(made)
+        return chunk
 
     def _queue(self, file: OpenFile, chunk: Chunk, urgency: Urgency) -> None:
         chunk.urgency = urgency
@@ -169,11 +172,11 @@ class Window:
 
     def wait(self, file: OpenFile, chunk: Chunk, cancelled: Callable[[], bool]) -> None:
         """Return when the chunk is here, or has failed. Raises: DeadlineError, InterruptedError."""
-        deadline = time.monotonic() + self._deadline_s
-        while not chunk.ready.wait(min(_POLL_S, self._deadline_s)):
+        silence = self._fetcher.silence()
+        while not chunk.ready.wait(min(_POLL_S, self._patience_s)):
             if cancelled():
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-            if time.monotonic() >= deadline:
+            if silence.of(chunk.fetch) >= self._patience_s:
                 with self._lock:
                     fetch, chunk.fetch = chunk.fetch, None
                     self._forget(chunk)
@@ -181,7 +184,7 @@ class Window:
                     self._fetcher.abandon(fetch)
                 raise DeadlineError(
                     f"cannot read {file.view.path} at {chunk.span.start}: no answer from "
-                    f"{self._url} within {self._deadline_s:.0f} s"
+                    f"{self._url} within {self._patience_s:.0f} s"
                 )
 
     def wait_for_units(

@@ -57,6 +57,6 @@ def begin_segment(
         tree.budget,
         tree.counters,
         assignment,
-        settings.deadline_s,
+        settings.patience_s,
         follows,
     )

@@ -41,7 +41,7 @@ class SegmentWriter:
         budget: MemoryBudget,
         counters: Counters,
         assignment: UnitAssignment,
-        deadline_s: float,
+        patience_s: float,
         follows: "SegmentWriter | None" = None,
     ) -> None:
         """`follows`: a sealed segment of the same file."""
@@ -61,9 +61,9 @@ class SegmentWriter:
         self._writers_max = assignment.writers_max
         self._open_parts = open_parts
         self._follows = follows
-        self._deadline_s = deadline_s
         self._parts: list[PartWriter] = []
-        self._watch = PartsWatch(self._parts, self.folder, backend.url, deadline_s)
+        self.patience_s = patience_s
+        self._watch = PartsWatch(self._parts, self.folder, backend.url, patience_s)
         self._stored_on: list[tuple[str, ...]] = []
         self._sealed = False
 
@@ -82,7 +82,7 @@ class SegmentWriter:
         """
         self.check()
         self._with_memory(
-            lambda: self.budget.take(length, self._deadline_s, lambda: cancelled() or self.failed)
+            lambda: self.budget.take(length, self.patience_s, lambda: cancelled() or self.failed)
         )
         unit = Unit(pieces, length, self.size_bytes // self.block_bytes)
         try:
@@ -163,6 +163,9 @@ class SegmentWriter:
     def note_progress(self) -> None:
         self._watch.note_progress()
 
+    def note_outage(self, error: BaseException) -> None:
+        self._watch.note_outage(error)
+
     def fail(self, error: BaseException) -> None:
         self._watch.fail(error)
 
@@ -241,7 +244,7 @@ class SegmentWriter:
                 lambda: self._open_parts.begin(
                     own_count,
                     self.unit_bytes,
-                    self._deadline_s,
+                    self.patience_s,
                     lambda: cancelled() or self.failed,
                     is_asked_for=self._assignment.is_asked_for,
                 )

@@ -127,11 +127,11 @@ def model(
     attempts: int, deadline_s: float, events: list[tuple[str, float, float]]
 ) -> list[float | None]:
     """What `Attempts.pause_s` answers to each failure, in plain steps."""
-    now_s, count, answers = 0.0, 0, list[float | None]()
+    now_s, begun_s, count, answers = 0.0, 0.0, 0, list[float | None]()
     for what, took_s, fraction in events:
         now_s += took_s
         if what == "progress":
-            count = 0
+            begun_s, count = now_s, 0
             continue
         count += 1
         full_s = [0.1, 0.2, 0.4, 0.8, 1.6][count - 1] if count <= 5 else 2.0
@@ -141,7 +141,7 @@ def model(
         if what == "busy":
             wait_s = max(wait_s, 1.5)
         is_final = what == "gone" or count >= attempts or (what == "wrong" and count >= 4)
-        if is_final or now_s + wait_s >= deadline_s:
+        if is_final or wait_s >= begun_s + deadline_s - now_s:
             answers.append(None)
             break
         answers.append(wait_s)

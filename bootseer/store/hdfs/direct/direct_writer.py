@@ -94,7 +94,7 @@ class DirectFile:
         placed = self._placed
         self._send_waiting()
         block = self._block.finish()
-        attempts = Attempts(SOON, self._silence_max_s)
+        attempts = Attempts(SOON, placed.name_node.deadline_s)
         unknown = TimeoutError("the NameNode does not know the last block")
         while not placed.name_node.complete(placed.path, placed.holder, block):
             # The DataNodes' reports are on their way.
@@ -112,7 +112,7 @@ class DirectFile:
         placed = self._placed
         previous = self._block.finish()
         self._block.drop()
-        attempts = Attempts(SOON, self._silence_max_s)
+        attempts = Attempts(SOON, placed.name_node.deadline_s)
         while True:
             try:
                 added = placed.name_node.add_block(

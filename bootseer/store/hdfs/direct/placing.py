@@ -78,7 +78,8 @@ class HdfsPlacer:
         with self._lock:
             self._holder = holder
             if path in self._awaited:
-                self._awaited[path] = Placed(self._found.get() or name_node, path, holder, added)
+                asked = self._found.patient() or name_node
+                self._awaited[path] = Placed(asked, path, holder, added)
             self._seen.update(added.servers)
             self._replica_count = max(self._replica_count, len(added.servers))
         return tuple(added.servers)

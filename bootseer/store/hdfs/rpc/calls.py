@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import DeadlineError, UnavailableError, UnsupportedError
 from bootseer.store.hdfs.direct.replicas import Replica
+from bootseer.store.hdfs.errors import is_not_serving
 from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.frames import (
     FRAME_MAX_BYTES,
@@ -106,6 +107,8 @@ class NameNode(Struct, frozen=True):
     """Whether DataNodes are called by their names, not their addresses."""
     failover: Failover = field(default_factory=Failover)
     """Which NameNode to ask first; shared by copies."""
+    is_patient: bool = False
+    """Whether a NameNode that is gone, or not ready yet, is asked again until the deadline."""
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
         """Join absolute paths. Raises: RpcError, UnavailableError, DeadlineError; ValueError for an
@@ -210,7 +213,7 @@ class NameNode(Struct, frozen=True):
         sooner or later; one that refuses goes on doing so."""
         client = os.urandom(16)
         end_s = time.monotonic() + self.deadline_s
-        policy = UNTIL_DEADLINE if len(self.addresses) > 1 else REQUEST
+        policy = UNTIL_DEADLINE if len(self.addresses) > 1 or self.is_patient else REQUEST
         if attempts_max is not None:
             policy = Policy(attempts=attempts_max)
         attempts = Attempts(policy, self.deadline_s)
@@ -225,8 +228,10 @@ class NameNode(Struct, frozen=True):
                         self.addresses[index], client, attempt, method, message, until_s
                     )
                 except RpcError as error:
-                    if "StandbyException" not in str(error):
+                    is_standby = "StandbyException" in str(error)
+                    if not is_standby:
                         self.failover.first = index
+                    if not is_standby and not (self.is_patient and is_not_serving(error)):
                         raise
                     cause = error
                 except OSError as error:

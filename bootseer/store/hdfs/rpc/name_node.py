@@ -20,7 +20,7 @@ from bootseer.errors import BootseerError, PermissionDeniedError, UnavailableErr
 from bootseer.store.hdfs.kerberos import check_library
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode
 from bootseer.store.hdfs.rpc.frames import NotHadoopError, RpcError
-from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
+from bootseer.transfer.policy import OUTAGE_DEADLINES, UNTIL_DEADLINE, Attempts
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +117,31 @@ class FoundNameNode:
             ) from error
         cluster = public_url(self._cluster)
         _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
+
+    def refusal(self) -> OSError | None:
+        """Why none of the NameNodes takes a connection now; None: one of them does.
+
+        hdfs-native goes on trying to connect, so that a NameNode that is down looks to its caller
+        like one that hangs.
+        """
+        refusal: OSError | None = None
+        for address in _addresses(self._cluster, _configuration()):
+            try:
+                socket.create_connection(address, _CHECK_S).close()
+            except OSError as error:
+                refusal = error
+            else:
+                return None
+        return refusal
+
+    def patient(self) -> NameNode | None:
+        """As `get`, for the calls of a write, which is lost if they fail: NameNodes that do not
+        answer are asked until the deadline."""
+        name_node = self.get()
+        if name_node is None:
+            return None
+        deadline_s = OUTAGE_DEADLINES * self._deadline_s
+        return replace(name_node, deadline_s=deadline_s, is_patient=True)
 
     def hurried(self) -> NameNode | None:
         """As `get`, for questions whose answers are worth no long wait."""

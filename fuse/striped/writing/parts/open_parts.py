@@ -49,7 +49,7 @@ class OpenParts:
         self,
         own_count: int,
         unit_bytes: int,
-        deadline_s: float,
+        patience_s: float,
         cancelled: Callable[[], bool],
         *,
         is_asked_for: bool = False,
@@ -77,7 +77,7 @@ class OpenParts:
             self._charged_bytes += charge_bytes
         try:
             if charge_bytes:
-                self._budget.take(charge_bytes, deadline_s, cancelled)
+                self._budget.take(charge_bytes, patience_s, cancelled)
         except BaseException:
             self._uncount(charge_bytes)
             raise

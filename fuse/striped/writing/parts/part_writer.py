@@ -2,7 +2,8 @@
 
 Owns the thread of the part. When writing fails in a way that another server may not repeat, the
 part is written again under a new name: from units that are still kept, and from what the failed
-file durably holds, checked by the block checksums. Thread-safe as said at each method.
+file durably holds, checked by the block checksums. A storage that takes nothing is waited for.
+Thread-safe as said at each method.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from bootseer.errors import (
     InvalidInputError,
     NoSpaceError,
     PermissionDeniedError,
+    UnavailableError,
     UnsupportedError,
 )
 from bootseer.fuse.striped.memory import MemoryBudget
@@ -32,12 +34,15 @@ from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store.abilities import PlacesFiles
 from bootseer.store.backend import KEEP_ALIVE_S, Backend, Piece, Writer
-from bootseer.transfer.policy import Policy, dice
+from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 
 _log = logging.getLogger(__name__)
 
-# A part is begun at most so often: two servers may die under one save.
-_POLICY = Policy(attempts=4)
+_POLL_S = 0.2
+
+# So many files may fail that had taken some of a part: two servers may die under one save. Those
+# that failed before cost nothing, and are begun until the deadline.
+_BEGUN_MAX = 4
 # No other server would answer differently, or the caller's patience is used up already.
 _FINAL = (
     AlreadyExistsError,
@@ -62,6 +67,8 @@ class PartGroup(Protocol):
     block_bytes: int
     has_checksums: bool
     """Whether the readers of the parts check them by those that the segment has."""
+    patience_s: float
+    """How long the storage may be gone."""
 
     @property
     def failed(self) -> bool:
@@ -70,6 +77,9 @@ class PartGroup(Protocol):
 
     def note_progress(self) -> None:
         """Something moved: the deadline begins anew."""
+
+    def note_outage(self, error: BaseException) -> None:
+        """A part failed, and is going to be written again."""
 
     def fail(self, error: BaseException) -> None:
         """Nothing of the segment will be visible."""
@@ -113,6 +123,12 @@ class PartWriter:
         """Units that the storage's writer itself may still hold: giving them up frees nothing."""
         self._recent_bytes = 0
         self._failed_names: list[str] = []
+        self._unsettled: dict[str, Writer] = {}
+        """The writers of those files whose end the storage has not made readable yet, by name."""
+        self._begun_count = 1
+        """Files that have taken something, the last one counted in any case."""
+        self._outage: Attempts | None = None
+        """The attempts since the storage has taken nothing."""
         self._cause: BaseException | None = None
         threading.Thread(target=self._run, name=f"stripe-part-{label}", daemon=True).start()
 
@@ -170,17 +186,40 @@ class PartWriter:
         """Make `step`, with another file where one fails. Raises what the last one failed with."""
         while True:
             try:
-                return step()
+                step()
             except BaseException as error:
-                if self._group.failed or isinstance(error, _FINAL):
-                    raise
-                if len(self._failed_names) + 1 >= _POLICY.attempts:
+                pause_s = self._pause_s(error)
+                if pause_s is None:
                     raise
                 _log.warning(
                     "writing part %s of %s again, after: %s", self._label, self._group.folder, error
                 )
                 self._cause = error
+                self._group.note_outage(error)
                 self._begin_again()
+            else:
+                self._outage = None
+                return
+            self._wait(pause_s)
+
+    def _pause_s(self, error: BaseException) -> float | None:
+        """How long to wait before the part is begun again after `error`; None: it failed."""
+        if self._group.failed or isinstance(error, _FINAL):
+            return None
+        if self._sent_count:
+            if self._begun_count >= _BEGUN_MAX:
+                return None
+            self._begun_count += 1
+            self._outage = None
+        if self._outage is None:
+            self._outage = Attempts(UNTIL_DEADLINE, self._group.patience_s)
+        # hdfs-native panics with exceptions of its own; whatever it was, it may pass.
+        return self._outage.pause_s(UnavailableError(str(error)))
+
+    def _wait(self, pause_s: float) -> None:
+        end_s = time.monotonic() + pause_s
+        while not self._group.failed and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _POLL_S))
 
     def _begin_again(self) -> None:
         group = self._group
@@ -190,15 +229,14 @@ class PartWriter:
         for unit in self._units:
             group.kept.take(unit)
         if writer is not None:
-            if any(unit.pieces is None for unit in self._units):
-                writer.abandon()
-            else:
+            if not any(unit.pieces is None for unit in self._units):
                 writer.abort()
+            elif not writer.abandon():
+                self._unsettled[self.name] = writer
         group.counters.add(write_retry_count=1)
         self._failed_names.append(self.name)
         self.name = f"{self._label}.{len(self._failed_names)}"
         self._sent_count = 0
-        time.sleep(_POLICY.delay_s(len(self._failed_names), dice()))
 
     def _send(self) -> None:
         """Write all that is not in the file yet."""
@@ -282,6 +320,8 @@ class PartWriter:
         group = self._group
         offset = self._sent_count * group.unit_bytes
         for name in reversed(self._failed_names):
+            if name in self._unsettled and self._unsettled[name].abandon():
+                del self._unsettled[name]
             with contextlib.suppress(BootseerError):
                 data = group.backend.read(f"{group.folder}/{name}", offset, unit.length)
                 if len(data) == unit.length and all(

@@ -18,7 +18,7 @@ class PartsWatch:
     """The state that the parts of one segment share."""
 
     def __init__(
-        self, parts: Sequence[PartWriter], folder: str, url: str, deadline_s: float
+        self, parts: Sequence[PartWriter], folder: str, url: str, patience_s: float
     ) -> None:
         """`parts` may grow meanwhile. `folder` and `url` are what messages name."""
         self.changed = threading.Condition()
@@ -27,8 +27,10 @@ class PartsWatch:
         self._parts = parts
         self._folder = folder
         self._url = url
-        self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._error: BaseException | None = None
+        self._outage: BaseException | None = None
+        """What the storage said last since nothing moves any more."""
         self._progress_s = time.monotonic()
 
     @property
@@ -43,7 +45,12 @@ class PartsWatch:
 
     def note_progress(self) -> None:
         """The deadline begins anew."""
+        self._outage = None
         self._progress_s = time.monotonic()
+
+    def note_outage(self, error: BaseException) -> None:
+        """A part failed, and is going to be written again."""
+        self._outage = error
 
     def fail(self, error: BaseException) -> None:
         """The first failure decides what the writer is told."""
@@ -80,7 +87,7 @@ class PartsWatch:
             while not part.done.wait(_POLL_S):
                 if self.failed:
                     break
-                if time.monotonic() - self._progress_s > self._deadline_s:
+                if time.monotonic() - self._progress_s > self._patience_s:
                     self.fail(self._late(part.name))
 
     def wait_for_a_beginning(self, cancelled: Callable[[], bool]) -> bool:
@@ -119,11 +126,11 @@ class PartsWatch:
         self.changed.wait(_POLL_S)
         if cancelled():
             raise InterruptedError
-        if time.monotonic() - self._progress_s > self._deadline_s:
+        if time.monotonic() - self._progress_s > self._patience_s:
             raise self._late(self._parts[-1].name)
 
-    def _late(self, part: str) -> DeadlineError:
-        return DeadlineError(
+    def _late(self, part: str) -> BaseException:
+        return self._outage or DeadlineError(
             f"cannot write {self._folder}/{part}: no answer from {self._url} within "
-            f"{self._deadline_s:.0f} s"
+            f"{self._patience_s:.0f} s"
         )

@@ -66,14 +66,17 @@ def test_an_active_namenode_that_falls_silent_is_left(
         url = configure(monkeypatch, tmp_path / "conf", relay.address, address)
         backend = open_backend(url + "?deadline_s=15")
         put(backend, "a", b"before")
+        put(backend, "b", b"moved")
         relay.fall_silent()
-        with ThreadPoolExecutor(2) as pool:
-            change = pool.submit(backend.mkdir, "folder")
+        with ThreadPoolExecutor(3) as pool:
+            change = pool.submit(backend.rename, "b", "c")
             question = pool.submit(backend.stat, "a")
+            repeated = pool.submit(backend.mkdir, "folder")
             with pytest.raises(UnavailableError, match="not the active one any more"):
                 change.result(60)
             assert question.result(60).size_bytes == 6
-        backend.mkdir("folder")
+            repeated.result(60)
+        assert backend.stat("folder").is_dir
         assert backend.read("a") == b"before"
         backend.close()
 

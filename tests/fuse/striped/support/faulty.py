@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 
+from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 from bootseer.transfer.attempt import Attempt
 
@@ -94,8 +95,12 @@ class _FaultyWriter(Writer):
     def abort(self) -> None:
         self._inner.abort()
 
-    def abandon(self) -> None:
-        self._inner.abandon()
+    def abandon(self) -> bool:
+        try:
+            self._backend.note("abandon", self._path)
+        except BootseerError:
+            return False
+        return self._inner.abandon()
 
     @property
     def is_buffered(self) -> bool:

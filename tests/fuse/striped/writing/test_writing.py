@@ -117,12 +117,36 @@ def test_what_is_read_back_is_checked(saving: Saving) -> None:
 
 def test_a_part_that_goes_on_failing_is_given_up(saving: Saving) -> None:
     saving.backend.rules.append(
-        failing("write", lambda: UnavailableError("down"), within=PARTS_FOLDER)
+        failing("close", lambda: UnavailableError("down"), within=PARTS_FOLDER)
     )
     with pytest.raises(UnavailableError):
         saving.driver.write("f", DATA)
-    # Each of three parts is begun at most four times.
+    # Each of three parts is written at most four times.
     assert sum(name == "create" for name, _ in saving.backend.calls) <= 12
+
+
+@pytest.mark.parametrize("operation", ["create", "write"])
+def test_a_storage_that_takes_nothing_for_a_while_is_waited_for(
+    saving: Saving, operation: str
+) -> None:
+    """More often than a part is written, since nothing is: a NameNode that was just started."""
+    saving.backend.rules.append(
+        failing(operation, lambda: UnavailableError("safe mode"), within=PARTS_FOLDER, times=15)
+    )
+    saving.driver.write("f", DATA)
+    assert saving.retry_count() == 15
+    saving.assert_stored_whole()
+
+
+def test_what_an_outage_kept_from_being_read_back_is_asked_for_again(saving: Saving) -> None:
+    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.fails("write", 30, lambda: UnavailableError("reset"))
+    for operation in ("abandon", "read"):
+        saving.backend.rules.append(
+            failing(operation, lambda: UnavailableError("down"), within=PARTS_FOLDER, times=2)
+        )
+    saving.driver.write("f", DATA)
+    saving.assert_stored_whole()
 
 
 def test_a_refusal_is_not_tried_again(saving: Saving) -> None:

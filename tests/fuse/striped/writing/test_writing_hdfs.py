@@ -1,11 +1,13 @@
 """Saving to a real HDFS whose servers die, restart or are full: whole or absent, and told."""
 
+import contextlib
 import random
 import threading
+import typing
+from collections.abc import Iterator
 
 import pytest
 
-from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.striped.layout import decode_layout
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
@@ -13,6 +15,7 @@ from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store import open_backend
 from tests.hdfs.cluster import MiniHdfs
+from tests.hdfs.running import running
 
 pytestmark = pytest.mark.hdfs
 MIB = 2**20
@@ -20,10 +23,15 @@ DATA = random.Random(5).randbytes(40 * MIB + 99)
 
 
 def open_storage(
-    url: str, layout: LayoutKind = "striped", memory_bytes: int = 64 * MIB, count: int = 6
+    url: str,
+    layout: LayoutKind = "striped",
+    memory_bytes: int = 64 * MIB,
+    count: int = 6,
+    deadline_s: float = 20.0,
 ) -> StripedStorage:
-    settings = StripeSettings(MIB, count, 20.0, layout)
-    return StripedStorage(open_backend(url, deadline_s=20), settings, memory_bytes=memory_bytes)
+    settings = StripeSettings(MIB, count, deadline_s, layout)
+    backend = open_backend(url, deadline_s=deadline_s)
+    return StripedStorage(backend, settings, memory_bytes=memory_bytes)
 
 
 def save(writer: FileWriter, start: int = 0, end: int = len(DATA)) -> None:
@@ -35,14 +43,6 @@ def load(url: str, path: str) -> bytes:
     with open_storage(url) as storage:
         file = storage.reader.open(storage.tree.stored.view(path))
         return storage.reader.read_bytes(file, 0, len(DATA) + 1)
-
-
-def assert_whole_or_absent(url: str, path: str, told: BaseException | None) -> None:
-    if told is None:
-        assert load(url, path) == DATA
-        return
-    with pytest.raises(NotFoundError):
-        load(url, path)
 
 
 @pytest.mark.parametrize("layout", ["striped", "plain"])
@@ -67,24 +67,49 @@ def test_a_datanode_that_dies_under_a_save_at_replication_1(
     assert load(url, "f") == DATA
 
 
-def test_a_namenode_that_restarts_under_a_save(hdfs: MiniHdfs, hdfs_url: str) -> None:
-    told: BaseException | None = None
-    with open_storage(hdfs_url) as storage:
-        writer = storage.writer("f")
-        save(writer, 0, 24 * MIB)
-        hdfs.stop_namenode()
-        restart = threading.Timer(1.0, hdfs.start_namenode)
+@pytest.fixture(scope="module")
+def careful_hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
+    """An HDFS whose NameNode stays in safe mode for a while after each start, as large ones do: it
+    has blocks of which it waits for reports."""
+    conf = {"dfs.namenode.safemode.extension": "4000"}
+    with running(MiniHdfs(tmp_path_factory.mktemp("careful"), datanode_count=2, conf=conf)) as made:
+        with open_storage(f"{made.url}/before") as storage:
+            writer = storage.writer("f")
+            save(writer, 0, 2 * MIB)
+            writer.publish()
+            writer.close()
+        yield made
+
+
+def test_a_namenode_that_restarts_under_a_save(careful_hdfs: MiniHdfs) -> None:
+    """Files of which no part is begun, some are, and all are."""
+    url = f"{careful_hdfs.url}/restart"
+    saved = {
+        "striped": {"begins": 0, "middle": 24 * MIB, "end": len(DATA)},
+        "plain": {"joined": 24 * MIB},
+    }
+    with contextlib.ExitStack() as stack:
+        writers: list[tuple[FileWriter, int]] = []
+        for layout in typing.get_args(LayoutKind):
+            storage = stack.enter_context(open_storage(url, layout, 256 * MIB, deadline_s=120))
+            storage.backend.mkdir("")
+            for name, sent in saved[layout].items():
+                writers.append((storage.writer(name), sent))
+                save(writers[-1][0], 0, sent)
+        careful_hdfs.stop_namenode()
+        restart = threading.Timer(4.0, careful_hdfs.start_namenode)
         restart.start()
         try:
-            save(writer, 24 * MIB)
-            writer.publish()
-        except (BootseerError, OSError) as error:
-            told = error
+            for writer, sent in writers:
+                save(writer, sent)
+                writer.publish()
         finally:
             restart.join()
-            hdfs.wait_for_datanodes(hdfs.datanode_count)
-            writer.close(5.0)
-    assert_whole_or_absent(hdfs_url, "f", told)
+            for writer, _ in writers:
+                writer.close(5.0)
+    careful_hdfs.wait_for_datanodes(careful_hdfs.datanode_count)
+    for name in (name for names in saved.values() for name in names):
+        assert load(url, name) == DATA, name
 
 
 def test_a_part_is_one_block(hdfs_url: str) -> None:

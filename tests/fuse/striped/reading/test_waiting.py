@@ -1,0 +1,176 @@
+"""How long readers wait: as long as bytes move, and no longer than somebody can bring them."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_all
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import DeadlineError, UnavailableError
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.store.local.backend import LocalBackend
+from bootseer.transfer.attempt import Attempt
+from tests.fuse.striped.support.faulty import FaultyBackend, hanging
+from tests.fuse.striped.support.harness import Driver, storage_on
+from tests.support.waiting import wait_for
+
+UNIT = 4 << 20
+_ALL_S = 120.0
+
+
+class Clock:
+    """The monotonic clock, which a test moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        real = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: real() + self.ahead_s)
+
+
+class SlowBackend(LocalBackend):
+    """Parts come in pieces, and the clock moves on before each piece."""
+
+    clock: Clock | None = None
+    piece_bytes = 0
+    pause_s = 40.0
+
+    def open_reader(self, path: str, *, is_checked: bool = False):  # type: ignore[no-untyped-def]
+        reader = super().open_reader(path, is_checked=is_checked)
+        clock, whole = self.clock, reader.read_into
+        if clock is None or PARTS_FOLDER not in path:
+            return reader
+
+        def read_into(offset: int, buffer: memoryview, attempt: Attempt) -> int:
+            done = 0
+            while done < len(buffer) and not attempt.is_given_up:
+                clock.ahead_s += self.pause_s
+                piece = buffer[done : done + self.piece_bytes]
+                whole(offset + done, piece, Attempt())
+                done += len(piece)
+                attempt.done_bytes = done
+                # The reader looks four times a second.
+                time.sleep(0.3)
+            return done
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StripedStorage]:
+    """A file of two units, whose bytes come slowly from now on."""
+    backend = SlowBackend(tmp_path)
+    with storage_on(backend, unit=UNIT, count=1, deadline_s=60.0) as storage:
+        Driver(storage).write("f", bytes(2 * UNIT), step=1 << 20)
+        backend.clock = Clock(monkeypatch)
+        backend.piece_bytes = 1 << 20
+        yield storage
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_read_whose_bytes_still_move_goes_on_beyond_the_deadline(
+    slow: StripedStorage, is_direct: bool
+) -> None:
+    """With eight nodes behind a thin line all but one failed."""
+    file = slow.reader.open(slow.tree.stored.view("f"))
+    if is_direct:
+        buffer = memoryview(bytearray(b"x" * UNIT))
+        assert slow.reader.read_into(file, 0, buffer) == UNIT
+        assert bytes(buffer) == bytes(UNIT)
+    else:
+        assert slow.reader.read_bytes(file, 0, UNIT) == bytes(UNIT)
+
+
+def test_a_byte_now_and_then_is_silence(slow: StripedStorage) -> None:
+    assert isinstance(slow.backend, SlowBackend)
+    slow.backend.piece_bytes = 1024
+    file = slow.reader.open(slow.tree.stored.view("f"))
+    with pytest.raises(DeadlineError, match="no answer"):
+        slow.reader.read_bytes(file, 0, UNIT)
+
+
+def test_readers_of_a_file_that_cannot_be_read_hold_up_nobody_else(tmp_path: Path) -> None:
+    """What is tried again later rests without a thread."""
+    backend = FaultyBackend(LocalBackend(tmp_path))
+    with storage_on(backend, deadline_s=_ALL_S) as storage:
+        driver = Driver(storage)
+        for path in ("dead/f", "well"):
+            if "/" in path:
+                driver.mkdir("dead")
+            driver.write(path, bytes(100_000))
+        asked: set[int] = set()
+
+        def refuse(operation: str, path: str) -> None:
+            if operation == "read" and path.startswith(f"dead/{PARTS_FOLDER}"):
+                asked.add(threading.get_ident())
+                raise UnavailableError("down")
+
+        backend.rules.append(refuse)
+        dead = storage.reader.open(storage.tree.stored.view("dead/f"))
+        with ThreadPoolExecutor(12) as pool:
+            readers: list[Future[bytes]] = [
+                pool.submit(storage.reader.read_bytes, dead, at * 8192, 100) for at in range(12)
+            ]
+            wait_for(lambda: storage.counters.look().read_retry_count >= 12, "the first failures")
+            assert driver.read("well") == bytes(100_000)
+            assert not any(reader.done() for reader in readers)
+            backend.rules.clear()
+            assert all(reader.result(60) == bytes(100) for reader in readers)
+
+
+def test_closing_a_storage_tells_those_who_wait_for_it(tmp_path: Path) -> None:
+    released = threading.Event()
+    backend = FaultyBackend(LocalBackend(tmp_path))
+    storage = storage_on(backend, deadline_s=_ALL_S)
+    Driver(storage).write("f", bytes(200_000))
+    backend.rules.append(hanging("read", released, within=PARTS_FOLDER))
+    file = storage.reader.open(storage.tree.stored.view("f"))
+    buffer = memoryview(bytearray(150_000))
+    # More than there are threads: some are queued.
+    count = 9
+    with ThreadPoolExecutor(count + 1) as pool:
+        readers: list[Future[object]] = [
+            pool.submit(storage.reader.read_bytes, file, at * 8192, 100) for at in range(count)
+        ]
+        readers.append(pool.submit(storage.reader.read_into, file, 0, buffer))
+        try:
+            wait_for(lambda: len([c for c in backend.calls if c[0] == "read"]) > 4, "the reads")
+            storage.close()
+            ended, waiting = wait_all(readers, 50)
+        finally:
+            released.set()
+    assert not waiting
+    for reader in ended:
+        with pytest.raises(UnavailableError, match="was closed"):
+            reader.result()
+    with pytest.raises(UnavailableError, match="was closed"):
+        storage.reader.read_bytes(file, 0, 100)
+
+
+@pytest.mark.xfail(strict=True, reason="issue 28: takers of memory are served in their order")
+def test_a_large_taker_of_memory_has_its_turn() -> None:
+    budget = MemoryBudget(10)
+    assert budget.try_take(6)
+    asked, ended = threading.Event(), threading.Event()
+
+    def cancelled() -> bool:
+        asked.set()
+        return ended.is_set()
+
+    def take() -> None:
+        budget.take(8, _ALL_S, cancelled)
+
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(take)
+        try:
+            assert asked.wait(60)
+            assert not budget.try_take(4), "one that came later has what the first waits for"
+        finally:
+            ended.set()
+            with pytest.raises(InterruptedError):
+                large.result(60)
