@@ -147,7 +147,7 @@ def test_hung_threads_are_replaced(
     # Each pool hangs once. Which of two pools the next of a row of hangs hits is a matter of luck,
     # and a pool has but one thread to spare.
     reader.always = faults.blocking_first(gate)
-    executor = make(workers=1, demand_workers=1, attempt_deadline_s=0.5)
+    executor = make(workers=1, demand_workers=1, attempt_deadline_s=3.0)
     batch = executor.submit([fetch(0, 1)], cache.deliver)
     executor.demand(chunk(5), cache.deliver)
     batch.wait(LONG_S)
