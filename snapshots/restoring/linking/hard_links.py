@@ -24,6 +24,7 @@ from bootseer.snapshots.restoring.linking.linked import copy_attributes
 from bootseer.snapshots.restoring.linking.node_trees import (
     DIRECTORY,
     Build,
+    FileTimes,
     NodeTrees,
     is_same_file,
 )
@@ -46,7 +47,7 @@ def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, tar
     what is there now, since linking to a file changes it.
     """
     recorded = names_to_record(tree)
-    made = _Links(tree, target)
+    made = _Links(tree, target, trees.times)
 
     def link(source: Path) -> bool:
         if not source.is_dir():
@@ -61,8 +62,9 @@ def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, tar
 
 
 class _Links:
-    def __init__(self, tree: Tree, target: Path) -> None:
+    def __init__(self, tree: Tree, target: Path, times: FileTimes) -> None:
         self._tree = tree
+        self._times = times
         self._target = os.fsencode(target)
         # Of both processes.
         self.records = memoryview(mmap.mmap(-1, (tree.name_count + 1) * RECORD.size))
@@ -161,7 +163,7 @@ class _Links:
                             src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False,
                         )  # fmt: skip
                         found = os.stat(name, dir_fd=target, follow_symlinks=False)
-                        if not is_same_file(found, tree, inodes[number]):
+                        if not is_same_file(found, tree, inodes[number], self._times):
                             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                         put_record(found, records, number)
                 finally:

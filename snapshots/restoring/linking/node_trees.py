@@ -11,11 +11,18 @@ import fcntl
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
-from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    NotFoundError,
+    UnsupportedError,
+    from_oserror,
+)
 from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.removal import remove_tree
@@ -33,6 +40,48 @@ Build = Callable[[Path], None]
 Take = Callable[[Path], bool]
 """Uses an extracted tree; or it is missing or not whole, and nothing has happened."""
 FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
+# Steps in which file systems keep times: most; SMB and NTFS; old NFS servers; exFAT; ext4 with
+# inodes of 128 bytes; FAT.
+_GRANULARITIES_NS = (1, 100, 1000, 10**6, 10**7, 10**9, 2 * 10**9)
+_PROBE_NS = 1_234_567_891_234_567_891
+# How often a tree is looked at before the ordinary way is better: others may remove it meanwhile.
+_LOOKS_MAX = 4
+
+
+class FileTimes:
+    """Times of files as the file system of a directory keeps them. Any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._granularity_ns = 0
+
+    def are_same(self, found_ns: int, wanted_ns: int) -> bool:
+        """Return whether a file whose time was set to `wanted_ns` has the time `found_ns`."""
+        if found_ns == wanted_ns:
+            return True
+        if not self._granularity_ns:
+            self._granularity_ns = granularity_ns(self._directory)
+        return found_ns == wanted_ns - wanted_ns % self._granularity_ns
+
+
+def granularity_ns(directory: Path) -> int:
+    """Return the step in which the file system of `directory`, in which we may write, keeps times.
+    It is 1 where that cannot be told."""
+    path = directory / f".times-{os.getpid()}-{threading.get_ident()}"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.utime(fd, ns=(_PROBE_NS, _PROBE_NS))
+            found_ns = os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
+            path.unlink()
+    except OSError:
+        return 1
+    for step_ns in _GRANULARITIES_NS:
+        if found_ns == _PROBE_NS - _PROBE_NS % step_ns:
+            return step_ns
+    return 1
 
 
 class NodeTrees:
@@ -43,6 +92,7 @@ class NodeTrees:
         # Images share the cache, and have the other half at least.
         self._limit_bytes = settings.cache_limit_bytes // 2
         self._deadline_s = settings.deadline_s
+        self.times = FileTimes(self.directory)
         # Files are shared with their modes (see `admission`): trees of both kinds may be needed.
         self._kind = "" if settings.restore_privileges else "-unprivileged"
 
@@ -62,22 +112,32 @@ class NodeTrees:
         of its lock. It is not removed before that descriptor is closed by all who have it. `take`
         uses the tree, if it finds it whole, which nobody else looks at then.
 
-        Raises: BusyError where it is damaged and in use; BootseerError.
+        Raises: BusyError where it is damaged and in use; UnsupportedError where what was extracted
+        does not stay as it was; BootseerError.
         """
         path = self.path(index_digest)
-        take = take or (lambda path: is_whole(path, tree))
+        take = take or (lambda path: is_whole(path, tree, self.times))
         try:
             make_private_directory(self.directory)
             lock = self._lock(path, is_shared=True)
         except OSError as error:
             raise from_oserror(error, f"lock the extracted snapshot {path}") from error
         try:
-            while not take(path):
+            is_built = False
+            for look in range(_LOOKS_MAX):
+                if take(path):
+                    break
+                if look == _LOOKS_MAX - 1 or (is_built and path.is_dir()):
+                    raise UnsupportedError(
+                        f"the snapshot that was extracted to {path} is not as it should be; the "
+                        "file system there does not keep sizes or times of files"
+                    )
                 # Alone: no other process is using it, or making it.
                 os.close(lock)
                 lock = -1
                 lock = self._lock(path)
-                if not is_whole(path, tree):
+                if not is_whole(path, tree, self.times):
+                    is_built = True
                     self._remove(path)
                     self.trim(keep=path)
                     build(path)
@@ -168,8 +228,9 @@ class NodeTrees:
         return self.can_link_to(directory) and can_reflink(self.directory)
 
 
-def is_whole(path: Path, tree: Tree) -> bool:
+def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
     """Whether the directory holds exactly the tree's names, each file with its size and time."""
+    times = times or FileTimes(path.parent)
     try:
         top = os.open(path, DIRECTORY)
     except OSError:
@@ -182,7 +243,7 @@ def is_whole(path: Path, tree: Tree) -> bool:
             directory, prefix = stack.pop()
             fd = os.open(prefix, DIRECTORY, dir_fd=top) if prefix else top
             try:
-                below = _is_as_in(fd, directory, tree, device)
+                below = _is_as_in(fd, directory, tree, device, times)
             finally:
                 if fd != top:
                     os.close(fd)
@@ -197,7 +258,9 @@ def is_whole(path: Path, tree: Tree) -> bool:
     return True
 
 
-def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[bytes, int]] | None:
+def _is_as_in(
+    fd: int, directory: int, tree: Tree, device: int, times: FileTimes
+) -> list[tuple[bytes, int]] | None:
     """The directories in an open directory, by name and inode number of the tree; None where it
     is not as the tree has it. Each link waits for this: no object is made but what stat gives.
 
@@ -212,21 +275,22 @@ def _is_as_in(fd: int, directory: int, tree: Tree, device: int) -> list[tuple[by
     for i in range(first, end):
         name, number = names[i], inodes[i]
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if found.st_dev != device or not is_same_file(found, tree, number):
+        if found.st_dev != device or not is_same_file(found, tree, number, times):
             return None
         if stat.S_ISDIR(found.st_mode):
             directories.append((name, number))
     return directories
 
 
-def is_same_file(found: os.stat_result, tree: Tree, inode: int) -> bool:
+def is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes) -> bool:
     """Whether lstat shows what the tree says: the kind, of a file also size and time."""
     c = tree.columns
     kind = c.mode[inode] & _KIND
     if found.st_mode & _KIND != kind:
         return False
     return kind != stat.S_IFREG or (
-        found.st_size == c.size_bytes[inode] and found.st_mtime_ns == c.mtime_ns[inode]
+        found.st_size == c.size_bytes[inode]
+        and times.are_same(found.st_mtime_ns, c.mtime_ns[inode])
     )
 
 

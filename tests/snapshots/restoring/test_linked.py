@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.errors import BusyError
+from bootseer.errors import BusyError, UnsupportedError
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.restoring.linking import hard_links
@@ -29,20 +29,36 @@ _TIMEOUT_S = 60.0
 @pytest.fixture
 def reflinking(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system whose files can share blocks."""
+    with _file_system(tmp_path, 320 * 2**20, "mkfs.xfs", "-q") as top:
+        yield top
+
+
+@pytest.fixture
+def coarse(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system that keeps whole seconds: ext4 with inodes of 128 bytes."""
+    options = ("-q", "-F", "-I", "128", "-O", "^has_journal")
+    with _file_system(tmp_path, 64 * 2**20, "mkfs.ext4", *options) as top:
+        yield top
+
+
+@contextlib.contextmanager
+def _file_system(folder: Path, size_bytes: int, make: str, *options: str) -> Iterator[Path]:
+    """A file system in a file."""
     if os.geteuid() != 0:
-        pytest.skip("needs root to mount XFS")
-    if not shutil.which("mkfs.xfs"):
-        pytest.skip("needs mkfs.xfs")
-    image, top = tmp_path / "xfs", tmp_path / "mnt"
+        pytest.skip("needs root to mount a file system")
+    if not shutil.which(make):
+        pytest.skip(f"needs {make}")
+    image, top = folder / "image", folder / "mnt"
     top.mkdir()
     with image.open("wb") as file:
-        file.truncate(320 * 2**20)
-    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True, timeout=_TIMEOUT_S)
+        file.truncate(size_bytes)
+    command = [make, *options, str(image)]
+    subprocess.run(command, check=True, timeout=_TIMEOUT_S, stderr=subprocess.DEVNULL)
     done = subprocess.run(
         ["mount", "-o", "loop", str(image), str(top)], check=False, timeout=_TIMEOUT_S
     )
     if done.returncode != 0:
-        pytest.skip("cannot mount an XFS image here")
+        pytest.skip(f"what {make} has made cannot be mounted here")
     try:
         yield top
     finally:
@@ -191,3 +207,56 @@ def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> No
             stack.enter_context(impatient.using(digests[2], tree, build))
     assert trees.trim(0) == 1
     assert list(trees.directory.iterdir()) == []
+
+
+def test_a_file_system_that_keeps_whole_seconds_has_trees(
+    coarse: Path, tmp_path: Path, make_node: MakeNode
+) -> None:
+    """A named fault: each look found other times, and the tree was extracted again, without end."""
+    node = replace(make_node("a"), restore_mode="hardlink", cache_dir=coarse / "cache")
+    # Made where times are finer.
+    elsewhere = tmp_path / "env"
+    text = f"mkdir {elsewhere}; for i in 1 2 3; do echo $i > {elsewhere}/$i; done"
+    request = Request(command=["sh", "-ec", text], targets=[str(elsewhere)])
+    run_setup(make_node("maker"), request)
+    with open_store(node.store_url) as store:
+        (manifest,) = catalogue.list_all(store)
+        tree = catalogue.load_tree(store, manifest.targets[0])
+    trees = NodeTrees(node)
+    built = []
+
+    def build(path: Path) -> None:
+        built.append(path)
+        shutil.copytree(elsewhere, path)
+
+    for _ in range(3):
+        with trees.using(manifest.targets[0].index.digest, tree, build) as (path, _):
+            assert (path / "3").read_text() == "3\n"
+    assert len(built) == 1
+    (path / "3").write_text("x\n")
+    os.utime(path / "3", ns=(0, 0))
+    assert not is_whole(path, tree)
+
+
+def test_a_tree_that_does_not_stay_as_it_was_is_extracted_once(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Then the set-up is restored the ordinary way, with one warning."""
+    target = tmp_path / "env"
+    text = f"mkdir {target}; echo 1 > {target}/file"
+    request = Request(command=["sh", "-ec", text], targets=[str(target)])
+    node = replace(make_node("a"), restore_mode="hardlink")
+    run_setup(node, request)
+    with open_store(node.store_url) as store:
+        (manifest,) = catalogue.list_all(store)
+        tree = catalogue.load_tree(store, manifest.targets[0])
+    built = []
+
+    def build(path: Path) -> None:
+        built.append(path)
+        shutil.copytree(target, path)
+        os.utime(path / "file", ns=(7 * 10**9, 7 * 10**9))
+
+    with contextlib.ExitStack() as stack, pytest.raises(UnsupportedError, match="does not keep"):
+        stack.enter_context(NodeTrees(node).using("sha256:" + "0" * 64, tree, build))
+    assert len(built) == 1
