@@ -32,8 +32,9 @@ from bootseer.store import Store
 
 logger = logging.getLogger(__name__)
 
-# Of the newest: after a set-up that took minutes, looking should take a second.
+# Of the newest: after a set-up that took minutes, looking should take a second. All nodes wait.
 _COMPARED_MAX = 100
+_COMPARING_S = 5.0
 # What must be the same for two environments to have much in common.
 _KIND = ("interpreter", "platform", "machine", "libc", "kind")
 _READ_BYTES = 1 << 20
@@ -109,7 +110,7 @@ def find_base(store: Store, parts: Sequence[Part], paths: Sequence[bytes]) -> Ma
     """The earlier snapshot that has most in common, as far as can be told from what the two were
     made from. Never raises: without one the new snapshot is stored whole."""
     try:
-        newest = catalogue.list_newest(store, _COMPARED_MAX)
+        newest = catalogue.list_newest(store, _COMPARED_MAX, within_s=_COMPARING_S)
         return nearest(parts, (one for one in newest if may_share(parts, paths, one)))
     except (BootseerError, OSError) as error:
         logger.info("no earlier snapshot is looked at: %s", error)

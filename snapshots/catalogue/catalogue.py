@@ -6,6 +6,7 @@ can be found can be restored. Thread-safe as the store is.
 
 import logging
 import re
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ _NAMES = "snapshots/names/"
 _MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
+_THREADS_MAX = 16
 
 
 class _Name(Struct, frozen=True):
@@ -127,23 +129,33 @@ def list_all(store: Store) -> Iterator[Manifest]:
     return _read_all(store, fingerprints(store))
 
 
-def list_newest(store: Store, count: int) -> Iterator[Manifest]:
-    """`list_all`, but only of the `count` that were published last."""
+def list_newest(store: Store, count: int, *, within_s: float | None = None) -> Iterator[Manifest]:
+    """`list_all`, but only of the `count` that were published last. Those that are not asked for
+    within `within_s` seconds are left out."""
     infos = sorted(store.list(_FOLDER), key=lambda info: info.modified_ns, reverse=True)
     matches = [match for info in infos if (match := _MANIFEST_KEY.fullmatch(info.path))]
-    return _read_all(store, [match[1] for match in matches[:count]])
+    return _read_all(store, [match[1] for match in matches[:count]], within_s)
 
 
-def _read_all(store: Store, keys: Iterable[str]) -> Iterator[Manifest]:
-    found = []
-    for key in keys:
+def _read_all(
+    store: Store, keys: Iterable[str], within_s: float | None = None
+) -> Iterator[Manifest]:
+    end = None if within_s is None else time.monotonic() + within_s
+
+    def read(key: str) -> Manifest | None:
+        if end is not None and time.monotonic() > end:
+            return None
         try:
-            manifest = load(store, key)
+            return load(store, key)
         except BootseerError as error:
             logger.warning("snapshot %s is left out: %s", key[:12], error)
-            continue
-        if manifest is not None:
-            found.append(manifest)
+            return None
+
+    from concurrent.futures import ThreadPoolExecutor  # here: no restore lists snapshots
+
+    # A store may take 50 ms for each.
+    with ThreadPoolExecutor(_THREADS_MAX) as pool:
+        found = [manifest for manifest in pool.map(read, keys) if manifest is not None]
     return iter(sorted(found, key=lambda manifest: manifest.created_ns, reverse=True))
 
 

@@ -6,8 +6,10 @@ import random
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,3 +214,32 @@ def test_a_chain_of_small_steps_stays_short(tmp_path: Path, make_node: MakeNode)
             assert len(target.earlier) == min(number, EARLIER_MAX)
         fetch_tree(store, target, catalogue.load_tree(store, target), tmp_path / "out", 20)
     assert differences(describe(source), describe(tmp_path / "out")) == []
+
+
+class _Gathering:
+    """A store whose manifests come when several are asked for at once."""
+
+    def __init__(self, store: Store, count: int) -> None:
+        self._store = store
+        self._gate = threading.Barrier(count)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        self._gate.wait(60)
+        return self._store.read(key, offset, length)
+
+
+def test_earlier_snapshots_are_looked_at_side_by_side(tmp_path: Path, make_node: MakeNode) -> None:
+    """One after another took seconds on a slow store, while all nodes waited for the lease."""
+    with open_store(make_node("a").store_url) as store:
+        for number in range(4):
+            source = tmp_path / str(number)
+            source.mkdir()
+            (source / "file").write_text(str(number))
+            _captured(store, tmp_path, source, None)
+        gathering = cast(Store, _Gathering(store, 4))
+        assert len(list(catalogue.list_newest(gathering, 4))) == 4
+        # Later than this none is asked for.
+        assert list(catalogue.list_newest(store, 4, within_s=-1.0)) == []
