@@ -16,6 +16,12 @@ _READ_BYTES = 1024 * 1024
 # A wheel ends with its directory, and that with the checksum of RECORD, which has the digests of
 # all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
 _END_BYTES = 16 * 1024
+# Of a folder of wheels, so many ends are read, and so many names counted.
+WHEELS_READ_MAX = 4096
+_WHEELS_NAMED_MAX = 100_000
+# On a share each wheel costs a question or three; threads ask them side by side.
+_THREADS_MAX = 16
+_THREADS_FROM = 64
 # In a source tree these change by themselves.
 _IGNORED = {".git", "__pycache__", ".venv", ".tox", ".mypy_cache", ".ruff_cache"}
 # What installing a project writes into it, beside these files.
@@ -99,15 +105,38 @@ def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputD
 
 def wheels_digest(path: Path) -> InputDigest:
     """The digest of a folder of wheels: names, sizes and ends, which tell a build from another of
-    its version. Raises: OSError."""
+    its version. Of a very large folder it is rough. Raises: OSError."""
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in entries)
+    is_rough = len(names) > WHEELS_READ_MAX
+    read, named = names[:WHEELS_READ_MAX], names[WHEELS_READ_MAX:_WHEELS_NAMED_MAX]
+    folder = str(path)
+    if len(names) < _THREADS_FROM:
+        lines = [_wheel_line(folder, name) for name in read]
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # here: hardly anybody has so many
+
+        with ThreadPoolExecutor(_THREADS_MAX) as pool:
+            lines = list(pool.map(lambda name: _wheel_line(folder, name), read))
+            lines += pool.map(lambda name: _wheel_line(folder, name, has_end=False), named)
     digest = hashlib.sha256()
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if entry.is_file():
-            line = os.fsencode(entry.name)
-            end = _end(Path(entry.path))
-            size = entry.stat().st_size
-            digest.update(b"%d:%b,%d,%d:%b," % (len(line), line, size, len(end), end))
-    return InputDigest("sha256:" + digest.hexdigest())
+    for line in lines:
+        digest.update(line)
+    return InputDigest("sha256:" + digest.hexdigest(), is_rough)
+
+
+def _wheel_line(folder: str, name: str, *, has_end: bool = True) -> bytes:
+    """What counts of one file in a folder of wheels. Raises: OSError."""
+    path = Path(folder, name)
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return b""  # a link to nothing
+    if not stat.S_ISREG(status.st_mode):
+        return b""
+    line = os.fsencode(name)
+    end = _end(path) if has_end else b""
+    return b"%d:%b,%d,%d:%b," % (len(line), line, status.st_size, len(end), end)
 
 
 def _end(path: Path) -> bytes:

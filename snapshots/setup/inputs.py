@@ -410,6 +410,7 @@ class _Collector:
             return  # pip says what is wrong with it
         self._parts[name] = Part(f"wheels {name}", digest.value)
         self._found.append(name)
+        self._rough += [name] if digest.is_rough else []
 
 
 def _requirement_path(word: str) -> str:

@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.base.redact import without_users
+from bootseer.snapshots.setup import digests
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
@@ -68,6 +70,14 @@ def test_no_secret_is_in_a_part() -> None:
         "command",
         "secrets",
     }
+
+
+def test_a_guess_of_a_secret_costs_what_the_format_says() -> None:
+    """N = 16384, r = 8, p = 1 of scrypt: each guess takes some 40 ms and 16 MiB."""
+    parts = [Part("salt", ""), Part("command", '["login", "***"]')]
+    salt = bytes.fromhex(fingerprint(parts))
+    key = hashlib.scrypt(b'["hunter2", "A=b"]', salt=salt, n=16384, r=8, p=1, dklen=64)
+    assert secret_part(parts, ["hunter2", "A=b"]) == [Part("secrets", f"scrypt:{key[:32].hex()}")]
 
 
 def test_declared_variables_decide() -> None:
@@ -146,6 +156,33 @@ def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
         keys.add(_inputs(tmp_path, links=("wheels",))["wheels wheels"])
     assert len({path.name for path in wheels.iterdir()}) == 1
     assert len(keys) == 2
+
+
+def test_of_a_very_large_folder_of_wheels_not_all_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start opened each of them, one after another."""
+    monkeypatch.setattr(digests, "WHEELS_READ_MAX", 100)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    found = []
+    for last in (99, 100):
+        for number in range(last + 1):
+            (wheels / f"{number:03}.whl").write_text("old")
+        request = Request(
+            ["pip", "install", "--no-index", "-f", "wheels", "a==1"],
+            targets=["/opt/env"],
+            directory=str(tmp_path),
+            environ={"PATH": "/usr/bin:/bin"},
+        )
+        before = resolve(request, lambda sentence: None, tmp_path / "known")
+        keys = {before.parts}
+        for name, text in (("000", "new"), (f"{last:03}", "new"), (f"{last:03}", "newer")):
+            (wheels / f"{name}.whl").write_text(text)
+            keys.add(resolve(request, lambda sentence: None, tmp_path / "known").parts)
+        found.append((before.is_open, len(keys), bool(before.unknown)))
+    # Of the last one only the size counts, and the key is open.
+    assert found == [(False, 4, False), (True, 3, True)]
 
 
 def test_files_that_variables_name_decide(tmp_path: Path) -> None:
