@@ -10,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.settings.config import Settings
+from bootseer.snapshots import run as run_module
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import SetupResult, run_setup
 from bootseer.snapshots.setup.request import Request
-from bootseer.store import open_store
+from bootseer.store import Store, open_store
 from bootseer.store.objects import lease
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.counted import counted_request, rooted, runs
@@ -153,6 +154,66 @@ def test_a_holder_that_never_finishes_is_not_waited_for_for_ever(
         "warning: running the set-up without a snapshot: another node was still busy with it "
         "after 0 s"
     ]
+
+
+def test_what_is_published_before_the_lease_is_taken_is_used(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two nodes run the set-up: one finds no snapshot, then gets the lease of the other."""
+    request = counted_request(tmp_path)
+    key = run_setup(make_node("a"), request).fingerprint
+    shutil.rmtree(tmp_path / "env")
+    manifest = tmp_path / "store" / catalogue.manifest_key(key)
+    away = manifest.rename(tmp_path / "away")
+    take_lease = Store.lease
+
+    def publish_first(store: Store, *args: object, **options: object) -> object:
+        if away.exists():
+            away.rename(manifest)
+        return take_lease(store, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "lease", publish_first)
+    assert run_setup(make_node("b"), request).how == "restored"
+    assert runs(tmp_path) == 1
+
+
+class _Clock:
+    """The time module, as a node sees it that sleeps without taking time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+
+def test_nodes_that_wait_do_not_ask_in_step(
+    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand nodes that ask at the same moment are what a store cannot bear."""
+    request = counted_request(tmp_path)
+    key = run_setup(make_node("a"), request).fingerprint
+    with open_store(make_node("a").store_url) as store:
+        store.delete(catalogue.manifest_key(key))
+        held = store.lease(catalogue.lease_key(key), ttl_s=600, owner="slow")
+        assert held is not None
+        clocks = []
+        for name in ("b", "c"):
+            shutil.rmtree(tmp_path / "env")
+            clocks.append(_Clock())
+            monkeypatch.setattr(run_module, "time", clocks[-1])
+            assert run_setup(make_node(name), request, wait_s=60).how == "ran"
+        held.release()
+    for clock in clocks:
+        # The last one ends with the wait.
+        assert all(0.05 <= pause <= 2.0 for pause in clock.pauses[:-1])
+        assert len(clock.pauses) < 100
+    assert clocks[0].pauses[:10] != clocks[1].pauses[:10]
 
 
 @pytest.mark.hdfs

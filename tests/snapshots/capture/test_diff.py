@@ -78,3 +78,11 @@ def test_a_rewrite_that_restores_size_and_times_is_seen() -> None:
     """Only ctime betrays it: reproducible builds set the times of everything they write."""
     then = Entry(stat.S_IFREG | 0o644, 0, 0, 5, 100, 100, 1, 1, 1)
     assert diff({b"x": then}, {b"x": then._replace(ctime_ns=200)}).remoded == (b"x",)
+
+
+def test_a_file_of_another_device_is_another_file() -> None:
+    """Its number alone does not tell it from the one that was there."""
+    mode = stat.S_IFREG | 0o644
+    before = Entry(mode, 0, 0, 1, 1, 1, inode=7, device=1, link_count=1)
+    after = before._replace(device=2)
+    assert diff({b"a": before}, {b"a": after}).changed == (b"a",)
