@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, from_oserror
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import be_subreaper, child_processes, start_time
+from bootseer.linux.processes import ProcessId, be_subreaper, child_processes
 from bootseer.linux.scripts import python_environment
 from bootseer.linux.systemd import notify
 from bootseer.served.control import listen
@@ -47,7 +47,6 @@ _TREES_END_S = 15.0
 _KILLED_END_S = 5.0
 _LOOK_S = 0.05
 
-Process = tuple[int, str]
 """A process's id, and when it started."""
 
 
@@ -209,26 +208,24 @@ class Spawner:
         # Of those that did not end in time.
         self._end_all([state.processes[1] for state in writers], 0)
         _take_off(trees, lambda line: line.source.startswith(MOUNT_SOURCE.encode()))
-        children = [(pid, start_time(pid)) for pid in child_processes()]
+        children = map(ProcessId.of, child_processes())
         self._end_all([*(state.processes[0] for state in trees), *children], _TREES_END_S)
 
-    def _end_all(self, processes: Iterable[Process], timeout_s: float) -> None:
+    def _end_all(self, processes: Iterable[ProcessId], timeout_s: float) -> None:
         """SIGTERM, and SIGKILL where that does not help in time."""
         left = set(processes)
         for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _KILLED_END_S)):
-            for pid, started in left:
-                if started and start_time(pid) == started:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
+            for process in left:
+                process.kill(number)
             deadline_s = time.monotonic() + wait_s
             while True:
                 self._reap()
-                left = {one for one in left if one[1] and start_time(one[0]) == one[1]}
+                left = {process for process in left if process.lives()}
                 if not left or time.monotonic() > deadline_s:
                     break
                 time.sleep(_LOOK_S)
-            for pid, _ in left:
-                _log.warning("process %d has not ended after %g s", pid, wait_s)
+            for process in left:
+                _log.warning("process %d has not ended after %g s", process.pid, wait_s)
 
 
 def _take_off(servers: Iterable[MountState], lies_over: Callable[[mounts.Line], bool]) -> None:

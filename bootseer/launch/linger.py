@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError, UnavailableError
-from bootseer.linux.processes import start_time, wait_readable
+from bootseer.linux.processes import ProcessId, wait_readable
 from bootseer.served import cover_users
 from bootseer.served.background import Report, ServerProcess, begin_server
 from bootseer.served.ending import remove_ended_scratch, sweep
@@ -41,7 +41,7 @@ _LOOK_FIRST_S, _LOOK_MAX_S = 0.5, 16.0
 class _Plan(Struct, frozen=True):
     folder: Path
     job: str
-    pid: int
+    job_process: ProcessId
     """The process that is going to be the job."""
     linger_s: float
 
@@ -74,7 +74,8 @@ class Lingering:
             return 0
         settings = self._settings
         folder = new_mount_dir(settings.run_dir, self._process.identity)
-        self._process.serve(to_line(_Plan(folder, settings.job, os.getpid(), settings.linger_s)))
+        plan = _Plan(folder, settings.job, ProcessId.of(os.getpid()), settings.linger_s)
+        self._process.serve(to_line(plan))
         state = read_state(folder)
         if state is None:
             raise UnavailableError(f"{_WHAT} has ended")
@@ -95,8 +96,8 @@ def let_go(settings: Settings, but: int = 0) -> None:
     for _, state in live_mounts(settings.run_dir):
         is_left = state.purpose == LINGER and state.reference == settings.job
         # One whose job lives goes some time after that.
-        if is_left and state.pid != but and not start_time(state.user_pid):
-            os.kill(state.pid, signal.SIGTERM)
+        if is_left and state.pid != but and not (state.user and state.user.lives()):
+            state.process.kill(signal.SIGTERM)
     if (settings.run_dir / "preload").is_dir():
         from bootseer.served.preload import launching
 
@@ -108,7 +109,7 @@ def let_go(settings: Settings, but: int = 0) -> None:
 
 def _serve(line: bytes, report: Report) -> None:
     plan = from_line(line, _Plan)
-    job = os.pidfd_open(plan.pid)
+    job = plan.job_process.open()
     state = MountState(
         id=plan.folder.name,
         reference=plan.job,
@@ -118,7 +119,7 @@ def _serve(line: bytes, report: Report) -> None:
         pid=0,
         started_ns=time.time_ns(),
         purpose=LINGER,
-        user_pid=plan.pid,
+        user=plan.job_process,
     )
     signal.signal(signal.SIGTERM, _end)
     with living(plan.folder, state, sweeps=False) as life:

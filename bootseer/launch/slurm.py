@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.mounting.mounts import find_mount
 from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
 from bootseer.linux.namespaces import mount_namespace
-from bootseer.linux.processes import living_processes, start_time
+from bootseer.linux.processes import ProcessId, living_processes
 from bootseer.served.ending import sweep
 from bootseer.served.folders import (
     CHECKPOINT,
@@ -38,15 +38,18 @@ def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
     What other jobs of the user use stays. `say` hears what was lost, and what cannot be done.
     """
     run_dir = settings.run_dir
-    ended = [pair for pair in live_mounts(run_dir) if job and job_of(pair[1].pid) == job]
+    ended = [
+        (folder, state)
+        for folder, state in live_mounts(run_dir)
+        if job and state.process.lives() and job_of(state.pid) == job
+    ]
     for _, state in ended:
         if state.purpose == LINGER:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(state.pid, signal.SIGTERM)
+            state.process.kill(signal.SIGTERM)
     for folder, state in ended:
         # A server ends by itself when its last user has; one that hangs is ended as Slurm does it.
         if not wait_released(folder, _END_S) and not _is_used(folder, state, job):
-            _kill_session(state.pid)
+            _kill_session(state.process)
             wait_released(folder, _END_S)
     for folder, state in dead_mounts(run_dir):
         # What a job has mounted in a /tmp of its own went with that; here it is another's.
@@ -66,24 +69,25 @@ def job_of(pid: int) -> str:
     return ""
 
 
-def _kill_session(pid: int) -> None:
+def _kill_session(server: ProcessId) -> None:
     """Kill a server's processes: their session is theirs alone."""
     with contextlib.suppress(ProcessLookupError):
-        session = os.getsid(pid)
-        if session == os.getsid(0):
+        session = os.getsid(server.pid)
+        if session == os.getsid(0) or not server.lives():
             return
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.getsid(int(entry.name)) == session:
-                    os.kill(int(entry.name), signal.SIGKILL)
+                process = ProcessId.of(int(entry.name))
+                if os.getsid(process.pid) == session:
+                    process.kill(signal.SIGKILL)
 
 
 def _is_used(folder: Path, state: MountState, job: str) -> bool:
     """By another job than `job`, which is over: what lives of it, nobody was left to kill."""
     users = [*living_processes(folder / "users")]
-    if state.user_pid and start_time(state.user_pid):
-        users.append(state.user_pid)
-    return any(not job or job_of(pid) != job for pid in users)
+    if state.user is not None and state.user.lives():
+        users.append(state.user)
+    return any(not job or job_of(process.pid) != job for process in users)
 
 
 def _unmount(run_dir: Path, state: MountState, say: Callable[[str], None]) -> None:

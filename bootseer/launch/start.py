@@ -9,8 +9,10 @@ which is then the command's.
 Main thread only: it forks and handles signals.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.structs import replace
@@ -178,8 +180,7 @@ class _Start:
 
     def _begin_lingering(self) -> None:
         """Have what is mounted stay after the job, and let go of what the last one has left."""
-        job = self._job
-        if self._settings.linger_s or job.image or job.setups or job.checkpoints:
+        if self._settings.linger_s or _has_left(self._settings.run_dir):
             from bootseer.launch.linger import Lingering
 
             self._lingering = Lingering(self._settings, self._say)
@@ -233,6 +234,16 @@ class _Start:
         self._checkpoints.abandon()
         if self._container is not None:
             self._container.close()
+
+
+def _has_left(run_dir: Path) -> bool:
+    """Return whether anything may linger on this node; a start where nothing does loads no code for
+    it."""
+    for name in ("mounts", "preload"):
+        with contextlib.suppress(OSError):
+            if os.listdir(run_dir / name):
+                return True
+    return False
 
 
 def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[str, str]:

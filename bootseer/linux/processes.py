@@ -153,12 +153,17 @@ def notes(folder: Path) -> list[str]:
     return []
 
 
-def living_processes(folder: Path) -> Iterator[int]:
-    """The processes noted in the folder that live."""
+def living_processes(folder: Path) -> Iterator[ProcessId]:
+    """Yield the processes noted in the folder that live."""
     for name in notes(folder):
         pid, _, started = name.partition("-")
-        if pid.isdigit() and started and start_time(int(pid)) == started:
-            yield int(pid)
+        if pid.isdigit() and (process := ProcessId(int(pid), started)).lives():
+            yield process
+
+
+def living_ids(folder: Path) -> set[int]:
+    """Return the ids of the processes noted in the folder that live."""
+    return {process.pid for process in living_processes(folder)}
 
 
 def wait_readable(descriptors: Iterable[int], timeout_s: float | None) -> list[int]:

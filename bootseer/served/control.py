@@ -29,6 +29,7 @@ from bootseer.errors import (
     UnavailableError,
     from_oserror,
 )
+from bootseer.linux.processes import ProcessId
 from bootseer.served.ready_socket import ReadySocket
 
 _log = logging.getLogger(__name__)
@@ -87,12 +88,12 @@ class ControlServer:
             self._timer = (time.monotonic() + window_s, on_window)
         self._thread.start()
 
-    def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
-        """Call `on_exit` when process `pid` ends; before `start`, or in a callback.
+    def watch(self, process: ProcessId, on_exit: Callable[[], None]) -> None:
+        """Call `on_exit` when the process ends; before `start`, or in a callback.
 
-        Raises: OSError.
+        Raises: ProcessLookupError if it has ended; OSError.
         """
-        self.watch_descriptor(os.pidfd_open(pid), on_exit)
+        self.watch_descriptor(process.open(), on_exit)
 
     def watch_descriptor(self, fd: int, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` once, when `fd` is readable; it is closed then. Before `start`."""

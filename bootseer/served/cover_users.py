@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, from_oserror
-from bootseer.linux.processes import living_processes, note_process, notes, own_line, write_note
+from bootseer.linux.processes import (
+    ProcessId,
+    living_ids,
+    living_processes,
+    note_process,
+    notes,
+    own_line,
+    write_note,
+)
 from bootseer.linux.removal import remove_tree
 from bootseer.served.covers import Cover, cover_at, covers, uncover
 from bootseer.served.folders import (
@@ -121,16 +129,16 @@ def is_kept(state_dir: Path) -> bool:
 
 def other_users(state_dir: Path) -> set[int]:
     """Processes that use the cover, but for this one and those that it descends from."""
-    return set(living_processes(state_dir / _USERS)) - own_line()
+    return living_ids(state_dir / _USERS) - own_line()
 
 
 def is_others_only(state_dir: Path) -> bool:
     """Whether processes use the cover, and neither this one nor any that it descends from."""
-    users = set(living_processes(state_dir / _USERS))
+    users = living_ids(state_dir / _USERS)
     return bool(users) and not users & own_line()
 
 
-def next_user(state_dir: Path) -> int | None:
+def next_user(state_dir: Path) -> ProcessId | None:
     """A process that uses the cover and lives."""
     return next(living_processes(state_dir / _USERS), None)
 
@@ -140,17 +148,17 @@ def next_user(state_dir: Path) -> int | None:
 
 def linger(run_dir: Path, pid: int) -> None:
     """Keep what this process uses as long as process `pid` lives, too. Raises: BootseerError."""
-    ours = os.getpid()
+    ours = ProcessId.of(os.getpid())
     for state_dir, state in live_mounts(run_dir):
-        is_ours = state.user_pid == ours and state.purpose != LINGER
+        is_ours = state.user == ours and state.purpose != LINGER
         if is_ours or ours in living_processes(state_dir / _USERS):
-            add_user(state_dir, ours)
+            add_user(state_dir, ours.pid)
             add_user(state_dir, pid)
 
 
 def only_lingers(state_dir: Path) -> bool:
     """Whether no job uses what is served, but only processes for which it lingers."""
-    users = set(living_processes(state_dir / _USERS))
+    users = living_ids(state_dir / _USERS)
     run_dir = state_dir.parent.parent
     return bool(users) and users <= {
         state.pid for _, state in live_mounts(run_dir) if state.purpose == LINGER
@@ -162,14 +170,14 @@ def lingering(run_dir: Path, purpose: str, job: str = "") -> Iterator[tuple[Path
     is named."""
     for state_dir, state in live_mounts(run_dir):
         if state.purpose == purpose and only_lingers(state_dir):
-            users = set(living_processes(state_dir / _USERS))
+            users = living_ids(state_dir / _USERS)
             if not job or any(
                 one.pid in users and one.reference == job for _, one in live_mounts(run_dir)
             ):
                 yield state_dir, state
 
 
-def last_user(state_dir: Path) -> int | None:
+def last_user(state_dir: Path) -> ProcessId | None:
     """A process that a checkpoint folder, or a container's tree, is still served for; None: it has
     none, and gets none."""
     with contextlib.suppress(OSError, BootseerError), _alone(state_dir):
@@ -183,7 +191,7 @@ def last_user(state_dir: Path) -> int | None:
 # ---- the end ----------------------------------------------------------------------------------
 
 
-def leave(state_dir: Path) -> int | None:
+def leave(state_dir: Path) -> ProcessId | None:
     """Called when a user has ended: a process to wait for before it is called again, or None. Then
     the cover, if there was one, is off, unless it `is_kept` or lies below one that stays."""
     try:
@@ -279,7 +287,7 @@ def _is_covered(identity: str) -> bool:
 
 def _next_user(directory: Path) -> int:
     """A descriptor of another process that uses the overlay; -1: none does, see `leave`."""
-    while (pid := leave(directory)) is not None:
+    while (process := leave(directory)) is not None:
         with contextlib.suppress(ProcessLookupError):
-            return os.pidfd_open(pid)
+            return process.open()
     return -1

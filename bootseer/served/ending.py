@@ -16,7 +16,7 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, fro
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import is_own, private_directory
-from bootseer.linux.processes import name_of, notes, start_time, wait_readable
+from bootseer.linux.processes import ProcessId, name_of, notes, wait_readable
 from bootseer.linux.removal import remove_tree
 from bootseer.served.cover_users import serves_itself
 from bootseer.served.covers import container_source, covers, uncover_all
@@ -74,9 +74,8 @@ def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
                 mounts.unmount(Path(state.directory), timeout_s=1.0)
             except BootseerError:
                 # It has mounted nothing, or holds something else.
-                if start_time(state.pid) == state.pid_started:
-                    with contextlib.suppress(OSError):
-                        os.kill(state.pid, signal.SIGTERM)
+                with contextlib.suppress(OSError):
+                    state.process.kill(signal.SIGTERM)
         if not wait_released(directory, _GIVEN_UP_END_S):
             _log.warning("the server of the mount %s does not end", directory.name)
     if not sweep_one(directory) and not is_alive(directory):
@@ -88,34 +87,28 @@ def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
 def end_silent(directory: Path, state: MountState) -> None:
     """Kill a server that does not answer: to be asked to end it would have to run. What it leaves
     is for a sweep. Raises: OSError."""
-    for pid, started in state.processes:
-        if started and start_time(pid) == started:
-            os.kill(pid, signal.SIGKILL)
+    for process in state.processes:
+        process.kill(signal.SIGKILL)
     wait_released(directory, _FAILED_END_S)
 
 
-def end_process(pid: int, started: str) -> None:
+def end_process(server: ProcessId) -> None:
     """Wait for a process of a server whose mount is gone; it cleans up for a while. Then SIGTERM,
-    then SIGKILL. `started` names it for sure (`start_time`). Raises: BootseerError."""
-    if not started or start_time(pid) != started:
-        return
+    then SIGKILL. Raises: BootseerError."""
     try:
-        process = os.pidfd_open(pid)
+        process = server.open()
     except ProcessLookupError:
         return
     except OSError as error:
-        raise from_oserror(error, f"reach the server process {pid}") from error
+        raise from_oserror(error, f"reach the server process {server.pid}") from error
     try:
-        # Before we had it, the process may have ended and its id been given to another one.
-        if start_time(pid) != started:
-            return
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if number is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, number)
             if wait_readable([process], _END_GRACE_S):
                 return
-        raise DeadlineError(f"the server process {pid} does not end")
+        raise DeadlineError(f"the server process {server.pid} does not end")
     finally:
         os.close(process)
 

@@ -21,6 +21,7 @@ from bootseer.linux.private_files import (
     read_private_file,
     write_private_file,
 )
+from bootseer.linux.processes import ProcessId
 from bootseer.linux.removal import remove_tree
 
 CHECKPOINT = "checkpoint"
@@ -65,7 +66,7 @@ class MountState(Struct, frozen=True):
     worker_pid: int = 0
     """The process that answers for a checkpoint folder. `pid` holds the mount, and replaces it."""
     worker_started: str = ""
-    user_pid: int = 0
+    user: ProcessId | None = None
     """The process that it is served for, and goes with."""
     root_was_made: bool = False
     """The checkpoint folder was not there: a misspelt URL gives an empty mount."""
@@ -79,9 +80,14 @@ class MountState(Struct, frozen=True):
     """Files that were being written when the mount ended; nothing of them is kept."""
 
     @property
-    def processes(self) -> tuple[tuple[int, str], ...]:
-        """Each of the server's processes: its id, and when it started."""
-        return ((self.pid, self.pid_started), (self.worker_pid, self.worker_started))
+    def process(self) -> ProcessId:
+        """The server's process."""
+        return ProcessId(self.pid, self.pid_started)
+
+    @property
+    def processes(self) -> tuple[ProcessId, ProcessId]:
+        """The server's process, and its worker."""
+        return self.process, ProcessId(self.worker_pid, self.worker_started)
 
 
 _STATE_FORM: Form[MountState] = Form(type=MountState, size_max=1 << 20)

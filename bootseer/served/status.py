@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux.processes import living_processes, start_time
+from bootseer.linux.processes import living_ids
 from bootseer.served.control import ask
 from bootseer.served.cover_users import serves_itself
 from bootseer.served.covers import Cover, covers
@@ -131,9 +131,9 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
         shown = (state.directory,)  # it lingers
     log = log_path(run_dir, state.id)
     health, problem, remedy = _health(known, kind, log)
-    users = set(living_processes(known.folder / "users"))
-    if state.user_pid and start_time(state.user_pid):
-        users.add(state.user_pid)
+    users = living_ids(known.folder / "users")
+    if state.user is not None and state.user.lives():
+        users.add(state.user.pid)
     return Entry(
         kind=kind,
         what=state.reference.removeprefix("snapshot") if kind == "environment" else state.reference,
@@ -170,8 +170,8 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str]:
     except BootseerError as error:
         return "silent", str(error), f"see {log}; {ends}"
     # Where not even the worker is known, they are in a PID namespace that we do not see.
-    is_seen = state.worker_started and start_time(state.worker_pid) == state.worker_started
-    if is_seen and start_time(state.pid) != state.pid_started:
+    server, worker = state.processes
+    if worker.lives() and not server.lives():
         what = "the process that would replace a worker that dies is gone"
         return "degraded", what, "mount it again when nothing uses it"
     problem = _problem_of(answer, kind)

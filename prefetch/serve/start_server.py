@@ -15,6 +15,7 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.serve.serve_plan import (
     DEFAULTS,
     RECORD_MODES,
@@ -88,7 +89,7 @@ def begin_serving(
         purpose=options.purpose,
         scratch=options.scratch,
         fingerprint=options.fingerprint,
-        user_pid=options.watch_pid or 0,
+        user=None if options.watch_pid is None else ProcessId.of(options.watch_pid),
         owner=options.owner,
     )
     plan = ServePlan(

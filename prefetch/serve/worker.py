@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux.processes import start_time
+from bootseer.linux.processes import ProcessId, start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
 from bootseer.prefetch.cache.damage import note_damage
 from bootseer.prefetch.cache.node_cache import NodeCache
@@ -102,8 +102,8 @@ class ImageServer:
             "detach": self._detach_command,
         }
         self._control = ControlServer(plan.state_dir, commands, plan.ready_name)
-        if plan.options.watch_pid is not None:
-            self._watch(plan.options.watch_pid)
+        if plan.state.user is not None:
+            self._watch(plan.state.user)
         self.operations = TreeFileSystem(
             tree,
             self._streams,
@@ -148,21 +148,21 @@ class ImageServer:
         self._streams.close(durable=False)
         self._store.close()
 
-    def _watch(self, pid: int) -> None:
+    def _watch(self, user: ProcessId) -> None:
         """Go when this process ends, unless others use what covers the tree. Raises: OSError."""
         state_dir = self._plan.state_dir
         if cover_users.is_kept(state_dir):
             return
         # A worker made anew after the first user has ended watches another one.
-        self._control.watch(cover_users.next_user(state_dir) or pid, self._user_ended)
+        self._control.watch(cover_users.next_user(state_dir) or user, self._user_ended)
 
     def _user_ended(self) -> None:
         state_dir = self._plan.state_dir
         is_container = self._plan.state.purpose == RUN
         next_user = cover_users.last_user if is_container else cover_users.leave
-        while (pid := next_user(state_dir)) is not None:
+        while (user := next_user(state_dir)) is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._control.watch(pid, self._user_ended)
+                self._control.watch(user, self._user_ended)
                 # What another job reads of what lingers is no part of this start.
                 self._end_start()
                 return
@@ -170,7 +170,7 @@ class ImageServer:
             self._unmount()
 
     def _unmount(self) -> None:
-        _log.info("the process %s has ended: unmounting", self._plan.options.watch_pid)
+        _log.info("all users have ended: unmounting")
         end_left_over(self._plan.state_dir)
         if is_in_use(self._plan.state.scratch):
             # What is left of a container may read on.

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux.processes import start_time
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
@@ -180,4 +179,4 @@ def _serves(state: MountState) -> bool:
     """Whether a process of that server lives; its worker serves on when the supervisor was killed.
     The lock alone does not tell: a process that tidies up after a dead one holds it for a
     moment."""
-    return any(pid and started and start_time(pid) == started for pid, started in state.processes)
+    return any(process.lives() for process in state.processes)

@@ -15,6 +15,7 @@ from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.linux.locks import lock_file
+from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.warm.plan import Plan
 from bootseer.prefetch.warm.reader import Figures, read_ahead
 from bootseer.prefetch.warm.record import WarmRecord, read_record
@@ -34,7 +35,7 @@ def start_warming(request: WarmRequest) -> str:
     Returns once the command may start, with a warning for people or "". Never raises for a failure
     of warming. `bootseer.ready()` of the command ends a recording: the environment says where.
     """
-    request = replace(request, pid=os.getpid(), ready_name=new_ready_name())
+    request = replace(request, process=ProcessId.of(os.getpid()), ready_name=new_ready_name())
     try:
         warning = _start(request)
     except (BootseerError, OSError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.warm.plan import Plan, plan
 from bootseer.prefetch.warm.reader import DEFAULT_THREAD_COUNT
 from bootseer.prefetch.warm.record import WarmRecord, identity_of
@@ -42,7 +43,7 @@ class WarmRequest(Struct, frozen=True):
     """What may be read ahead; None: as `budget_bytes` says."""
     thread_count: int = DEFAULT_THREAD_COUNT
     read_deadline_s: float = READ_DEADLINE_S
-    pid: int = 0
+    process: ProcessId | None = None
     """The command's process. When it ends, so does all of this."""
     ready_name: str = ""
     """The name of the socket on which `bootseer.ready()` of the command is heard."""

@@ -18,7 +18,7 @@ from typing import Any
 from bootseer.base.documents import from_line, to_builtins
 from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
 from bootseer.linux.locks import lock_file
-from bootseer.linux.processes import wait_readable
+from bootseer.linux.processes import ProcessId, wait_readable
 from bootseer.prefetch.warm.reader import Figures, read_ahead
 from bootseer.prefetch.warm.record import (
     WarmRecord,
@@ -54,7 +54,7 @@ class _Node:
             "directory": request.directory,
             "workload": request.workload,
             "pid": os.getpid(),
-            "command_pid": request.pid,
+            "command_pid": request.process.pid if request.process else 0,
             "started_ns": time.time_ns(),
             "action": "",
             "warning": "",
@@ -157,10 +157,11 @@ def _record(store: Store, request: WarmRequest, report: Report, node: _Node) -> 
 def _ends(request: WarmRequest) -> Iterator[list[int]]:
     """Descriptors that become readable at the command's end, and when it says that it is ready."""
     with contextlib.ExitStack() as stack:
+        process = request.process or ProcessId(0, "")
         try:
-            command = os.pidfd_open(request.pid)
+            command = process.open()
         except OSError as error:
-            raise from_oserror(error, f"watch process {request.pid}") from error
+            raise from_oserror(error, f"watch process {process.pid}") from error
         stack.callback(os.close, command)
         ready = ReadySocket(request.ready_name)
         stack.callback(ready.close)

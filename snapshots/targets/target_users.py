@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, BusyError
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import living_processes, note_process, notes, own_line
+from bootseer.linux.processes import living_ids, note_process, notes, own_line
 from bootseer.snapshots.targets.lock import record_path
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
     for target in targets:
         for path, folder in used.items():
             if path.is_relative_to(target) or target.is_relative_to(path):
-                for pid in living_processes(folder):
+                for pid in living_ids(folder):
                     if pid not in ours:
                         users[target] = pid
     return users
@@ -71,7 +71,7 @@ def _folder(run_dir: Path, target: Path) -> Path:
 
 
 def _forget_ended(folder: Path) -> None:
-    living = {str(pid) for pid in living_processes(folder)}
+    living = set(map(str, living_ids(folder)))
     for name in notes(folder):
         if name != _TARGET and name.partition("-")[0] not in living:
             with contextlib.suppress(OSError):

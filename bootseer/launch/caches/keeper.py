@@ -54,9 +54,9 @@ def keep(line: bytes, report: Report) -> None:
     """Carry a plan out. Raises: BootseerError."""
     plan = from_line(line, Plan)
     try:
-        job = os.pidfd_open(plan.pid)
+        job = plan.job.open()
     except OSError as error:
-        raise from_oserror(error, f"watch process {plan.pid}") from error
+        raise from_oserror(error, f"watch process {plan.job.pid}") from error
     ready = ReadySocket(plan.ready_name)
     report.send_ready()
     os.nice(_NICENESS)

@@ -28,6 +28,7 @@ from bootseer.launch.caches.records import (
     read_record,
 )
 from bootseer.linux.private_files import make_directory, private_directory
+from bootseer.linux.processes import ProcessId
 from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import Settings
 from bootseer.settings.default_settings import default_settings
@@ -57,8 +58,7 @@ class Plan(Struct, frozen=True):
 
     settings: Settings
     caches: tuple[Kept, ...]
-    pid: int
-    """The job."""
+    job: ProcessId
     ready_name: str
     begun_ns: int
     preloads: bool = False
@@ -207,7 +207,8 @@ class KeptCaches:
         if keeper is None:
             return
         name = new_ready_name()
-        plan = Plan(self._settings, tuple(kept), os.getpid(), name, self._begun_ns, self._preloads)
+        job = ProcessId.of(os.getpid())
+        plan = Plan(self._settings, tuple(kept), job, name, self._begun_ns, self._preloads)
         try:
             keeper.serve(to_line(plan))
         except BootseerError as error:

@@ -20,7 +20,7 @@ from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import public_url, redact
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
-from bootseer.linux.processes import in_a_copy, start_time, wait_readable
+from bootseer.linux.processes import ProcessId, in_a_copy, wait_readable
 from bootseer.profile.publish.begin import (
     LOCK,
     NOTE_SUFFIX,
@@ -117,10 +117,7 @@ class _Follower:
             self._figures.take(file_name("start", note.settings.job))
         self._schedule = Schedule(time.monotonic(), dice())
         with contextlib.suppress(OSError):
-            process = os.pidfd_open(note.pid)
-            self._running[process] = note
-            if start_time(note.pid) != note.pid_started:
-                self._forget(process)
+            self._running[ProcessId(note.pid, note.pid_started).open()] = note
         listener = ReadySocket(note.ready_name)
         self._listening[listener.fileno()] = listener
 

@@ -19,7 +19,7 @@ from typing import Any
 from bootseer import __version__
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import start_time
+from bootseer.linux.processes import ProcessId, name_of
 from bootseer.linux.removal import remove_tree
 from bootseer.served.preload import (
     LAUNCHER,
@@ -55,12 +55,12 @@ def begin_preloaders(
     """
     runs = private_directory(settings.run_dir / "preload")
     _sweep(runs)
-    folder = runs / f"{os.getpid()}-{start_time(os.getpid())}"
+    folder = runs / name_of(os.getpid())
     salt = secrets.token_hex(8)
     plan = {
         "release": __version__,
         "job": settings.job,
-        "pid": os.getpid(),
+        "process": ProcessId.of(os.getpid()),
         "salt": salt,
         "variables": digests_of(environ, salt),
         "memory_bytes": settings.preload_limit_bytes,
@@ -165,7 +165,7 @@ def _lingering(runs: Path, job: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _is_launched(folder: Path) -> bool:
     """Whether the process whose folder this is has not ended."""
     pid, _, started = folder.name.partition("-")
-    return not pid.isdigit() or start_time(int(pid)) == started.partition(".")[0]
+    return not pid.isdigit() or ProcessId(int(pid), started.partition(".")[0]).lives()
 
 
 def _ask(folder: Path, request: dict[str, Any]) -> str | None:

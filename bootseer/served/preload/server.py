@@ -70,7 +70,7 @@ class _Server:
         self._consulted = dict(consulted)
         self._began = began
         self._own = situation()
-        self._launcher = _process(plan["pid"])
+        self._launcher = _process(*plan["process"])
         self._listener = socket.socket(fileno=descriptor)
         self._refusal = ""
         self._directory = os.getcwd()
@@ -335,9 +335,16 @@ def _held(folder: str) -> int:
     return descriptor
 
 
-def _process(pid: int) -> int:
-    """A descriptor of the process; -1 where it has ended."""
+def _process(pid: int, started: str) -> int:
+    """A descriptor of the process; -1 where it has ended, whatever has its id now."""
     try:
-        return os.pidfd_open(pid)
+        descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return -1
+    # As `linux.processes` reads proc_pid_stat(5), which is not for this interpreter.
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        if fields[19] == started.encode():
+            return descriptor
+    os.close(descriptor)
+    return -1

@@ -5,7 +5,6 @@ what was written: what a server of `prefetch` is to a mounted tree.
 """
 
 import contextlib
-import os
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from msgspec import Struct
 
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
+from bootseer.linux.processes import ProcessId
 from bootseer.served.background import Report
 from bootseer.served.cover_users import stay_while_covered
 from bootseer.served.folders import MountState
@@ -28,7 +28,7 @@ class HolderPlan(Struct, frozen=True):
     settings: Settings
     state: MountState
     state_dir: Path
-    launcher: int
+    launcher: ProcessId
     """The process that makes the overlay."""
 
 
@@ -38,9 +38,9 @@ def _hold(line: bytes, report: Report) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         # Before it hears that we are ready: it may have finished and be gone a moment later.
-        launcher = os.pidfd_open(plan.launcher)
+        launcher = plan.launcher.open()
     except OSError as error:
-        raise from_oserror(error, f"watch process {plan.launcher}") from error
+        raise from_oserror(error, f"watch process {plan.launcher.pid}") from error
     digest = plan.state.index_digest
     with (
         living(plan.state_dir, plan.state),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bootseer.base.documents import to_line
 from bootseer.blob.tree import Tree
+from bootseer.linux.processes import ProcessId
 from bootseer.served.background import begin_server
 from bootseer.served.ending import give_up
 from bootseer.served.folders import LINK, MountState, new_mount_dir
@@ -83,5 +84,5 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
         f"the holder of {path}",
         identity=state_dir.name,
     )
-    process.serve(to_line(HolderPlan(settings, state, state_dir, os.getpid())))
+    process.serve(to_line(HolderPlan(settings, state, state_dir, ProcessId.of(os.getpid()))))
     return state_dir

@@ -12,6 +12,7 @@ import pytest
 
 import bootseer
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
+from bootseer.linux.processes import ProcessId
 from bootseer.served.control import Command, ControlServer, ask
 from bootseer.served.ready_socket import new_ready_name
 from tests.support.waiting import wait_for
@@ -105,7 +106,10 @@ def test_ready_and_window(
 def test_a_watched_process(directory: Path, events: Events) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         opened = ControlServer(directory, {"status": dict}, new_ready_name())
-        opened.watch(process.pid, events.exited.set)
+        with pytest.raises(ProcessLookupError):
+            # Another process has had the id before.
+            opened.watch(ProcessId(process.pid, "1"), events.exited.set)
+        opened.watch(ProcessId.of(process.pid), events.exited.set)
         opened.start(events.ready.set, 1000, events.window.set)
         assert ask(directory, "status") == {}
         assert not events.exited.is_set()

@@ -31,6 +31,7 @@ from bootseer.fuse.striped.mounted.life.spec import (
     CheckpointPlan,
     MountSpec,
 )
+from bootseer.linux.processes import start_time
 from bootseer.served.background import begin_server
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, only_lingers
@@ -114,6 +115,8 @@ def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any
     """
     path = absolute(directory)
     chosen = {name: value for name, value in choices.items() if value is not None}
+    if "lifetime_pid" in chosen:
+        chosen["lifetime_started"] = start_time(chosen["lifetime_pid"])
     spec = MountSpec(
         url=absolute_url(url),
         directory=str(path),
@@ -255,7 +258,7 @@ def unmount_checkpoints(
         return ()
     if known.is_running:
         for process in known.state.processes:
-            end_process(*process)
+            end_process(process)
     ended = read_state(known.folder)
     with contextlib.suppress(OSError):
         lock = take_lock(known.folder, create=False)

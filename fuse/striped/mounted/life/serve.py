@@ -121,7 +121,7 @@ def _state_of(plan: CheckpointPlan) -> MountState:
         pid=0,
         started_ns=time.time_ns(),
         purpose=CHECKPOINT,
-        user_pid=plan.spec.lifetime_pid or 0,
+        user=plan.spec.user,
         fingerprint=plan.spec.fingerprint,
     )
 
@@ -148,9 +148,9 @@ def _mount_options(spec: MountSpec) -> MountOptions:
 
 def _watch_owner(spec: MountSpec) -> int | None:
     """A descriptor that becomes readable when the process ends that the mount is for."""
-    if spec.lifetime_pid is None:
+    if spec.user is None:
         return None
     try:
-        return os.pidfd_open(spec.lifetime_pid)
+        return spec.user.open()
     except OSError as error:
-        raise from_oserror(error, f"watch process {spec.lifetime_pid}") from error
+        raise from_oserror(error, f"watch process {spec.user.pid}") from error

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from bootseer.base.documents import to_line
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.linux.processes import ProcessId
 
 MODULE = "bootseer.fuse.striped.mounted.server"
 """The module of the server's process."""
@@ -44,6 +45,8 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """Permissions that nothing has; the kernel checks access by the rest."""
     lifetime_pid: int | None = None
     """The server unmounts and ends when this process has ended."""
+    lifetime_started: str = ""
+    """When that process started (`processes.start_time`)."""
     warm: bool = False
     """Read the newest checkpoint ahead as soon as the mount works."""
     metrics_dir: Path | None = None
@@ -52,11 +55,19 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """How long open files may stay open when the server is told to end; then they are cut off."""
 
     @property
+    def user(self) -> ProcessId | None:
+        """The process that the mount is for."""
+        if self.lifetime_pid is None:
+            return None
+        return ProcessId(self.lifetime_pid, self.lifetime_started)
+
+    @property
     def fingerprint(self) -> str:
         """The same for mounts that the next job can use as its own."""
         import hashlib
 
-        return hashlib.sha256(to_line(replace(self, lifetime_pid=None)).encode()).hexdigest()
+        shared = replace(self, lifetime_pid=None, lifetime_started="")
+        return hashlib.sha256(to_line(shared).encode()).hexdigest()
 
     @property
     def stripe_settings(self) -> StripeSettings:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bootseer.linux.processes import wait_readable
+from bootseer.served.folders import LINGER, MountState, lock_new, new_mount_dir, write_state
 from tests.bootseer.launch.harness import Node, attribute, wait_for
 from tests.support.mounts.fuse_mount import require_fuse, require_root
 from tests.support.waiting import wait_for as wait_until
@@ -103,6 +104,41 @@ def test_the_next_start_finds_all_live(one: Node) -> None:
     assert _start(one, SHOW, linger="off") == "a\nstep-1\nstep-2\n"
     assert _how(one) == ("live", "live")
     one.wait_clean()
+
+
+def test_a_start_that_mounts_nothing_lets_go_of_all(one: Node) -> None:
+    """What lingered of the job kept its memory until its time was over."""
+    _start(one, "true")
+    assert _servers(one) != []
+    assert one.run("--", "true").returncode == 0
+    one.wait_clean()
+
+
+def test_a_process_with_the_number_of_a_lingering_one_is_left_alone(node: Node) -> None:
+    """Containers with PID namespaces of their own may share the run folder."""
+    folder = new_mount_dir(node.base / "run")
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        state = MountState(
+            id=folder.name,
+            reference="job",
+            index_digest="",
+            workload="",
+            directory="",
+            pid=stranger.pid,
+            pid_started="1",
+            started_ns=1,
+            purpose=LINGER,
+        )
+        write_state(folder, state)
+        lock = lock_new(folder)
+        try:
+            for options in ((), ("--linger", "1s")):
+                done = node.run(*options, "--", "true")
+                assert (done.returncode, done.stderr) == (0, "")
+            assert stranger.poll() is None
+        finally:
+            os.close(lock)
+            stranger.kill()
 
 
 def test_another_setup_and_the_same_checkpoint(one: Node) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.linux.processes import ProcessId
 from bootseer.served.cover_users import add_user, leave
 from bootseer.served.covers import covers, parse_covers
 from bootseer.served.folders import mounts_dir
@@ -93,7 +94,7 @@ def test_a_mount_below_one_that_is_used_is_waited_for(tmp_path: Path, covering: 
         add_user(mounts_dir(node.run_dir) / upper.id, other.pid)
         job.kill()
         job.wait(WAIT_S)
-        assert leave(mounts_dir(node.run_dir) / lower.id) == other.pid
+        assert leave(mounts_dir(node.run_dir) / lower.id) == ProcessId.of(other.pid)
         assert (target / "file1").read_text() == "1\n"
         other.kill()
         other.wait(WAIT_S)

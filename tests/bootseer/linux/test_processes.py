@@ -1,0 +1,43 @@
+"""Processes named by id and start time, and children that are killed."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from bootseer.linux.processes import ProcessId, kill_child, reap
+
+
+def test_a_process_that_has_the_id_of_another_is_not_reached() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        for started in ("1", ""):
+            other = ProcessId(process.pid, started)
+            assert not other.lives()
+            assert not other.kill(signal.SIGKILL)
+            with pytest.raises(ProcessLookupError):
+                other.open()
+        assert process.poll() is None
+        named = ProcessId.of(process.pid)
+        assert named.lives()
+        assert named.kill(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+        assert not named.lives()
+        assert not named.kill(signal.SIGKILL)
+
+
+def test_a_killed_child_is_waited_for_with_a_deadline() -> None:
+    for ends, code in (
+        (lambda: os._exit(3), 3),
+        (lambda: signal.pause(), -signal.SIGKILL),
+    ):
+        pid = os.fork()
+        if pid == 0:
+            ends()
+        if code == 3:
+            assert reap(pid, 60) == code
+            # It is no child any more.
+            assert reap(pid, 60) is None
+        else:
+            assert reap(pid, 0) is None
+            assert kill_child(pid) == code
