@@ -1,10 +1,11 @@
 """Writes a timeline: appends a line when a stage starts and a line when it ends.
 
 A line is one write(2) to a file opened with O_APPEND, so threads and processes of one rank share
-a file. Nothing here raises: a timeline that cannot be written must not cost a training run. The
+a file. A line that was cut costs no other one. Nothing here raises: a timeline that cannot be written must not cost a training run. The
 file is named to child processes by `BOOTSEER_TIMELINE`, the parent span by `TRACEPARENT`.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -43,7 +44,7 @@ COLLECTOR_MODULE = "_bootseer_collect"
 """In processes that are watched (bootseer.profile.collect): what watches them."""
 # torchrun starts failed workers again in place: in a timeline that was begun before.
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Span:
@@ -206,7 +207,12 @@ class Timeline:
             # Opened per line: spans are few, and no descriptor may leak into the training job.
             descriptor = os.open(self.path, _APPEND, 0o600)
             try:
-                os.write(descriptor, line)
+                # What a full disk, or a killed writer, has left of a line must not take ours along.
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    line = b"\n" + line
+                if os.write(descriptor, line) < len(line):
+                    raise OSError(errno.ENOSPC, "a line was cut, as a full disk does it")
             finally:
                 os.close(descriptor)
         except OSError as error:

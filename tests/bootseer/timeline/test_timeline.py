@@ -130,6 +130,42 @@ def test_an_unwritable_timeline_is_one_warning(
     assert "no timeline for this start" in caplog.text
 
 
+# Every file is full after so many bytes more: once in the middle of a line, and then at its end.
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+from bootseer.timeline import Timeline
+timeline = Timeline.start(Path(sys.argv[1]), job="j", submission="", attempt=0, node="n", rank=0)
+other = timeline.below(timeline.span("first"))
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for name in ("second", "third"):
+    size = timeline.path.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+    timeline.span(name)
+    timeline.span(name)
+    assert timeline.path.stat().st_size == size + 100
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    other.note(f"{name} of another writer", 1, 1)
+print(timeline.is_written, other.is_written, timeline.path)
+"""
+
+
+def test_a_full_disk_costs_only_what_found_no_room(tmp_path: Path) -> None:
+    """Half a line was joined by the next one, which was lost as well, without a word."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    is_written, is_other_written, path = done.stdout.split()
+    assert (is_written, is_other_written) == ("False", "True")
+    assert done.stderr.count("no timeline for this start") == 1, done.stderr
+    names = [stage.name for stage in decode(Path(path).read_bytes())]
+    assert sorted(names) == ["first", "second of another writer", "third of another writer"]
+
+
 def test_threads_and_processes_share_a_file(tmp_path: Path) -> None:
     timeline = _start(tmp_path)
     code = "import bootseer\nfor i in range(50):\n    with bootseer.stage('child'): pass\n"
