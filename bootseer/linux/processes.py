@@ -176,6 +176,18 @@ def wait_readable(descriptors: Iterable[int], timeout_s: float | None) -> list[i
     return [descriptor for descriptor, _ in poll.poll(timeout_ms)]
 
 
+def close_descriptors(kept: int) -> None:
+    """Close all descriptors of this process but the standard files and `kept`.
+
+    Not all numbers below the limit: that may be 2^30, a billion calls where there is no
+    close_range(2).
+    """
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
 def wait_ended(pid: int, timeout_s: float | None) -> bool:
     """Whether a child ended in time, at once when it does; `subprocess` looks every 50 ms. It is
     left to be waited for. Raises: OSError."""

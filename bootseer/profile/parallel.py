@@ -9,11 +9,11 @@ import fcntl
 import gc
 import os
 import pickle
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, Generic, NamedTuple, TypeVar, cast
 
 from bootseer.errors import BootseerError
+from bootseer.linux.processes import kill_child
 from bootseer.served.forked import may_fork
 
 T = TypeVar("T")
@@ -98,6 +98,4 @@ def _read(pipe: BinaryIO) -> _Answer[R]:
 
 def _end(pids: Sequence[int]) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        kill_child(pid)

@@ -26,7 +26,7 @@ from bootseer.base.documents import from_line, to_line
 from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.private_files import private_directory, private_opener
-from bootseer.linux.processes import wait_readable
+from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.scripts import python_environment
 from bootseer.served.forked import Forked, fork_into, may_fork
 
@@ -139,7 +139,8 @@ class ServerProcess:
             return
         os.close(fd)
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILLED_S)
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -236,7 +237,8 @@ def spawn(
         cwd="/",
     )
     if is_orphan:
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
     return process
 
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from bootseer.linux.processes import stat_fields, wait_ended
+from bootseer.linux.processes import close_descriptors, stat_fields, wait_ended
 
 _FAILED = 70  # EX_SOFTWARE of sysexits.h
 # Of /proc/self/stat, behind the name: arg_start and arg_end of proc_pid_stat(5).
@@ -88,8 +88,7 @@ def _become(
         os.chdir("/")
         for number, descriptor in enumerate(standard):
             os.dup2(descriptor, number)
-        os.closerange(3, kept)
-        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        close_descriptors(kept)
         _forget_handlers()
         os.environ.clear()
         os.environ.update(environment)

@@ -1,8 +1,9 @@
 """Writes a timeline: appends a line when a stage starts and a line when it ends.
 
 A line is one write(2) to a file opened with O_APPEND, so threads and processes of one rank share
-a file. A line that was cut costs no other one. Nothing here raises: a timeline that cannot be written must not cost a training run. The
-file is named to child processes by `BOOTSEER_TIMELINE`, the parent span by `TRACEPARENT`.
+a file. A line that was cut costs no other one. Nothing here raises: a timeline that cannot be
+written must not cost a training run. The file is named to child
+processes by `BOOTSEER_TIMELINE`, the parent span by `TRACEPARENT`.
 """
 
 import errno

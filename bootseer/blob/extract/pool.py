@@ -25,6 +25,7 @@ import bootseer
 from bootseer.base.documents import from_line
 from bootseer.blob.extract import process as worker
 from bootseer.errors import UnavailableError
+from bootseer.linux.processes import KILLED_S, reap
 
 # Tasks that are ready or under way, for each worker: enough that it never waits for the next.
 _AHEAD = 3
@@ -167,8 +168,8 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in self._pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+            # One in a call of a dead file system ends when that gives up.
+            reap(pid, KILLED_S)
         self._pids.clear()
         if self._feeder is not None:
             # What it waits for has a deadline.

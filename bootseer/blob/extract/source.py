@@ -145,8 +145,10 @@ class Supply:
                 first, position = first + 1, behind
             offset = start - self._bases[blob]
             for data in pieces(self._tree, self._read, blob, offset, position - start):
-                os.pwrite(self._fd, data, start)
-                start += len(data)
+                view = memoryview(data)
+                while view:
+                    count = os.pwrite(self._fd, view, start)
+                    start, view = start + count, view[count:]
 
 
 def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:

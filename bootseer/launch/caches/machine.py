@@ -7,12 +7,11 @@ told is told so, by a value of its own: it never counts as equal to something el
 import logging
 import os
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bootseer.linux.processes import wait_ended, wait_readable
+from bootseer.linux.processes import kill_child, reap, wait_readable
 from bootseer.linux.root_paths import find_program, resolve_in_root
 from bootseer.snapshots.setup.fingerprint import Part
 
@@ -147,9 +146,8 @@ def _said(words: Sequence[str], environ: Mapping[str, str]) -> bytes:
                 output += piece[: _OUTPUT_BYTES_MAX - len(output)]
         finally:
             # One that has closed its output and goes on is not waited for.
-            if not wait_ended(pid, _COMPILER_S):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            if reap(pid, _COMPILER_S) is None:
+                kill_child(pid)
     finally:
         os.close(ours)
     return output

@@ -18,7 +18,7 @@ from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, private_opener, write_private_file
-from bootseer.linux.processes import start_time
+from bootseer.linux.processes import KILLED_S, reap, start_time
 from bootseer.linux.scripts import python_environment
 from bootseer.profile.publish.endpoints import endpoints
 from bootseer.served.folders import log_path
@@ -128,6 +128,6 @@ def _start(folder: Path, log: Path, store_url: str) -> None:
             ],
             setsid=True,
         )
-        os.waitpid(pid, 0)
+        reap(pid, KILLED_S)
     finally:
         os.close(sink)

@@ -7,6 +7,7 @@ Alone decides what that is. One thread; standard library alone.
 import builtins
 import os
 import random
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ _TASKS = "/proc/self/task"
 # Lines of proc_pid_status(5) that an import could change for all that follows.
 _STATUS = (b"SigBlk:", b"SigIgn:", b"SigCgt:", b"Umask:")
 _OF_C_LIBRARY = 1 << (32 - 1) | 1 << (33 - 1)
+_COPY_MS = 10_000
 # They compare the number with the one that they find later, which is what a fork needs.
 _KNOW_FORKS = ("filelock", "torch")
 # What is drawn here is drawn anew in each worker (`worker.draw_anew`), or is a mere name.
@@ -171,7 +173,8 @@ class Checks:
         child = os.fork()
         if child == 0:
             os._exit(0)
-        os.waitpid(child, 0)
+        if not _has_ended(child):
+            return "keeps a copy of the process from ending"
         if len(os.listdir(_TASKS)) > 1:
             return "starts a thread"
         return ""
@@ -187,6 +190,20 @@ class Checks:
         if pages * os.sysconf("SC_PAGE_SIZE") > self._memory_bytes:
             raise Refusal(f"the imports take more than {self._memory_bytes >> 20} MiB of memory")
         return ""
+
+
+def _has_ended(child: int) -> bool:
+    """Return whether a child ended in time, and reap it."""
+    descriptor = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    has_ended = bool(poll.poll(_COPY_MS))
+    os.close(descriptor)
+    if not has_ended:
+        os.kill(child, signal.SIGKILL)
+    # A killed one, of which nobody else is left, waits for nothing but the kernel.
+    os.waitpid(child, 0 if has_ended else os.WNOHANG)
+    return has_ended
 
 
 def _open_files() -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 from bootseer import __version__
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory
-from bootseer.linux.processes import ProcessId, name_of
+from bootseer.linux.processes import KILLED_S, ProcessId, close_descriptors, name_of, reap
 from bootseer.linux.removal import remove_tree
 from bootseer.served.preload import (
     LAUNCHER,
@@ -252,12 +252,11 @@ def _spawn(record: Mapping[str, Any], environ: Mapping[str, str], log: Path, kep
                 null = os.open(os.devnull, os.O_RDWR)
                 for number, descriptor in enumerate((null, sink, sink)):
                     os.dup2(descriptor, number)
-                os.closerange(3, kept)
-                os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+                close_descriptors(kept)
                 os.set_inheritable(kept, True)
                 os.execve(words[0], words, environ)
             finally:
                 os._exit(127)
-        os.waitpid(child, 0)
+        reap(child, KILLED_S)
     finally:
         os.close(sink)

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -112,8 +112,7 @@ def _hand_over(connection: socket.socket, worker: int, told: int, go: int) -> No
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
-    os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    _close_all_but({0, 1, 2, connection.fileno()})
     guard(connection, worker, stand_in)
 
 
@@ -161,7 +160,11 @@ def _take_descriptors(numbers: Sequence[int], descriptors: Sequence[int], pipes:
     pipes[:] = moved[-len(pipes) :]
     for number, one in zip(numbers, moved, strict=False):
         os.dup2(one, number, inheritable=True)
-    kept = {*numbers, *pipes}
+    _close_all_but({*numbers, *pipes})
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    # Not all numbers below the limit, which may be 2^30.
     for text in os.listdir("/proc/self/fd"):
         if int(text) not in kept:
             with contextlib.suppress(OSError):

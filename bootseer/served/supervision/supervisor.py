@@ -48,7 +48,6 @@ from bootseer.served.supervision.worker import (
     died_of,
     ends_within,
     is_stuck,
-    reap,
     reap_ended,
     work,
 )
@@ -280,7 +279,8 @@ class _Supervisor(Struct):
         if worker >= 0 and not ends_within(worker, self.options.shutdown_s + _STOP_GRACE_S):
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
-            reap(worker)
+            # Whether it could end or not: its readers wait for the end of the connection.
+            code_of(worker)
         mounted = mounts.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
             mounts.abort_connection(attached.device_minor, attached.path)

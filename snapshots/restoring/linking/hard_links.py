@@ -9,7 +9,6 @@ import contextlib
 import errno
 import mmap
 import os
-import signal
 import stat
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -18,6 +17,7 @@ from pathlib import Path
 from bootseer.blob.pack.frame_writer import usable_cpus
 from bootseer.blob.pack.stat_record import RECORD, put_directory, put_record
 from bootseer.blob.tree import Tree
+from bootseer.linux.processes import kill_child
 from bootseer.linux.removal import remove_tree
 from bootseer.served.forked import may_fork
 from bootseer.snapshots.restoring.linking.linked import copy_attributes
@@ -120,8 +120,7 @@ class _Links:
         try:
             yield
         except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            kill_child(pid)
             raise
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code:

@@ -27,17 +27,10 @@ def test_a_process_that_has_the_id_of_another_is_not_reached() -> None:
 
 
 def test_a_killed_child_is_waited_for_with_a_deadline() -> None:
-    for ends, code in (
-        (lambda: os._exit(3), 3),
-        (lambda: signal.pause(), -signal.SIGKILL),
-    ):
-        pid = os.fork()
-        if pid == 0:
-            ends()
-        if code == 3:
-            assert reap(pid, 60) == code
-            # It is no child any more.
-            assert reap(pid, 60) is None
-        else:
-            assert reap(pid, 0) is None
-            assert kill_child(pid) == code
+    ending = os.posix_spawnp("sh", ["sh", "-c", "exit 3"], os.environ)
+    assert reap(ending, 60) == 3
+    # It is no child any more.
+    assert reap(ending, 60) is None
+    sleeping = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)
+    assert reap(sleeping, 0) is None
+    assert kill_child(sleeping) == -signal.SIGKILL
