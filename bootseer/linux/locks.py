@@ -2,13 +2,14 @@
 process, and so end with a holder that is killed. Stateless; any thread.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import time
 from pathlib import Path
 
-from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.private_files import make_private_directory, private_opener
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 # flock(2) has no time-out. Most locks are held for milliseconds, some for a pull.
@@ -31,6 +32,24 @@ def try_lock(fd: int, *, is_shared: bool = False) -> bool:
 def unlock(fd: int) -> None:
     """Let go of the lock in all copies of the descriptor. Raises: OSError."""
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def open_log(path: Path) -> int:
+    """Open a log to append to; its lock is shared by all processes that have the descriptor, as
+    their output, so that others see that it `is_written`. Raises: OSError."""
+    fd = private_opener(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with contextlib.suppress(OSError):
+        try_lock(fd, is_shared=True)
+    return fd
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a process that lives has a log for its output. Raises: OSError."""
+    fd = private_opener(str(path), os.O_RDONLY)
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
 
 
 def lock_within(fd: int, timeout_s: float, *, is_shared: bool = False) -> None:

@@ -25,7 +25,8 @@ from msgspec import Struct
 from bootseer.base.documents import from_line, to_line
 from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
-from bootseer.linux.private_files import private_directory, private_opener
+from bootseer.linux.locks import open_log
+from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.scripts import python_environment
 from bootseer.served.forked import Forked, fork_into, may_fork
@@ -173,20 +174,18 @@ def begin(
     `variables`: what its environment has beside ours, such as credentials; None: what it lacks.
     Raises: BootseerError; no process is left then.
     """
-    log = log or Path(os.devnull)
     try:
-        sink = open(log, "ab", opener=private_opener)  # noqa: SIM115
+        sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if log is None else open_log(log)
     except OSError as error:
         raise from_oserror(error, f"open the log {log}") from error
+    log = log or Path(os.devnull)
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         process: _Process
         if forks and may_fork() and not os.environ.get(SPAWNER):
-            process = fork_into(module, [str(theirs)], python_environment(), sink.fileno(), theirs)
+            process = fork_into(module, [str(theirs)], python_environment(), sink, theirs)
         else:
-            process = spawn(
-                module, (), sink.fileno(), theirs, stdin=subprocess.PIPE, variables=variables
-            )
+            process = spawn(module, (), sink, theirs, stdin=subprocess.PIPE, variables=variables)
     except BaseException as error:
         os.close(ours)
         if isinstance(error, OSError):
@@ -194,7 +193,7 @@ def begin(
         raise
     finally:
         os.close(theirs)
-        sink.close()
+        os.close(sink)
     return ServerProcess(process, ours, what, log)
 
 
@@ -310,9 +309,10 @@ def write_to(log: Path) -> None:
     Raises: BootseerError.
     """
     try:
-        with open(log, "ab", opener=private_opener) as sink:
-            for number in (1, 2):
-                os.dup2(sink.fileno(), number)
+        sink = open_log(log)
+        for number in (1, 2):
+            os.dup2(sink, number)
+        os.close(sink)
     except OSError as error:
         raise from_oserror(error, f"open the log {log}") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
+from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own, private_directory
 from bootseer.linux.processes import ProcessId, name_of, notes, wait_readable
 from bootseer.linux.removal import remove_tree
@@ -259,5 +260,6 @@ def _sweep_logs(run_dir: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         logs = sorted((run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
         for path in logs[:-_LOGS_KEPT]:
-            if not is_alive(mounts_dir(run_dir) / path.stem):
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if not is_written(path):
+                    path.unlink()

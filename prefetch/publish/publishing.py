@@ -24,7 +24,8 @@ from msgspec import Struct
 
 from bootseer.base.documents import from_line, to_line
 from bootseer.errors import BootseerError
-from bootseer.linux.private_files import private_directory, private_opener, write_private_file
+from bootseer.linux.locks import open_log
+from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.served.background import spawn
 from bootseer.served.folders import PUBLISH, MountState, is_alive, log_path, take_lock, write_state
@@ -126,7 +127,7 @@ def _new_job(identity: str, job: _Job) -> Iterator[tuple[Path, int, BinaryIO]]:
     lock = take_lock(directory)
     try:
         write_private_file(directory / "job.json", to_line(job).encode("ascii"))
-        with open(log_path(settings.run_dir, identity), "ab", opener=private_opener) as log:
+        with os.fdopen(open_log(log_path(settings.run_dir, identity)), "ab") as log:
             yield directory, lock, log
     finally:
         os.close(lock)

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError
-from bootseer.linux.locks import lock_file
-from bootseer.linux.private_files import private_directory, private_opener, write_private_file
+from bootseer.linux.locks import lock_file, open_log
+from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.linux.processes import KILLED_S, reap, start_time
 from bootseer.linux.scripts import python_environment
 from bootseer.profile.publish.endpoints import endpoints
@@ -114,7 +114,7 @@ def _is_served(folder: Path) -> bool:
 def _start(folder: Path, log: Path, store_url: str) -> None:
     private_directory(log.parent)
     # Not by `subprocess`, which other starts do without: loading it takes longer than all this.
-    sink = private_opener(str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    sink = open_log(log)
     try:
         pid = os.posix_spawn(
             "/bin/sh",

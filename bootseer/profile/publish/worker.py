@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import public_url, redact
 from bootseer.errors import BootseerError
-from bootseer.linux.locks import lock_file
+from bootseer.linux.locks import is_written, lock_file
 from bootseer.linux.processes import ProcessId, in_a_copy, wait_readable
 from bootseer.profile.publish.begin import (
     LOCK,
@@ -255,7 +255,8 @@ def _sweep(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 status = old.stat(follow_symlinks=False)
                 if old.suffix == ".log":
-                    if status.st_mtime < before_s or not status.st_size:
+                    is_old = status.st_mtime < before_s or not status.st_size
+                    if is_old and not is_written(old):
                         old.unlink()
                 elif status.st_mtime < before_s:
                     # The process that serves it holds the lock, for a day at most.

@@ -18,6 +18,7 @@ from typing import Any
 
 from bootseer import __version__
 from bootseer.errors import BootseerError
+from bootseer.linux.locks import open_log
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import KILLED_S, ProcessId, close_descriptors, name_of, reap
 from bootseer.linux.removal import remove_tree
@@ -241,8 +242,9 @@ def _listener(folder: Path) -> socket.socket:
 def _spawn(record: Mapping[str, Any], environ: Mapping[str, str], log: Path, kept: int) -> None:
     """Start the interpreter as its program's, as nobody's child."""
     words = [record["executable"], *record["words"], *record["arguments"]]
-    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    sink = open_log(log)
     try:
+        os.ftruncate(sink, 0)
         child = os.fork()
         if child == 0:
             try:

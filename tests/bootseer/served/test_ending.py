@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.linux.namespaces import mount_namespace
+from bootseer.served.background import begin
 from bootseer.served.ending import sweep
 from bootseer.served.folders import MountState, new_mount_dir, write_state
 from tests.support.waiting import wait_for
@@ -35,3 +36,22 @@ def test_what_a_dead_server_has_mounted_elsewhere_stays_as_long_as_somebody_sees
     assert sweep(tmp_path) == 1
     assert not scratch.exists()
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_log_of_a_process_that_lives_stays(tmp_path: Path, forks: bool) -> None:
+    """Those of keepers, publishers and preloaders went, once there were twenty newer ones."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mine = logs / "caches-1.log"
+    with begin("bootseer.launch.caches.keeper", "the keeper", mine, forks=forks) as process:
+        os.utime(mine, (1, 1))
+        for number in range(30):
+            (logs / f"{number}.log").touch()
+        sweep(tmp_path)
+        assert mine.exists()
+        assert len(list(logs.iterdir())) == 21
+        process.abandon()
+        sweep(tmp_path)
+        assert not mine.exists()
+        assert len(list(logs.iterdir())) == 20
