@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.cli import main
+from bootseer.launch.job import setup_command
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Outside
 from bootseer.store import open_store
@@ -117,6 +118,26 @@ def test_a_manifest_brings_no_control_codes(
     assert cli("run", *command)[0] == 0
     assert r"changed on \x1b[2J" in cli.err
     assert "\x1b" not in out + cli.err
+
+
+def test_a_line_in_quotes_is_read_like_that_of_a_start(tmp_path: Path, cli: _Cli) -> None:
+    """A named fault: it was taken for one program, of which no directories are known."""
+    (tmp_path / "r.txt").write_text("a==1\n")
+    for line in ("pip install -r r.txt --target lib", "mkdir -p lib; echo x > lib/x"):
+        words = ["--target", "lib", "--"]
+        keys = set()
+        for command in ([line], setup_command(line)):
+            code, out = cli("explain", "--json", *words, *command)
+            assert code == 0, cli.err
+            keys.add(json.loads(out)["fingerprint"])
+        assert len(keys) == 1
+    assert cli("run", *words, line)[0] == 0
+    assert (tmp_path / "lib/x").read_text() == "x\n"
+    # What is a program is one, blanks or not.
+    (tmp_path / "my tool").write_text("#!/bin/sh\nmkdir tools\n")
+    (tmp_path / "my tool").chmod(0o755)
+    assert cli("run", "--target", "tools", "--", "./my tool")[0] == 0
+    assert cli("explain", "--", "pip install 'x")[0] == 2
 
 
 def test_run_and_exit_codes(tmp_path: Path, cli: _Cli) -> None:

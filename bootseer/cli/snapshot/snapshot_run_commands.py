@@ -86,10 +86,23 @@ def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
     from bootseer.snapshots.setup.request import Request
 
     settings = current_settings()
+    options["command"] = _command(options["command"])
     max_age_s = options.pop("max_age_s")
     if max_age_s is not None:
         settings = replace(settings, snapshot_max_age_s=max_age_s)
     return settings, Request(**options)
+
+
+def _command(words: tuple[str, ...]) -> list[str]:
+    """The words of the set-up. A line in one word is read as `bootseer run --setup` reads it, so
+    that both have one snapshot."""
+    import os
+
+    from bootseer.launch.job import setup_command
+
+    if len(words) == 1 and len(words[0].split()) > 1 and not os.path.exists(words[0]):
+        return setup_command(words[0])
+    return list(words)
 
 
 @click.command(
@@ -113,8 +126,9 @@ def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
 def run(wait_s: float, mode: str | None, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Run a set-up COMMAND once; later, and on other nodes, restore what it made.
 
-    Exits with the command's own code when it fails. Trouble with the store only costs the
-    restore: the command then runs as usual.
+    COMMAND is a program and its words, or a line in quotes, which is read as that of
+    `bootseer run --setup`. Exits with the command's own code when it fails. Trouble with the store
+    only costs the restore: the command then runs as usual.
     """
     settings, request = _request(options)
     if mode is not None:
@@ -204,7 +218,7 @@ def explain(as_json: bool, **options: Any) -> None:
     """Show what decides the result of a set-up COMMAND, and whether there is a snapshot of it.
 
     Where there is none: what differs from the stored snapshot that comes nearest. Nothing is run
-    and nothing changes.
+    and nothing changes. COMMAND may be a line in quotes, such as that of a `bootseer run --setup`.
     """
     from bootseer.base.shown import shown_age
     from bootseer.snapshots.explain import explain_setup
