@@ -4,9 +4,12 @@ Alone decides which parts make the fingerprint of a set-up. Looks at the machine
 interpreter, targets) but changes nothing.
 """
 
+import contextlib
+import math
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,7 @@ from msgspec.structs import replace
 
 from bootseer.base.redact import without_users
 from bootseer.errors import InvalidInputError, UnsupportedError
+from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.root_paths import find_program
 from bootseer.linux.scripts import RunOptions, as_script
 from bootseer.snapshots.setup.fingerprint import (
@@ -66,21 +70,61 @@ _USUAL_VARIABLES = {
     *("OPTARG", "OPTIND"),
 }
 _SHOWN_MAX = 5
+# Of a program whose output is read. Nothing that is asked here says as much.
+_OUTPUT_BYTES_MAX = 1024 * 1024
 
 
 def run_plainly(
     args: Sequence[str], /, **options: Unpack[RunOptions]
 ) -> "subprocess.CompletedProcess[bytes]":
-    """The runner of a set-up on this host itself."""
+    """The runner of a set-up on this host itself. Output that is piped is bounded, and with a
+    timeout everything is. Raises: OSError; TimeoutExpired."""
     try:
-        return subprocess.run(args, check=False, **options)
+        return _run(args, options)
     except OSError as error:
         env = options.get("env")
         path = None if env is None else env.get("PATH")
         script = as_script(error, args, search_path=path, directory=options.get("cwd") or "")
         if script is None:
             raise
-        return subprocess.run(script, check=False, **options)
+        return _run(script, options)
+
+
+def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProcess[bytes]":
+    timeout_s = options.get("timeout")
+    others = {name: value for name, value in options.items() if name != "timeout"}
+    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    process = subprocess.Popen(args, **others)  # type: ignore[call-overload]
+    output = None
+    try:
+        if process.stdout is not None:
+            output = _read_output(process.stdout.fileno(), args, end)
+            process.stdout.close()  # who has more to say is ended by that
+        wait_s = None if timeout_s is None else max(0.0, end - time.monotonic())
+        code = process.wait(wait_s)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            # One that hangs in the kernel, on a share that is away, would not end either.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
+        if process.stdout is not None:
+            process.stdout.close()
+    return subprocess.CompletedProcess(args, code, output, None)
+
+
+def _read_output(descriptor: int, args: Sequence[str], end: float) -> bytes:
+    """Read to the end, or to a bound, after which nobody reads on. Raises: TimeoutExpired."""
+    found = bytearray()
+    while len(found) < _OUTPUT_BYTES_MAX:
+        left_s = None if end == math.inf else end - time.monotonic()
+        if not wait_readable([descriptor], left_s):
+            raise subprocess.TimeoutExpired(args, 0.0)
+        piece = os.read(descriptor, 64 * 1024)
+        if not piece:
+            break
+        found += piece
+    return bytes(found)
 
 
 class Request(Struct, frozen=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 from bootseer.blob.pack.frame_writer import usable_cpus
 from bootseer.blob.pack.stat_record import RECORD, put_directory, put_record
 from bootseer.blob.tree import Tree
-from bootseer.linux.processes import kill_child
+from bootseer.linux.processes import kill_child, reap
 from bootseer.linux.removal import remove_tree
 from bootseer.served.forked import may_fork
 from bootseer.snapshots.restoring.linking.linked import copy_attributes
@@ -33,6 +33,9 @@ from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_restored,
 SHARED_NAMES = 5000
 """The number of names from which on a second process pays, which costs as much as a hundred
 names."""
+
+# What the other half may take after this one is done, which takes as long.
+_OTHER_S = 300.0
 
 _Files = tuple[bytes, list[int]]
 """A directory's path, and the numbers of the names in it that are no directories."""
@@ -122,7 +125,10 @@ class _Links:
         except BaseException:
             kill_child(pid)
             raise
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ended = reap(pid, _OTHER_S)
+        if ended is None:
+            kill_child(pid)
+        code = errno.ETIMEDOUT if ended is None else ended
         if code:
             code = max(code, 0) or errno.EINTR
             raise OSError(code, os.strerror(code))

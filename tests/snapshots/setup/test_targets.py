@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
+from bootseer.snapshots.setup import interpreter as asking
 from bootseer.snapshots.setup.interpreter import (
     Interpreter,
     find_python,
@@ -162,6 +163,20 @@ def test_a_real_interpreter_answers() -> None:
     assert "purelib" in found.paths
     assert probe("/no/such/python", run_plainly, cwd=None, env=None) is None
     assert probe("false", run_plainly, cwd=None, env=None) is None
+
+
+def test_a_python_that_says_too_much_or_hangs_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named fault: all of its output was kept, for as long as it went on."""
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexec yes\n")
+    python.chmod(0o755)
+    assert probe(str(python), run_plainly, cwd=None, env=None) is None
+    # One whose child keeps the pipe open ends, too.
+    monkeypatch.setattr(asking, "_PROBE_TIMEOUT_S", 1.0)
+    python.write_text("#!/bin/sh\nsleep 20 &\nexec sleep 600\n")
+    assert probe(str(python), run_plainly, cwd=None, env=None) is None
 
 
 @pytest.mark.parametrize("output", [b"", b"hello", b"[]", b"{}", b'{"paths": 3}', b"\xff"])
