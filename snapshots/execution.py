@@ -68,13 +68,24 @@ class Ran(Struct, frozen=True):
 
 def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> SetupResult:
     """Run the command and make its snapshot. Raises: SetupFailedError; NotStoredError."""
+    # Here: a restore needs none of it.
+    from bootseer.snapshots.capture.layering import earlier_snapshots, find_base
+
     if not under.renew:
         attempt.report(f"no snapshot {attempt.key[:12]} yet; running the set-up")
+    parts = under.resolved.all_parts(under.bases)
+    earlier = earlier_snapshots(store)
+    if not (under.renew or under.replace) and (sentence := _nearest(parts, earlier)):
+        attempt.report(sentence)
+    # What is damaged may be the base.
+    base = None if under.replace else find_base(earlier, parts, attempt.targets)
+    del earlier
     look = _look_outside(attempt)
     setup_s = run_command(attempt.request, attempt.locks)
     try:
         ran = Ran(setup_s, look(setup_s))
-        manifest, is_stored = _publish(attempt, store, under, ran)
+        attempt.report(f"the set-up took {setup_s:.1f} s; capturing {show(attempt.targets)}")
+        manifest, is_stored = _publish(attempt, store, under, parts, base, ran)
     except Exception as error:
         if not isinstance(error, BootseerError | OSError):
             logger.exception("unexpected error in a capture")
@@ -126,16 +137,30 @@ def _look_outside(attempt: Attempt) -> Callable[[float], Outside]:
     )
 
 
+def _nearest(parts: Sequence[Part], earlier: Sequence[Manifest]) -> str:
+    """Say what has changed since the snapshot that comes nearest, if it is one of this set-up."""
+    from bootseer.snapshots.catalogue.compare import nearest
+    from bootseer.snapshots.catalogue.part_differences import compare_parts, in_words
+
+    near = nearest(parts, earlier)
+    if near is None:
+        return ""
+    differences = compare_parts(near.parts, parts)
+    names = {one.part for one in differences}
+    if "command" in names and any(name.startswith("target ") for name in names):
+        return ""  # another environment altogether
+    return f"nearest is snapshot {near.fingerprint[:12]}; it differs in {in_words(differences)}"
+
+
 def _publish(
-    attempt: Attempt, store: Store, under: Circumstances, ran: Ran
+    attempt: Attempt,
+    store: Store,
+    under: Circumstances,
+    parts: Sequence[Part],
+    base: Manifest | None,
+    ran: Ran,
 ) -> tuple[Manifest, bool]:
     """What the set-up made, and whether it is in the store: else another node's is."""
-    # Here: a restore needs none of it.
-    from bootseer.snapshots.capture.layering import find_base
-
-    parts = under.resolved.all_parts(under.bases)
-    # What is damaged may be the base.
-    base = None if under.replace else find_base(store, parts, attempt.targets)
     manifest = _captured(attempt, store, under, parts, base, ran)
     try:
         is_stored = catalogue.publish(store, manifest, replace=under.replace or under.renew)

@@ -1,10 +1,7 @@
 """Why a set-up would run, or would not: its parts, its snapshot, and the nearest one there is.
 
-`compare_parts` is pure; `explain_setup` looks at machine and store, and changes
-nothing. Stateless; any thread.
+Looks at machine and store, and changes nothing. Stateless; any thread.
 """
-
-from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,8 +12,9 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
 from bootseer.snapshots.catalogue.compare import nearest
 from bootseer.snapshots.catalogue.manifest import Manifest
+from bootseer.snapshots.catalogue.part_differences import Difference, compare_parts
 from bootseer.snapshots.reuse import key_in_place, mounts_in_place
-from bootseer.snapshots.setup.fingerprint import SECRETS, Part, base_part_name
+from bootseer.snapshots.setup.fingerprint import Part, base_part_name
 from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import NOTHING, base_digest, scan
@@ -26,17 +24,6 @@ IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
 
 # Of the newest: an explanation should take a second, whatever the store holds.
 _COMPARED_MAX = 500
-
-
-class Difference(Struct, frozen=True):
-    """One part that is not as it was."""
-
-    part: str
-    stored: str | None
-    """Its value in the stored snapshot; None where that has no such part."""
-    now: str | None
-    note: str
-    """What that means, in plain words, or empty."""
 
 
 class Explanation(Struct, frozen=True):
@@ -59,59 +46,6 @@ class Explanation(Struct, frozen=True):
     """What may decide the result and is not among the parts, in a few words each."""
     max_age_s: float = 0.0
     """How old a stored snapshot may be; 0: any age."""
-
-
-def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Difference, ...]:
-    """The parts that differ, sorted by name. Pure."""
-    before = {part.name: part.value for part in stored}
-    after = {part.name: part.value for part in now}
-    return tuple(
-        Difference(name, before.get(name), after.get(name), _note(name, before, after))
-        for name in sorted({*before, *after})
-        if before.get(name) != after.get(name)
-    )
-
-
-def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
-    stored, now = before.get(name), after.get(name)
-    kind, _, what = name.partition(" ")
-    if kind == "target":
-        return "another list of targets"
-    if stored is None:
-        return "decides the result now, did not then"
-    if now is None:
-        return "decided the result then, does not now"
-    if name == "interpreter":
-        return _interpreter_note(stored, now)
-    if kind == "before":
-        if now == NOTHING:
-            return f"{what} is missing or empty now"
-        return f"{what} holds something {'already' if stored == 'nothing' else 'else'}"
-    return {
-        "input": "its contents have changed",
-        "exists": "it is there, or is of another kind",
-        "wheels": "other wheels lie there",
-        "env": "the variable has another value",
-        SECRETS: "a declared variable or a hidden word of the command has another value",
-        "command": "the command is another one",
-        "image": "the image is another one",
-        "salt": "the salt is another one",
-        "installation": "Python lies in another place",
-        "settings": "these settings are others",
-        "directory": "the working directory is another one",
-    }.get(kind, "")
-
-
-def _interpreter_note(stored: str, now: str) -> str:
-    """ "implementation version abi": which of them differ."""
-    before, after = stored.split(), now.split()
-    if len(before) < 2 or len(after) < 2 or before[0] != after[0]:
-        return "another interpreter"
-    if before[1].split(".")[:2] == after[1].split(".")[:2]:
-        if before[2:] == after[2:] and before[1] != after[1]:
-            return f"only the patch version differs: {before[1]} then, {after[1]} now"
-        return "another ABI"
-    return f"another version of Python: {before[1]} then, {after[1]} now"
 
 
 def explain_setup(settings: Settings, request: Request, report: Report) -> Explanation:

@@ -106,15 +106,23 @@ def may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest)
     )
 
 
-def find_base(store: Store, parts: Sequence[Part], paths: Sequence[bytes]) -> Manifest | None:
-    """The earlier snapshot that has most in common, as far as can be told from what the two were
-    made from. Never raises: without one the new snapshot is stored whole."""
+def earlier_snapshots(store: Store) -> list[Manifest]:
+    """The newest snapshots that could be read in a few seconds, without kept caches. Never raises:
+    without any the new snapshot is stored whole."""
     try:
         newest = catalogue.list_newest(store, _COMPARED_MAX, within_s=_COMPARING_S)
-        return nearest(parts, (one for one in newest if may_share(parts, paths, one)))
+        return [one for one in newest if not one.cache]
     except (BootseerError, OSError) as error:
         logger.info("no earlier snapshot is looked at: %s", error)
-        return None
+        return []
+
+
+def find_base(
+    earlier: Iterable[Manifest], parts: Sequence[Part], paths: Sequence[bytes]
+) -> Manifest | None:
+    """The earlier snapshot that has most in common, as far as can be told from what the two were
+    made from. Pure."""
+    return nearest(parts, (one for one in earlier if may_share(parts, paths, one)))
 
 
 def find_others(

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.base.documents import Form
+from bootseer.base.progress import Progress
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
@@ -22,6 +23,7 @@ from bootseer.errors import (
     CorruptError,
     InvalidInputError,
     NotFoundError,
+    from_oserror,
 )
 from bootseer.snapshots.catalogue.manifest import Key, Manifest, Stored, Target, is_name
 from bootseer.snapshots.catalogue.manifest_codec import (
@@ -41,6 +43,7 @@ _MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
 _THREADS_MAX = 16
+_PIECE_BYTES = 1024 * 1024
 
 
 class _Name(Struct, frozen=True):
@@ -191,7 +194,28 @@ def publish_target(
             is_damaged = replace or store.size(key) != size_bytes
         except NotFoundError:
             is_damaged = False
-        store.publish(key, content, replace=is_damaged)
+        if isinstance(content, Path):
+            with Progress("storing", size_bytes) as progress:
+                store.publish(key, _Pieces(content, progress), replace=is_damaged)
+        else:
+            store.publish(key, content, replace=is_damaged)
+
+
+class _Pieces:
+    """The content of a file, each time from its beginning, with a progress bar."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        self._path = path
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    self._progress.advance(len(piece))
+                    yield piece
+        except OSError as error:
+            raise from_oserror(error, f"read {self._path}") from error
 
 
 def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:

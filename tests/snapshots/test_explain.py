@@ -15,12 +15,12 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.compare import nearest
 from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target
 from bootseer.snapshots.catalogue.manifest_codec import encode
+from bootseer.snapshots.catalogue.part_differences import compare_parts
 from bootseer.snapshots.explain import (
     IN_PLACE,
     RESTORE,
     RUN,
     Explanation,
-    compare_parts,
     explain_setup,
 )
 from bootseer.snapshots.run import run_setup

@@ -275,3 +275,29 @@ def test_the_working_directory_as_target(
         for attributes in tree.values():
             attributes.pop("links", None)  # of what is linked, the node has another
     assert differences(original, now) == []
+
+
+def test_a_miss_says_what_has_changed_and_a_capture_that_it_began(
+    tmp_path: Path, make_node: MakeNode
+) -> None:
+    """Nobody could tell why a set-up ran again, nor what it did for minutes after its command."""
+    target, file = tmp_path / "env", tmp_path / "versions"
+    request = Request(["cp", str(file), str(target)], targets=[str(target)])
+    request = replace(request, command=["sh", "-ec", f"mkdir {target}; cp {file} {target}/"])
+    said: list[str] = []
+    for text in ("1", "2"):
+        file.write_text(text)
+        said.clear()
+        assert run_setup(make_node("a"), request, report=said.append).how == "captured"
+        shutil.rmtree(target)
+    (sentence,) = (one for one in said if one.startswith("nearest is"))
+    assert sentence.endswith(f"; it differs in input {file} (its contents have changed)")
+    began = [i for i, one in enumerate(said) if f"capturing {target}" in one]
+    ended = [i for i, one in enumerate(said) if one.startswith("stored snapshot")]
+    assert len(began) == len(ended) == 1
+    assert began < ended
+    # Another environment altogether says nothing.
+    other = Request(["mkdir", str(tmp_path / "other")], targets=[str(tmp_path / "other")])
+    said.clear()
+    run_setup(make_node("a"), other, report=said.append)
+    assert not [one for one in said if one.startswith("nearest is")]

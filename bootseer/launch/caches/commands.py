@@ -18,7 +18,7 @@ from bootseer.snapshots.capture.capture import make_manifest
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.compare import nearest
 from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.explain import Difference, compare_parts
+from bootseer.snapshots.catalogue.part_differences import Difference, compare_parts
 from bootseer.store import Store
 
 

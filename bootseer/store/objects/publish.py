@@ -59,7 +59,7 @@ def _write_hidden(backend: Backend, path: str, data: bytes | Path | Iterable[byt
     try:
         _write(backend, path, data, overwrite=False)
     except UnavailableError as error:
-        if not isinstance(data, bytes | bytearray | memoryview | Path):
+        if isinstance(data, Iterator):
             raise
         logger.info("writing %s once more: %s", path, error)
         _write(backend, path, data, overwrite=True)

@@ -81,6 +81,25 @@ def test_a_stream_that_fails_leaves_nothing(store: Store) -> None:
     assert left_behind(store) == []
 
 
+class _Twice:
+    """Pieces whose first writing fails."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.count += 1
+        yield b"x" * 100_000
+        if self.count == 1:
+            raise UnavailableError("a DataNode is gone")
+
+
+def test_pieces_that_can_be_read_again_are_written_again(tmp_path: Path) -> None:
+    with open_store((tmp_path / "store").as_uri()) as store:
+        assert store.publish("key", _Twice())
+        assert store.read("key") == b"x" * 100_000
+
+
 def test_a_missing_file_is_not_published(store: Store, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         store.publish("key", tmp_path / "missing")
