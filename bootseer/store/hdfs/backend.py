@@ -183,6 +183,25 @@ class HdfsBackend(HdfsConnection):
         infos.sort(key=lambda info: info.path)
         return iter(infos)
 
+    def is_closed(self, path: str) -> bool:
+        """As `KnowsClosed.is_closed`.
+
+        With Kerberos the NameNode takes no such question from us, and is asked to let us append: it
+        refuses while a writer lives, and else the file's time changes.
+        """
+        full = self.full(path, file=True)
+        what = f"look at {self.name(path)}"
+        name_node = self._found.get()
+        if name_node is None:
+            self.call(lambda client: client.inner.append(full).close(), "append to", path)
+            return True
+        try:
+            return not name_node.is_being_written(full)
+        except UNANSWERED as error:
+            if "FileNotFoundException" in str(error):
+                raise NotFoundError(f"cannot {what}: {error}") from error
+            raise translate(error, what) from error
+
     def can_join(self) -> bool:
         """Whether the NameNode lets us call `concat`."""
         return self._found.get() is not None

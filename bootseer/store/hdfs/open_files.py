@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.store.backend import Backend
-from bootseer.store.hdfs.connection import HdfsConnection
 
 
 @runtime_checkable
@@ -23,24 +22,13 @@ class KnowsClosed(Protocol):
 def is_being_written(backend: Backend, path: str) -> bool:
     """Whether the file at `path` is open for writing, or that cannot be told; False but on HDFS.
 
-    For files that nothing needs, for it may change their time: by hdfs-native the NameNode can only
-    be asked to let us append, which it refuses while a writer lives (whose client renews its lease
-    every 30 s).
+    Changes nothing: the NameNode is asked where the file's blocks are, and says it with them.
     """
-    if isinstance(backend, KnowsClosed):
-        try:
-            return not backend.is_closed(path)
-        except NotFoundError:
-            return False
-        except BootseerError:
-            return True
-    if not isinstance(backend, HdfsConnection):
+    if not isinstance(backend, KnowsClosed):
         return False
-    full = backend.full(path, file=True)
     try:
-        backend.call(lambda client: client.inner.append(full).close(), "append to", path)
+        return not backend.is_closed(path)
     except NotFoundError:
         return False
     except BootseerError:
         return True
-    return False

@@ -154,9 +154,13 @@ def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) 
         if old.modified_ns > limit_ns:
             continue
         # All anew: the report may be as old as its reader was slow.
-        again = {found.path: found for found in _check_folder(storage, report.path).garbage}
-        found = again.get(old.path)
-        if found is None or found.modified_ns > limit_ns or _is_open(backend, found):
+        try:
+            found = _measure(backend, backend.stat(old.path))
+        except NotFoundError:
+            continue
+        if found.modified_ns > limit_ns or _is_open(backend, found):
+            continue
+        if found.path in _named_now(storage, report.path):
             continue
         backend.delete(found.path, recursive=True)
         deleted.append(found)
@@ -164,6 +168,25 @@ def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) 
         # The folder of parts itself, where nothing is left in it.
         backend.delete(parts_folder(report.path))
     return deleted
+
+
+def _named_now(storage: StripedStorage, folder: str) -> set[str]:
+    """The folders of parts that the layouts in `folder` name. Reads those that have changed since
+    they were read last.
+
+    Raises: CorruptError, UnknownFormatError, where nobody knows whose the parts are.
+    """
+    named: set[str] = set()
+    for info in storage.tree.stored.entries(folder):
+        if info.is_dir:
+            continue
+        with contextlib.suppress(NotFoundError):  # removed meanwhile
+            layout = storage.tree.stored.view_of(info).layout
+            named.update(
+                generation_folder(folder, segment.generation)
+                for segment in (layout.segments if layout else ())
+            )
+    return named
 
 
 def _is_open(backend: Backend, garbage: Garbage) -> bool:

@@ -124,6 +124,11 @@ class NameNode(Struct, frozen=True):
         blocks = found.blocks[-1:] if found.last is None else (found.last,)
         return tuple(server.id.uuid for block in blocks for server in block.servers)
 
+    def is_being_written(self, path: str) -> bool:
+        """Whether a client has a file open for writing. Raises: as `concat`; RpcError with a
+        FileNotFoundException where there is none."""
+        return self._located(path, 1).is_being_written
+
     def stored_blocks(self, path: str, end: int) -> tuple[StoredBlock, ...]:
         """The blocks of the bytes before `end` of a file, in order; none where a block is no plain
         run of its bytes (encrypted, erasure-coded) or is being written. Raises: as `concat`."""

@@ -2,6 +2,7 @@
 
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,9 @@ from bootseer.fuse.striped.api.verify import verify_file
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout, encode_layout
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
+from bootseer.store.hdfs.open_files import is_being_written
+from bootseer.store.local.backend import LocalBackend
+from tests.fuse.striped.support.faulty import FaultyBackend
 from tests.fuse.striped.support.harness import UNIT, storage_on
 from tests.fuse.striped.support.stored import DATA, garbage_of, load, part_of, save
 from tests.support.trees import nest
@@ -112,6 +116,56 @@ def test_a_save_that_goes_on_is_spared(storage: StripedStorage, young: Callable[
     young()
     assert delete_garbage(storage, report, 0) == []
     assert load(storage, "f") == DATA
+
+
+@pytest.mark.hdfs
+def test_looking_for_writers_changes_nothing(hdfs_url: str) -> None:
+    """It was found out by appending, which sets a file's time."""
+    backend = open_backend(hdfs_url)
+    with backend.create("f") as writer:
+        writer.write(DATA)
+        assert is_being_written(backend, "f")
+    before = backend.stat("f")
+    assert not is_being_written(backend, "f")
+    assert not is_being_written(backend, "missing")
+    assert backend.stat("f") == before
+    backend.close()
+
+
+def test_deleting_asks_the_storage_in_proportion_to_what_there_is(
+    tmp_path: Path, young: Callable[[], None]
+) -> None:
+    asked: list[Counter[str]] = []
+    for count in (4, 8):
+        backend = FaultyBackend(LocalBackend(tmp_path / str(count)))
+        with storage_on(backend) as storage:
+            for index in range(count):
+                save(storage, f"f{index}")
+                with backend.create(f"{PARTS_FOLDER}/{index:032x}/00") as writer:
+                    writer.write(DATA)
+            young()
+            (report,) = check_tree(storage)
+            backend.calls.clear()
+            assert len(delete_garbage(storage, report, 0)) == count
+            asked.append(Counter(operation for operation, _ in backend.calls))
+            assert load(storage, "f0") == DATA
+    few, many = asked
+    assert many["list"] <= 2 * few["list"]
+    assert many["read"] <= 2 * few["read"]
+
+
+def test_what_was_named_since_the_report_stays(
+    local: StripedStorage, young: Callable[[], None], tmp_path: Path
+) -> None:
+    save(local, "f")
+    layout_file = tmp_path / "stored/f"
+    layout_file.rename(tmp_path / "aside")
+    young()
+    (report,) = check_tree(local)
+    assert len(report.garbage) == 1
+    (tmp_path / "aside").rename(layout_file)
+    assert delete_garbage(local, report, 0) == []
+    assert load(local, "f") == DATA
 
 
 def test_an_unfinished_copy_is_garbage(local: StripedStorage, young: Callable[[], None]) -> None:
