@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.layout import (
     PARTS_FOLDER,
     decode_header,
@@ -25,6 +25,7 @@ from bootseer.fuse.striped.layout import (
 )
 from bootseer.fuse.striped.view import generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo
+from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _SWEEP_S = 1.0
 # Well within the age (an hour) that garbage must have before fsck deletes it.
 _MARK_EVERY_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
+# A storage that refuses is asked again, less and less often.
+_AGAIN = Policy(attempts=math.inf, base_s=1.0, cap_s=300.0)
 
 
 class _Retired(Struct):
@@ -42,6 +45,7 @@ class _Retired(Struct):
     due_s: float
     marked_s: float = -math.inf
     mark: str = ""
+    failures_count: int = 0
 
 
 class RetiredParts:
@@ -109,16 +113,29 @@ class RetiredParts:
         for retired in held:
             self._mark(retired)
         for retired in due:
-            folder = generation_folder(retired.directory, retired.generation)
-            try:
-                self._backend.delete(folder, recursive=True)
-            except BootseerError as error:
+            self._delete(retired, is_last=all_due)
+
+    def _delete(self, retired: _Retired, *, is_last: bool) -> None:
+        folder = generation_folder(retired.directory, retired.generation)
+        try:
+            self._backend.delete(folder, recursive=True)
+        except Exception as error:
+            # Of whatever kind: the other folders are still to be deleted.
+            if is_last:
                 _log.warning("replaced parts stay behind for fsck: %s", error)
+                return
+            retired.failures_count += 1
+            pause_s = _AGAIN.delay_s(retired.failures_count, dice())
+            _log.warning("replaced parts are deleted in %.0f s: %s", pause_s, error)
+            with self._lock:
+                retired.due_s = time.monotonic() + pause_s
+                self._folders.append(retired)
 
     def _mark(self, retired: _Retired) -> None:
         """Makes the folder look young to fsck on every node: a reader of this mount needs it."""
         folder = generation_folder(retired.directory, retired.generation)
-        with contextlib.suppress(BootseerError):
+        # Of whatever kind an error is: this is done again, and the deletions still to come matter.
+        with contextlib.suppress(Exception):
             old, mark = retired.mark, f"open-{secrets.token_hex(8)}"
             with self._backend.create(f"{folder}/{mark}") as writer:
                 writer.write(b"\n")
@@ -137,7 +154,11 @@ class RetiredParts:
 
     def _run(self) -> None:
         while not self._wake.wait(_SWEEP_S):
-            self.sweep()
+            try:
+                self.sweep()
+            except Exception:
+                # The next one may do better; without this thread nothing would be deleted.
+                _log.exception("replaced parts are looked at again later")
 
 
 def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:

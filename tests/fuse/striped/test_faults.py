@@ -218,6 +218,25 @@ def test_a_commit_is_made_again_after_an_outage(world: World) -> None:
     world.assert_no_garbage()
 
 
+def test_parts_whose_deletion_failed_are_deleted_later(world: World) -> None:
+    """Whatever it failed with: the thread that deletes them lives on."""
+    errors = iter([UnavailableError("down"), RuntimeError("unforeseen"), OSError(errno.EIO, "5")])
+    failed: list[BaseException] = []
+
+    def rule(operation: str, path: str) -> None:
+        if operation == "delete" and PARTS_FOLDER in path:
+            error = next(errors, None)
+            if error is not None:
+                failed.append(error)
+                raise error
+
+    world.backend.rules.append(rule)
+    world.driver.write("f", NEW)
+    wait_for(lambda: len(failed) == 3, "the failures")
+    world.assert_no_garbage()
+    assert world.elsewhere.read("f") == NEW
+
+
 def test_a_small_file_that_fails_leaves_the_old_one(world: World) -> None:
     world.backend.rules.append(failing("close", lambda: NoSpaceError("full")))
     world.fails_with(errno.ENOSPC, lambda: world.driver.write("f", b"small"))
