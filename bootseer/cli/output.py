@@ -6,6 +6,7 @@ Data goes to stdout, everything else to stderr.
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -127,7 +128,19 @@ def one_line(error: BaseException) -> str:
     return redact(printable(" ".join(text.split("\n"))))
 
 
-class Seconds(click.FloatRange):
+class FiniteRange(click.FloatRange):
+    """A number in a range; click's own takes "nan", which is outside of none, and "inf"."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number that can be compared", param, ctx)
+        return number
+
+
+class Seconds(FiniteRange):
     """A time in a range, in seconds: "30", "30s", "10m"."""
 
     name = "time"

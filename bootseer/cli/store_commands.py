@@ -8,6 +8,7 @@ from bootseer.base.shown import shown
 from bootseer.cli.lazy_group import LazyGroup, RenamedOptions
 from bootseer.cli.output import (
     Age,
+    FiniteRange,
     current_settings,
     emit_json,
     emit_table,
@@ -42,7 +43,7 @@ def store() -> None:
 @click.option(
     "--keep-days",
     metavar="DAYS",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Keep snapshots that were made or used within so many days.",
 )
 @click.option(
@@ -64,7 +65,7 @@ def store() -> None:
 @click.option(
     "--keep-start-days",
     metavar="DAYS",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=90.0,
     show_default=True,
     help="Keep timelines for so many days at most.",

@@ -17,7 +17,7 @@ from bootseer.settings.config import Settings
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
 from bootseer.store.objects.lease import Lease, LeaseWatch
 from bootseer.store.objects.store import Store
-from bootseer.store.paths import split_scheme
+from bootseer.store.paths import check_deadline, split_scheme
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
 
     Raises: InvalidInputError for a URL that cannot be used.
     """
+    if deadline_s is not None:
+        check_deadline(deadline_s)
     return _loaded(split_scheme(url))(url, deadline_s=deadline_s)
 
 

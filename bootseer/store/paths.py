@@ -1,5 +1,6 @@
 """Paths and URLs of the store: what is accepted, and how a URL is taken apart. Pure (no I/O)."""
 
+import math
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -94,3 +95,11 @@ class Folder:
         if not names:
             raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
         return names
+
+
+def check_deadline(deadline_s: float) -> None:
+    """Raise InvalidInputError for a deadline that never comes, or has come already."""
+    if not 0 < deadline_s < math.inf:
+        raise InvalidInputError(
+            f"a deadline of {deadline_s} s is none; give a number of seconds above 0"
+        )

@@ -15,6 +15,7 @@ from bootseer.fuse.striped.layout import (
     check_geometry,
 )
 from bootseer.store.backend import Backend
+from bootseer.store.paths import check_deadline
 from bootseer.transfer.policy import OUTAGE_DEADLINES
 
 LayoutKind = Literal["striped", "plain"]
@@ -36,6 +37,7 @@ class StripeSettings(Struct, frozen=True):
     join files."""
 
     def __post_init__(self) -> None:
+        check_deadline(self.deadline_s)
         check_geometry(self.stripe_unit_bytes, self.stripe_count, self.block_bytes)
         if self.layout not in ("striped", "plain"):
             raise InvalidInputError(f"{self.layout!r} is no layout; choose striped or plain")

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 import click
 from msgspec import to_builtins
 
-from bootseer.cli.output import current_settings, emit_json, json_option, printable
+from bootseer.cli.output import (
+    FiniteRange,
+    Seconds,
+    current_settings,
+    emit_json,
+    json_option,
+    printable,
+)
 from bootseer.cli.report.report_output import current_timelines, explained
 from bootseer.errors import NotFoundError
 from bootseer.profile.files import Source, find_start, list_starts
@@ -20,9 +27,20 @@ _SILENT_S = 600.0
 @click.command(epilog="Example: bootseer watch llama-70b --times 3")
 @click.argument("job", required=False)
 @click.option(
-    "--times", default=3.0, show_default=True, help="Name stages open for so many medians."
+    "--times",
+    type=FiniteRange(min=0),
+    default=3.0,
+    show_default=True,
+    help="Name stages open for so many medians.",
 )
-@click.option("--every", default=2.0, show_default=True, metavar="SECONDS", help="Look so often.")
+@click.option(
+    "--every",
+    type=Seconds(0.1, 86_400),
+    default=2.0,
+    show_default=True,
+    metavar="TIME",
+    help="Look so often.",
+)
 @click.option("--once", is_flag=True, help="Look once, and end.")
 @json_option
 def watch(job: str | None, times: float, every: float, once: bool, as_json: bool) -> None:

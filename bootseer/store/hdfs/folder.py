@@ -1,5 +1,6 @@
 """What a URL of HDFS says: a folder, with the paths below it, and options. Pure (no I/O)."""
 
+import math
 from urllib.parse import parse_qs, urlsplit
 
 from bootseer.base.redact import public_url
@@ -34,15 +35,15 @@ class HdfsOptions:
         try:
             parts = urlsplit(url, allow_fragments=False)
             _, query = parts.port, parts.query  # a port that is none raises
-            values = {
-                key: each[-1] for key, each in parse_qs(query, strict_parsing=bool(query)).items()
-            }
+            found = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
+            values = {key: each[-1] for key, each in found.items()}
             self.deadline_s = float(values.pop("deadline_s", deadline_s))
             block_size_bytes = int(values.pop("block_size_bytes", 0))
             replication = int(values.pop("replication", 0))
         except ValueError as error:
             raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
-        if values or self.deadline_s <= 0 or block_size_bytes < 0 or replication < 0:
+        is_time = 0 < self.deadline_s < math.inf  # not so is nan
+        if values or not is_time or block_size_bytes < 0 or replication < 0:
             raise InvalidInputError(
                 f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "
                 "each a positive number"

@@ -64,7 +64,10 @@ class TargetFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no
             )
         settings = load_config({}).settings
         stripes = StripeSettings(
-            stripe_unit_bytes, stripe_count, deadline_s or settings.deadline_s, layout
+            stripe_unit_bytes,
+            stripe_count,
+            settings.deadline_s if deadline_s is None else deadline_s,
+            layout,
         )
         options = dict(target_options or {})
         options.pop("fo", None)
