@@ -46,10 +46,10 @@ class HdfsReader:
         with self._lock:
             if self._opened is None:
                 self._opened = self._open()
+                self._opened_until_s = time.monotonic() + OPENED_S
             return self._opened
 
     def _open(self) -> "tuple[FileReader, FileInfo, int]":
-        self._opened_until_s = time.monotonic() + OPENED_S
         client, full = self._backend.client(), self._backend.full(self._path)
         reader = client.read(full)
         # In this order: what was replaced meanwhile does not look like what is read.
@@ -60,12 +60,18 @@ class HdfsReader:
         """As `opened`, and opened again now and then, where that is the same file still."""
         reader, info, _ = self.opened
         with self._lock:
-            if time.monotonic() > self._opened_until_s:
-                with contextlib.suppress(Exception):
-                    again = self._open()
-                    if again[1] == info:
-                        self._opened, reader = again, again[0]
-            return reader
+            is_due = time.monotonic() > self._opened_until_s
+            if is_due:
+                # For one reader to do; the others go on with what there is.
+                self._opened_until_s = time.monotonic() + OPENED_S
+        if is_due:
+            with contextlib.suppress(Exception):
+                again = self._open()
+                if again[1] == info:
+                    with self._lock:
+                        self._opened = again
+                    return again[0]
+        return reader
 
     @property
     def block_bytes(self) -> int:

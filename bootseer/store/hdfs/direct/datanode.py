@@ -8,6 +8,7 @@ whatever is not as foreseen is a failure, and hdfs-native reads instead. Thread-
 bounded.
 """
 
+import logging
 import select
 import socket
 import struct
@@ -15,11 +16,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from bootseer.store.hdfs.direct.replicas import Address, Replicas
+from bootseer.store.hdfs.direct.replicas import REMEMBERED_S, Address, Replicas
 from bootseer.store.hdfs.rpc import messages
 from bootseer.store.hdfs.rpc.calls import StoredBlock
 from bootseer.store.hdfs.rpc.protobuf import take_delimited
 from bootseer.transfer.attempt import Attempt
+
+_log = logging.getLogger(__name__)
 
 _CLIENT = "bootseer"
 _RESPONSE_MAX_BYTES = 4096
@@ -86,8 +89,8 @@ class DataNodes:
             attempt.server = f"{address[0]}:{address[1]}"
             try:
                 self._read(address, block, within, buffer[done : done + length], attempt)
-            except (OSError, ValueError, struct.error):
-                self._shun(address)
+            except (OSError, ValueError, struct.error) as error:
+                self._shun(address, error)
                 attempt.done_bytes = done
                 break
             finally:
@@ -163,13 +166,13 @@ class DataNodes:
                 except BlockingIOError:
                     count = -1
             if not count:
-                raise ConnectionError
+                raise ConnectionError("the DataNode closed the connection")
             missing -= max(count, 0)
             now_s = time.monotonic()
             if missing <= telling:
                 silent_s, telling = now_s + self._silence_max_s, missing - _LOW_WATER_BYTES
             elif now_s >= silent_s and missing:
-                raise TimeoutError
+                raise TimeoutError("the DataNode sends nothing, or next to nothing")
             if count < 0:
                 continue
             while count and count >= len(views[at]):
@@ -198,15 +201,16 @@ class DataNodes:
         data = b""
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         while len(data) < count:
+            # First: where a byte comes now and then, there is always something to read.
+            if time.monotonic() >= end_s:
+                raise TimeoutError("the DataNode's answer does not end")
             try:
                 piece = connection.socket.recv(count - len(data))
             except BlockingIOError:
                 connection.poll.poll(_POLL_S * 1000)
-                if time.monotonic() >= end_s:
-                    raise TimeoutError from None
                 continue
             if not piece:
-                raise ConnectionError
+                raise ConnectionError("the DataNode closed the connection")
             data += piece
         return data
 
@@ -233,8 +237,15 @@ class DataNodes:
         while self._idle and self._idle[0].idle_since_s < oldest_s:
             del self._idle[0]
 
-    def _shun(self, address: Address) -> None:
-        self._replicas.failed(address)
+    def _shun(self, address: Address, error: Exception) -> None:
+        if self._replicas.failed(address):
+            # Not for each read: its other reads fail in the same moment.
+            _log.warning(
+                "DataNode %s:%d is left for %.0f s, and read from more slowly by hdfs-native: %s",
+                *address,
+                REMEMBERED_S,
+                str(error) or type(error).__name__,
+            )
         with self._lock:
             self._idle = [idle for idle in self._idle if idle.address != address]
 

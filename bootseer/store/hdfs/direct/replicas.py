@@ -16,7 +16,7 @@ from bootseer.transfer.attempt import Attempt
 
 Address = tuple[str, int]
 
-_REMEMBERED_S = 60.0
+REMEMBERED_S = 60.0
 """How long what was learned of a DataNode holds: then it has a new chance."""
 _TELLING_BYTES = 256 << 10
 """A read of less is as slow as its way there and back."""
@@ -87,12 +87,16 @@ class Replicas:
                 pace = (known + seen) / 2 if known else seen
             else:
                 return
-            self._paces[address] = (pace, now_s + _REMEMBERED_S)
+            self._paces[address] = (pace, now_s + REMEMBERED_S)
 
-    def failed(self, address: Address) -> None:
-        """It did not give what it was asked for."""
+    def failed(self, address: Address) -> bool:
+        """It did not give what it was asked for. Returns whether that is new: it was not left for
+        a failure before."""
+        now_s = self._clock()
         with self._lock:
-            self._failed_until_s[address] = self._clock() + _REMEMBERED_S
+            is_new = self._failed_until_s.get(address, 0.0) <= now_s
+            self._failed_until_s[address] = now_s + REMEMBERED_S
+            return is_new
 
     def _cost(self, replica: Replica, typical: float, now_s: float) -> float:
         """How long a read would take there, in reads of a typical DataNode that has nothing else to

@@ -84,7 +84,7 @@ def test_a_file_that_is_gone_when_its_datanode_fails_is_not_found(stored: HdfsBa
         backend.delete("gone")
         (block,) = reader.blocks
         for replica in block.replicas:
-            backend.data_nodes._shun(replica.address)
+            backend.data_nodes._shun(replica.address, ConnectionError("gone"))
         attempt = Attempt()
         attempt.is_checked = True
         with pytest.raises(NotFoundError):
@@ -185,3 +185,20 @@ def test_a_byte_now_and_then_is_silence() -> None:
         assert not nodes.read_into(blocks, 0, memoryview(bytearray(2**20)), Attempt())
         nodes.close()
     assert sent < 1000
+
+
+def test_a_datanode_that_is_left_is_named_in_the_log_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half of the speed was lost for a minute, and nothing said why."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()[:2]
+    # Nobody listens there any more.
+    block = StoredBlock(0, ExtendedBlock("pool", 1, 1, BLOCK), b"", (Replica(address),))
+    datanodes = DataNodes(1.0)
+    for _ in range(2):
+        assert datanodes.read_into([block], 0, memoryview(bytearray(KIB)), Attempt()) == 0
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{address[0]}:{address[1]}" in record.getMessage()
+    assert "refused" in record.getMessage()
