@@ -254,8 +254,10 @@ class Fetcher:
         path, offset = view.source(fetch.span)
         fetch.file.sources.source(self._backend, path).was_late(run.number, offset)
         buffer = self._buffers.try_take(fetch.span.length)
-        if buffer is None or not self._late.may_ask_again() or not self._pool.lend():
+        # Spent last: what cannot be asked for now is looked at again ten times a second.
+        if buffer is None or not self._late.has_credit or not self._pool.lend():
             return
+        self._late.spend()
         with fetch.lock:
             is_needed = run in fetch.runs
             if is_needed:

@@ -93,9 +93,14 @@ class LateWatch(Generic[Wanted]):
         self._pace.note(run.length, seconds, is_second=run.is_second)
         return seconds
 
-    def may_ask_again(self) -> bool:
-        """Whether there is credit for one more second request; counts it."""
-        return self._pace.spend()
+    @property
+    def has_credit(self) -> bool:
+        """Whether one more second request may be made."""
+        return self._pace.has_credit
+
+    def spend(self) -> None:
+        """Count one more second request."""
+        self._pace.spend()
 
     @contextlib.contextmanager
     def watching(self, run: Run[Wanted]) -> Iterator[None]:

@@ -83,6 +83,29 @@ def stored(tmp_path: Path) -> Path:
     return stored_in(tmp_path / "stored")
 
 
+def test_credit_is_spent_by_second_requests_only(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread could be lent for a second, the credit was gone, and with it the speed."""
+    backend = TwoReplicas(stored)
+    lend, refused = FetchPool.lend, [0]
+
+    def refusing(pool: FetchPool) -> bool:
+        refused[0] += 1
+        return refused[0] > 40 and lend(pool)
+
+    monkeypatch.setattr(FetchPool, "lend", refusing)
+    with storage_on(backend, unit=UNIT, deadline_s=120.0) as storage:
+        buffer = bytearray(UNIT)
+        try:
+            assert read_into(storage, buffer) == UNIT
+            assert not backend.released.is_set()
+        finally:
+            backend.released.set()
+        assert buffer == DATA[:UNIT]
+        assert storage.counters.look().late_won_count == 1
+
+
 def read_into(storage: StripedStorage, buffer: bytearray, offset: int = 0) -> int:
     file = storage.reader.open(storage.tree.stored.view("f"))
     try:
