@@ -38,6 +38,8 @@ class Attributes(Struct, frozen=True):
     block_size_bytes: int = 4096
     blocks_512: int | None = None
     """512-byte blocks in use; None: derived from `size_bytes`."""
+    inode: int = 0
+    """Inode number to show; 0: that of the node."""
 
 
 class Entry(Struct, frozen=True):

@@ -168,7 +168,7 @@ def encode_attributes(attributes: Attributes) -> bytes:
     mtime_s, mtime_ns = divmod(a.mtime_ns, _NS)
     ctime_s, ctime_ns = divmod(a.ctime_ns, _NS)
     return ATTR.pack(
-        a.node,
+        a.inode or a.node,
         a.size_bytes,
         blocks,
         atime_s,

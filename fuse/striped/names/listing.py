@@ -83,12 +83,12 @@ class Listings:
         with self._lock:
             self._open.pop(handle, None)
 
-    def take(self, path: str, now_s: float) -> FileInfo | None:
-        """What a listing just said of a stored file, once: `ls -l` then asks the storage only
-        for the files that may be layouts."""
+    def take(self, path: str, now_s: float) -> tuple[float, FileInfo] | None:
+        """What a listing just said of a stored file, and when, once: `ls -l` then asks the storage
+        only for the files that may be layouts."""
         with self._lock:
             listed = self._listed.pop(path, None)
-        return listed[1] if listed is not None and now_s - listed[0] < self._keep_s else None
+        return listed if listed is not None and now_s - listed[0] < self._keep_s else None
 
     def drop(self, path: str) -> None:
         """A file changed here."""

@@ -28,9 +28,7 @@ class OpenReaders:
         return [
             file
             for file in self._reader.open_files()
-            if file.pinned is None
-            and file.view.path == view.path
-            and (file.view.size_bytes, file.view.modified_ns) == (view.size_bytes, view.modified_ns)
+            if file.pinned is None and file.view.path == view.path and _is_same(file.view, view)
         ]
 
     def keep(self, old: FileView | None) -> None:
@@ -73,12 +71,24 @@ class OpenReaders:
                 used.add(file.view.directory.rpartition("/")[2])
         return used
 
-    def renamed(self, source: str, target: str, identity: str | None = None) -> None:
-        """The file `source` of that identity lies at `target` now; with None, all that lay in the
-        directory `source`."""
+    def renamed(self, source: str, target: str, old: FileView | None = None) -> None:
+        """The file `old`, of the name `source`, lies at `target` now; with None, all that lay in
+        the directory `source`.
+
+        The identity of an ordinary file does not tell which one it is: it begins with the name that
+        the file had when it was opened.
+        """
         for file in self._reader.open_files():
             view = file.view
-            if identity is None and view.path.startswith(source + "/"):
-                file.view = view.moved(target + view.path[len(source) :])
-            elif view.path == source and view.identity == identity:
+            if old is None:
+                if view.path.startswith(source + "/"):
+                    file.view = view.moved(target + view.path[len(source) :])
+            elif view.path == source and _is_same(view, old):
                 file.view = view.moved(target)
+
+
+def _is_same(view: FileView, other: FileView) -> bool:
+    """Whether two views of one path are of the same generation."""
+    if view.layout is not None or other.layout is not None:
+        return view.identity == other.identity
+    return (view.size_bytes, view.modified_ns) == (other.size_bytes, other.modified_ns)

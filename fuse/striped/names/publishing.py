@@ -239,10 +239,13 @@ class Publishing:
             return None
         if info.is_dir:
             raise refuse(errno.EISDIR, path)
+        return self._view_of(info)
+
+    def _view_of(self, info: FileInfo) -> FileView:
         try:
             return self.stored.view_of(info)
         except (CorruptError, UnknownFormatError):
-            return plain_view(path, info)
+            return plain_view(info.path, info)
 
     def _retire(self, old: FileView | None, keep: set[str]) -> None:
         if old is None or old.layout is None:

@@ -41,6 +41,11 @@ class FileStatus(Struct, frozen=True):
     """Differs between two generations of a file; "" for a directory."""
 
 
+def status_of(view: FileView) -> FileStatus:
+    """Return what the name of a file is whose current generation is `view`."""
+    return FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
+
+
 class _Known(Struct, frozen=True):
     info: FileInfo
     header: Header | None

@@ -4,7 +4,9 @@ Owns removing, renaming and directories; new content is `publishing`. Looking is
 not wait. Knows nothing of FUSE. Thread-safe: changes of names are made one at a time.
 """
 
+import contextlib
 import errno
+from collections.abc import Callable, Sequence
 
 from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.names.publishing import Publishing, directory_of
@@ -59,6 +61,39 @@ class StripedTree(Publishing):
             self.stored.forget(source)
             self.stored.forget(target)
 
+    def rename_begun(
+        self,
+        source: str,
+        target: str,
+        publish: Sequence[Callable[[], None]],
+        *,
+        replace: bool,
+        has_parts: bool,
+    ) -> None:
+        """Rename a file whose next generation is being written: `publish` makes it the file at
+        `target`, and what is stored at `source` is removed. Does nothing where that is refused.
+
+        `has_parts`: whether parts of it are stored, which cannot move to another directory.
+        """
+        with self._change():
+            try:
+                replaced: FileInfo | None = self.backend.stat(target)
+            except NotFoundError:
+                replaced = None
+            if replaced is not None and not replace:
+                raise refuse(errno.EEXIST, target)
+            if replaced is not None and replaced.is_dir:
+                raise refuse(errno.EISDIR, target)
+            parent = directory_of(target)
+            if has_parts and directory_of(source) != parent:
+                raise refuse(errno.EXDEV, target)
+            if parent and not self.backend.stat(parent).is_dir:
+                raise refuse(errno.ENOTDIR, target)
+        for step in publish:
+            step()
+        with contextlib.suppress(NotFoundError):
+            self.unlink(source)
+
     def _rename_file(self, moved: FileInfo, target: str, replaced: FileInfo | None) -> None:
         if replaced is not None and replaced.is_dir:
             raise refuse(errno.EISDIR, target)
@@ -68,9 +103,9 @@ class StripedTree(Publishing):
             raise refuse(errno.EXDEV, target)
         old = self._look(target) if replaced is not None else None
         self._open_readers.keep(old)
-        identity = self.stored.status_of(moved).identity
+        view = self._view_of(moved)
         self.backend.rename(moved.path, target, overwrite=replaced is not None)
-        self._open_readers.renamed(moved.path, target, identity)
+        self._open_readers.renamed(moved.path, target, view)
         self._retire(old, keep=set())
 
     def _rename_directory(self, source: str, target: str, replaced: FileInfo | None) -> None:
@@ -112,15 +147,22 @@ class StripedTree(Publishing):
         parent = directory_of(path)
         for file in self.reader.open_files():
             view = file.view
-            if view.directory != path or file.pinned is not None:
+            aside = view.directory.rpartition("/")[2]
+            is_aside = view.directory == generation_folder(path, aside)
+            if (view.directory != path and not is_aside) or file.pinned is not None:
                 continue
             generations = {s.generation for s in view.layout.segments} if view.layout else set()
+            name = view.path.rpartition("/")[2]
+            moved = f"{parent}/{name}" if parent else name
+            if is_aside:
+                # A large ordinary file: see `OpenReaders.move_aside`.
+                generations = {aside}
+                moved = f"{generation_folder(parent, aside)}/{name}"
             for generation in generations:
                 self.backend.rename(
                     generation_folder(path, generation), generation_folder(parent, generation)
                 )
-            name = view.path.rpartition("/")[2]
-            file.view = view.moved(f"{parent}/{name}" if parent else name)
+            file.view = view.moved(moved)
             self._retired_parts.retire(parent, generations)
         self._retired_parts.take(path)
         self.backend.delete(parts_folder(path), recursive=True)

@@ -35,6 +35,13 @@ class Body(Protocol):
         """Make all that was sent, and `tail`, the file. What may still change stays in `tail`."""
         ...
 
+    def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> FileView | None:
+        """Make all that was sent, and `tail`, durable, and no file: it can be read until `close`.
+
+        Return None in a form that cannot be read like this.
+        """
+        ...
+
     def close(self, wait_s: float = 0.0) -> None:
         """What was not published vanishes. Idempotent, never raises."""
         ...

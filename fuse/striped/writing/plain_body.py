@@ -62,6 +62,18 @@ class PlainBody(Body):
         )
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        run, generation = self._finish(tail, cancelled)
+        self._base = self._tree.publish_run(
+            self.path, run, expected, adds=self._base is not None, before_commit=self._forget
+        )
+        self._tree.discard(self.path, {generation})
+        return self._base
+
+    def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> None:
+        """Store nothing: runs are read as the file that they become, and become none any more."""
+
+    def _finish(self, tail: Tail, cancelled: Callable[[], bool]) -> tuple[str, str]:
+        """Store everything as one run. Return its path and generation."""
         if tail.length:
             self.send(tail.pieces(), tail.length, cancelled)
             tail.clear()
@@ -73,11 +85,7 @@ class PlainBody(Body):
         if len(runs) > 1:
             assert self._joiner is not None, "else there is one run"
             self._joiner.join(runs[0], runs[1:])
-        self._base = self._tree.publish_run(
-            self.path, runs[0], expected, adds=self._base is not None, before_commit=self._forget
-        )
-        self._tree.discard(self.path, {generation})
-        return self._base
+        return runs[0], generation
 
     def _forget(self) -> None:
         self._unpublished = ""

@@ -7,6 +7,7 @@ until it is stored needs no disk, and no more memory than any other writer.
 
 import errno
 import os
+import time
 from collections.abc import Callable
 
 from bootseer.fuse.striped.layout import MAX_PART_COUNT, MAX_SEGMENT_COUNT, Layout, Segment
@@ -82,6 +83,20 @@ class StripedBody(Body):
             self._tree.open_parts.end_file()
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        layout, kept = self._finish(tail, cancelled)
+        view = self._tree.publish_layout(
+            self.path, layout, expected, before_commit=self._unpublished.clear
+        )
+        self._keep(kept, tail)
+        return view
+
+    def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> FileView:
+        layout, kept = self._finish(tail, cancelled)
+        self._keep(kept, tail)
+        return FileView(self.path, layout.generation, layout.size_bytes, time.time_ns(), layout)
+
+    def _finish(self, tail: Tail, cancelled: Callable[[], bool]) -> tuple[Layout, bytes]:
+        """Store everything. Return its layout, and the last bytes of it if they may still grow."""
         # A last segment of less than a unit may grow: it is written again with what follows.
         kept = tail.join() if not self._open else b""
         if tail.length:
@@ -93,15 +108,13 @@ class StripedBody(Body):
         self._end_counting()
         if len(self._segments) > MAX_SEGMENT_COUNT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
-        layout = Layout(new_generation(), tuple(self._segments))
-        view = self._tree.publish_layout(
-            self.path, layout, expected, before_commit=self._unpublished.clear
-        )
+        return Layout(new_generation(), tuple(self._segments)), kept
+
+    def _keep(self, kept: bytes, tail: Tail) -> None:
         if kept and len(kept) < self._settings.stripe_unit_bytes:
             self._segments.pop()
             self._sent_bytes -= len(kept)
             tail.append(kept)
-        return view
 
     def close(self, wait_s: float = 0.0) -> None:
         for segment in self._open:

@@ -5,6 +5,7 @@ already written. Thread-safe, one call at a time. Nothing is visible to a reader
 after any failure nothing ever will be, and every later call raises the same error.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView, moved_identity
 from bootseer.fuse.striped.writing.bodies import begin_body, continue_body, looks_like_layout
 from bootseer.fuse.striped.writing.body import Body
+from bootseer.fuse.striped.writing.striped_body import StripedBody
 from bootseer.fuse.striped.writing.tail import Data, Tail
 
 
@@ -49,7 +51,10 @@ class FileWriter:
             )
         self._path = path
         self.view = base
-        """The generation that this writer published last, or started from."""
+        """The generation that this writer published last, or started from; of a file that has no
+        name any more, what `publish` stored of it."""
+        self._unchanged_bytes = base.size_bytes if base is not None else 0
+        """How much of the beginning of `view` the file still begins with."""
         self._tree = tree
         self._settings = settings
         self._lock = threading.RLock()
@@ -90,6 +95,21 @@ class FileWriter:
     def sent_bytes(self) -> int:
         """What lies before this cannot be changed any more."""
         return self._body.sent_bytes if self._body is not None else 0
+
+    @property
+    def unchanged_bytes(self) -> int:
+        """How many of the first bytes of `view` are those of the file."""
+        return self._unchanged_bytes
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether the next `publish` replaces whatever has the name then."""
+        return self._expected is None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether bytes of the file were sent to the storage, beside its name."""
+        return self._body is not None
 
     @property
     def has_failed(self) -> bool:
@@ -137,6 +157,7 @@ class FileWriter:
                     self._add(bytes(gap), cancelled)
                 within = self._end - offset
                 if within:
+                    self._unchanged_bytes = min(self._unchanged_bytes, offset)
                     data = memoryview(data)
                     self._tail.patch(offset - self.sent_bytes, data[:within])
                     data = data[within:]
@@ -152,12 +173,14 @@ class FileWriter:
         """
         with self._lock:
             self._check()
-            if size_bytes == self.size_bytes:
+            # A file that was opened empty, and is then told to be so, was emptied for certain.
+            if size_bytes == self.size_bytes and not (size_bytes == 0 and self._is_dirty):
                 return
             if size_bytes == 0:
                 self._reset()
             elif size_bytes >= self.sent_bytes:
                 if size_bytes < self._end:
+                    self._unchanged_bytes = min(self._unchanged_bytes, size_bytes)
                     self._tail.cut(size_bytes - self.sent_bytes)
                 self._announced_bytes = size_bytes
             else:
@@ -168,8 +191,12 @@ class FileWriter:
             self._note_change()
 
     def read(self, offset: int, length: int) -> bytes | None:
-        """Bytes that were written and not sent yet; None where they are elsewhere."""
+        """Bytes that were written and not sent yet; None where they are elsewhere.
+
+        Raises the error of an earlier call that failed.
+        """
         with self._lock:
+            self._check()
             end = min(offset + length, self.size_bytes)
             if offset >= end:
                 return b""
@@ -183,25 +210,61 @@ class FileWriter:
     def publish(self, cancelled: Callable[[], bool] = _never) -> None:
         """Make all that was written the file's content, durably and in one step.
 
-        Does nothing where nothing changed. Raises as `write`, and ESTALE where somebody replaced
-        the file that was being appended to.
+        Does nothing where nothing changed. The bytes of a file that has no name any more are made
+        durable, so that they can be read back. Raises as `write`, and ESTALE where somebody
+        replaced the file that was being appended to.
         """
         with self._lock:
             self._check()
-            if not self._is_dirty or self._is_detached:
-                return
-            with _Failing(self):
-                self._fill_up(cancelled)
-                if self._fits_a_plain_file():
-                    view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
-                else:
-                    body = self._body or self._begin_body()
-                    view = body.publish(self._tail, self._expected, cancelled)
-            self.view = view
-            if self._body is not None or self._expected is not None:
-                # What comes next builds on what is stored: it must still be the file's.
-                self._expected = view.identity
-            self._is_dirty = self._was_written = False
+            if self._is_detached:
+                self._store_nameless(cancelled)
+            elif self._is_dirty:
+                with _Failing(self):
+                    self._publish(cancelled)
+
+    def publish_as(self, path: str) -> None:
+        """Publish the file under another name, which it has from then on.
+
+        After a failure it has the old name. It has failed as well, unless no byte was sent yet.
+        """
+        with self._lock:
+            self._check()
+            old_path, self.path = self._path, path
+            try:
+                with _Failing(self) if self._body is not None else contextlib.nullcontext():
+                    self._publish(_never)
+            except BaseException:
+                self.path = old_path
+                raise
+
+    def _publish(self, cancelled: Callable[[], bool]) -> None:
+        self._fill_up(cancelled)
+        if self._fits_a_plain_file():
+            view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
+        else:
+            body = self._body or self._begin_body()
+            view = body.publish(self._tail, self._expected, cancelled)
+        self._note_stored(view)
+        if self._body is not None or self._expected is not None:
+            # What comes next builds on what is stored: it must still be the file's.
+            self._expected = view.identity
+        self._is_dirty = False
+
+    def _store_nameless(self, cancelled: Callable[[], bool]) -> None:
+        """Store what was sent of a file without a name; what was not is in memory anyway."""
+        if self._body is None or not self._was_written:
+            return
+        body = self._body
+        with _Failing(self):
+            self._fill_up(cancelled)
+            view = body.store_nameless(self._tail, cancelled)
+        if view is not None:
+            self._note_stored(view)
+
+    def _note_stored(self, view: FileView) -> None:
+        self.view = view
+        self._unchanged_bytes = view.size_bytes
+        self._was_written = False
 
     @property
     def is_detached(self) -> bool:
@@ -212,6 +275,11 @@ class FileWriter:
         """The file was unlinked, or replaced by a rename: it will never be visible."""
         with self._lock:
             self._is_detached = True
+
+    def attach(self) -> None:
+        """The file was not unlinked after all."""
+        with self._lock:
+            self._is_detached = False
 
     def close(self, wait_s: float = 0.0) -> None:
         """Let go; what was not published vanishes, in the background after `wait_s`.
@@ -262,7 +330,11 @@ class FileWriter:
         self._tail.clear()
 
     def _begin_body(self) -> Body:
-        self._body = begin_body(self._tree, self._path, self._settings, self._tail)
+        if self._is_detached:
+            # No other tool will see it, and parts can be read back without a name.
+            self._body = StripedBody(self._tree, self._path, self._settings)
+        else:
+            self._body = begin_body(self._tree, self._path, self._settings, self._tail)
         return self._body
 
     def _fits_a_plain_file(self) -> bool:
@@ -276,6 +348,8 @@ class FileWriter:
         self._announced_bytes = 0
         # From here on this is a new file: whatever stands under the name is replaced.
         self._expected = None
+        self.view = None
+        self._unchanged_bytes = 0
 
     def _note_change(self) -> None:
         self._is_dirty = self._was_written = True

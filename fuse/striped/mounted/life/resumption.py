@@ -15,7 +15,7 @@ from typing import Any
 from bootseer.errors import UnavailableError
 from bootseer.fuse.kernel.operations import ROOT_NODE
 from bootseer.fuse.striped.mounted.life.journal import Record, view_from_json
-from bootseer.fuse.striped.mounted.operations.node_table import NodeTable
+from bootseer.fuse.striped.mounted.operations.node_table import NodeTable, Wish
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.reading.reader import StripedReader
@@ -28,14 +28,18 @@ NewWriter = Callable[[str], FileWriter]
 
 
 def resume(
-    table: NodeTable, records: Sequence[Record], reader: StripedReader, new_writer: NewWriter
+    table: NodeTable,
+    records: Sequence[Record],
+    reader: StripedReader,
+    new_writer: NewWriter,
+    now_s: float,
 ) -> None:
     """Fill an empty table with what a predecessor knew.
 
     Raises: CorruptError, ValueError, KeyError, TypeError where the journal makes no sense; the
     table is as it was.
     """
-    nodes, files, layouts, pinned = _last_words(records)
+    nodes, files, layouts, pinned, wishes = _last_words(records)
     made = {ROOT_NODE: table.root}
     for node_id, record in nodes.items():
         made[node_id] = _node(node_id, record)
@@ -51,7 +55,7 @@ def resume(
             reads[handle.id] = _view(record["reads"], layouts)
             handles.append(handle)
     del made[ROOT_NODE]
-    table.continue_from(list(made.values()), handles)
+    table.continue_from(list(made.values()), handles, _wishes(wishes, made, now_s))
     for handle in handles:
         record = files[handle.id]
         _open(handle, record, reads[handle.id], reader, new_writer)
@@ -62,16 +66,26 @@ def resume(
 
 def _last_words(
     records: Sequence[Record],
-) -> tuple[dict[int, Record], dict[int, Record], dict[str, str], dict[str, bytes]]:
+) -> tuple[
+    dict[int, Record],
+    dict[int, Record],
+    dict[str, str],
+    dict[str, bytes],
+    dict[tuple[int, str], Record],
+]:
     nodes: dict[int, Record] = {}
     files: dict[int, Record] = {}
     layouts: dict[str, str] = {}
     pinned: dict[str, bytes] = {}
+    wishes: dict[tuple[int, str], Record] = {}
     for record in records:
         if "file" in record:
             files[int(record["file"])] = record
         elif "closed" in record:
             files.pop(int(record["closed"]), None)
+        elif "wish" in record:
+            thread, name = record["wish"]
+            wishes[int(thread), str(name)] = record
         elif "node" in record:
             nodes[int(record["node"])] = record
         elif "gone" in record:
@@ -80,7 +94,18 @@ def _last_words(
             pinned[str(record["pinned"])] = base64.b64decode(record["data"])
         else:
             layouts[str(record["layout"])] = str(record["data"])
-    return nodes, files, layouts, pinned
+    return nodes, files, layouts, pinned, wishes
+
+
+def _wishes(
+    records: Mapping[tuple[int, str], Record], nodes: Mapping[int, Node], now_s: float
+) -> dict[tuple[int, str], Wish]:
+    wishes: dict[tuple[int, str], Wish] = {}
+    for key, record in records.items():
+        if record["node"] is not None:
+            own = nodes.get(record["own"]) if record["own"] is not None else None
+            wishes[key] = Wish(int(record["node"]), now_s, bool(record["only_reads"]), own)
+    return wishes
 
 
 def _node(node_id: int, record: Record) -> Node:
@@ -93,6 +118,8 @@ def _node(node_id: int, record: Record) -> Node:
         status,
         seen_s=0.0,
         is_local=bool(record["local"]),
+        is_writing=bool(record["writing"]),
+        inode=int(record["inode"]),
         # Whether the kernel has pages of it, or reads it past us, is not known.
         had_readers=not is_dir,
         was_passed=not is_dir,

@@ -7,20 +7,22 @@ killed. Thread-safe; see `tables`.
 import logging
 import os
 import time
+from collections.abc import Sequence
 
-from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Caller
 from bootseer.fuse.striped.mounted.operations.callers import process_of, was_killed
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.tables import MountTables
-from bootseer.fuse.striped.names.stored import FileStatus
+from bootseer.fuse.striped.names.stored import status_of
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
 
 _log = logging.getLogger(__name__)
 
-# How long an open for reading waits to hear that a file was closed which was emptied before.
-_LAST_CLOSE_S = 0.2
+# How long a lookup or an open for reading waits to hear that a file which was emptied and closed is
+# closed for good: the kernel says so in a moment, if no other process has the descriptor.
+_LAST_CLOSE_S = 2.0
+_POLL_S = 0.005
 
 
 class CloseOperations(MountTables):
@@ -43,8 +45,8 @@ class CloseOperations(MountTables):
             return
         # A shell that redirects output closes its copy of the descriptor before anything was
         # written: that must not replace the file by an empty one.
-        opened.was_flushed = True
-        if writer.was_written or writer.has_failed:
+        opened.was_flushed, opened.is_kept_open = True, False
+        if (writer.was_written and not writer.is_detached) or writer.has_failed:
             try:
                 self._publish(opened, writer)
             except BaseException:
@@ -76,27 +78,49 @@ class CloseOperations(MountTables):
             is_late = opened.is_superseded and opened.only_empties
             opened.is_releasing = True
         writer = opened.writer
-        if writer is not None:
-            try:
-                if writer.needs_publishing and not opened.was_killed and not is_late:
-                    self._publish(opened, writer)
-            except (BootseerError, OSError) as error:
-                _log.error("%s was not written: %s", writer.path, error)
-            writer.close()
+        try:
+            is_lost = opened.was_killed or is_late
+            if writer is not None and writer.needs_publishing and not is_lost:
+                self._publish(opened, writer)
+        # BaseException: extensions written in Rust panic with one that is no Exception.
+        except BaseException as error:
+            assert writer is not None
+            _log.error("%s was not written: %r", writer.path, error)
+        finally:
+            self._forget_open(opened)
+
+    def _forget_open(self, handle: Handle) -> None:
+        """Forget an open file."""
+        node = handle.node
         with self._lock:
-            self._nodes.close(opened)
-            opened.node.seen_s = 0.0
-            if opened.node.is_local and opened.node.writer() is None:
-                self._nodes.detach(opened.node)
-        if opened.file is not None:
-            self._reader.close(opened.file)
+            self._nodes.close(handle)
+            node.seen_s = 0.0
+            if node.is_local and node.writer() is None:
+                self._leave_name(node)
+            file, handle.file = handle.file, None
+        if file is not None:
+            self._reader.close(file)
+        if handle.writer is not None:
+            handle.writer.close()
+
+    def _leave_name(self, node: Node) -> None:
+        """The file of a node was never published, and will not be through it; another one who
+        writes it may do so. The lock is held."""
+        parent, name = node.parent, node.name
+        self._nodes.detach(node)
+        if parent is None:
+            return
+        for other in self._nodes.writing(parent, name):
+            if other.writer() is not None and not other.status.identity:
+                self._nodes.make_found(other)
+                return
 
     def _drop_failed(self, node: Node) -> None:
         """Drops a failed file that only this mount knows, once its writer was told."""
         with self._lock:
             writers = [handle.writer for handle in node.handles if handle.writer is not None]
             if node.is_local and all(writer.has_failed for writer in writers):
-                self._nodes.detach(node)
+                self._leave_name(node)
 
     def _settle_emptied(self, node: int, flags: int) -> None:
         """What was emptied, and closed, before this open is empty for it.
@@ -106,14 +130,15 @@ class CloseOperations(MountTables):
         """
         with self._lock:
             known = self._node(node)
-            emptied = [handle for handle in known.handles if handle.only_empties]
+            handles = [h for other in self._nodes.same_file(known) for h in other.handles]
+            emptied = [handle for handle in handles if handle.only_empties]
             closed = [handle for handle in emptied if handle.was_flushed]
             if flags & os.O_TRUNC:
                 for handle in emptied:
                     handle.is_superseded = True
                 # Too late for that: they are at it.
                 closed = [handle for handle in emptied if handle.is_releasing]
-            releasing = [handle for handle in known.handles if handle.is_releasing]
+            releasing = [handle for handle in handles if handle.is_releasing]
         if flags & os.O_ACCMODE != os.O_RDONLY:
             for handle in closed:
                 assert handle.writer is not None
@@ -123,17 +148,32 @@ class CloseOperations(MountTables):
                 with handle.publishing:
                     pass
             return
-        # A copy of the descriptor may be open still, in a command that has not written yet: then
-        # the old content stands.
-        deadline = time.monotonic() + _LAST_CLOSE_S
-        while any(handle.id in self._nodes.handles for handle in closed):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_LAST_CLOSE_S / 40)
+        self._await_release(handles)
+
+    def _await_release(self, handles: Sequence[Handle]) -> None:
+        """Wait for the end of those of `handles` that emptied their file and were closed.
+
+        A copy of the descriptor may be open still, in a command that has not written yet: then the
+        old content stands, and nobody waits for it again.
+        """
+        closed = [h for h in handles if h.only_empties and h.was_flushed and not h.is_kept_open]
+        if not closed or not self._waiting.acquire(blocking=False):
+            return
+        try:
+            deadline_s = time.monotonic() + _LAST_CLOSE_S
+            while any(handle.id in self._nodes.handles for handle in closed):
+                if time.monotonic() >= deadline_s:
+                    break
+                time.sleep(_POLL_S)
+            for handle in closed:
+                handle.is_kept_open = True
+        finally:
+            self._waiting.release()
 
     def _publish(self, handle: Handle, writer: FileWriter) -> None:
         with handle.publishing:
-            if not writer.needs_publishing and not writer.has_failed:
+            is_due = writer.needs_publishing or writer.was_written or writer.has_failed
+            if not is_due:
                 return
             # First: who writes meanwhile has to be known when it closes the file.
             handle.unpublished_owners.clear()
@@ -145,20 +185,49 @@ class CloseOperations(MountTables):
                 self.published(handle.node, writer.view)
 
     def published(self, node: Node, view: FileView) -> None:
-        status = FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
+        """A writer has published `view` through its node: lookups find that from now on."""
         with self._lock:
-            self._published_s = self._clock()
+            for handle in node.handles:
+                if handle.is_writable:
+                    reads = handle.writer is not None and handle.writer.view is view
+                else:
+                    reads = True
+                if reads and handle.is_readable:
+                    self._hold(handle, view)
+            self._published_s = now_s = self._clock()
             self._listings.drop(view.path)
-            old_identity = node.status.identity
-            node.status, node.seen_s, node.is_local = status, self._clock(), False
-            if node.parent is not None:
-                node.parent.seen_s = 0.0
-            self._nodes.note_node(node)
+            node.status, node.seen_s = status_of(view), now_s
+            if node.is_detached or node.parent is None:
+                self._nodes.note_moved()
+                return
+            # Its size is that of what is written, from now on or in a moment: for readers there is
+            # another one.
+            self._nodes.make_writing(node)
+            node.parent.seen_s = 0.0
+            found = self._nodes.child(node.parent, node.name)
+            if found is not None and found.is_local:
+                self._nodes.make_writing(found)
+                found = None
+            if found is not None and found.status.identity != view.identity:
+                if found.had_readers:
+                    # The kernel may hold pages of the generation before.
+                    self._nodes.detach(found)
+                    found = None
+                else:
+                    found.status, found.seen_s = node.status, now_s
+                    self._nodes.note_node(found)
+            if found is None:
+                found = self._nodes.add(node.parent, node.name, node.status, now_s)
+            node.inode = found.inode or found.id
+            if not node.handles:
+                self._nodes.detach(node)
             self._nodes.note_moved()
-            if node.had_readers and not node.is_detached and old_identity != view.identity:
-                # The kernel may hold pages of the generation before: the name gets a new node.
-                assert node.parent is not None
-                self._nodes.add(node.parent, node.name, status, self._clock())
+
+    def _hold(self, handle: Handle, view: FileView) -> None:
+        """Let a handle read `view`: what is open outlives its name. The lock is held."""
+        old, handle.file = handle.file, self._reader.open(view)
+        if old is not None:
+            self._reader.close(old)
 
     def _note_unfinished(self, handle: Handle) -> None:
         noted = handle.noted

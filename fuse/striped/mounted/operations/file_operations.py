@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Sequence
 
-from bootseer.errors import UnsupportedError
+from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
-from bootseer.fuse.striped.mounted.operations.callers import is_dying
+from bootseer.fuse.striped.mounted.operations.callers import is_dying, process_of
 from bootseer.fuse.striped.mounted.operations.close_operations import CloseOperations
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.presentation import opened_of
-from bootseer.fuse.striped.names.stored import FileStatus, refuse
+from bootseer.fuse.striped.names.stored import FileStatus, refuse, status_of
+from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
 
 
@@ -30,18 +31,30 @@ class FileOperations(CloseOperations):
             again = self._opened_before(caller)
             if again is not None:
                 return self._entry(again.node), opened_of(again)
-        status = self._status(path)
+        status, seen_s = self._status(path)
         with self._lock:
             known = self._nodes.child(directory, text)
-            if status is not None or (known is not None and known.is_local):
+            if status is not None:
+                known = self._settle(directory, text, status, seen_s)
+            if known is not None and not (known.is_unpublished or status is not None):
+                known = None
+            if known is not None:
                 if flags & os.O_EXCL:
                     raise refuse(errno.EEXIST, path)
-                if status is not None:
-                    known = self._settle(directory, text, status)
-            else:
-                known = None
+                if known.status.is_dir:
+                    raise refuse(errno.EISDIR, path)
+                if flags & os.O_ACCMODE != os.O_RDONLY:
+                    known = self._nodes.add_writing(directory, text, known.status, seen_s)
+                    known.is_wanted = True
+                    self._nodes.note_node(known)
         if known is not None:
-            opened = self.open(caller, known.id, flags)
+            try:
+                opened = self.open(caller, known.id, flags)
+            except BaseException:
+                with self._lock:
+                    if known.is_writing and not known.handles:
+                        self._nodes.detach(known)
+                raise
             return self._entry(known), opened
         with self._lock:
             status = FileStatus(path, False, 0, time.time_ns(), "")
@@ -49,6 +62,7 @@ class FileOperations(CloseOperations):
             node.is_local = True
             self._nodes.note_node(node)
             handle = self._nodes.open(node, flags, caller.request)
+            handle.opener = process_of(caller)
             handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
             self._nodes.note(handle)
             return self._entry(node), opened_of(handle)
@@ -67,51 +81,83 @@ class FileOperations(CloseOperations):
             again = self._opened_before(caller)
             if again is not None:
                 return opened_of(again)
+            is_reader = flags & os.O_ACCMODE == os.O_RDONLY
+            if not is_reader:
+                if known.is_detached or not known.is_wanted:
+                    self._own_node(caller, known)
+                self._nodes.give(known)
+            elif known.is_writing and self._nodes.want(
+                known, caller.pid, self._clock(), only_reads=True
+            ):
+                # It has been published since it was looked up.
+                raise refuse(errno.ESTALE, known.path)
             path = self._attached_path(known)
-            writes = flags & os.O_ACCMODE != os.O_RDONLY
-            if self._passes_files and known.was_passed and (writes or flags & os.O_DIRECT):
+            if is_reader and self._passes_files and known.was_passed and flags & os.O_DIRECT:
                 self._renew(known)
                 raise refuse(errno.ESTALE, path)
-            if writes and flags & os.O_TRUNC:
-                if known.had_readers and known.handles:
-                    # The kernel would cut the pages of those who read the old generation: let it
-                    # look the name up again and open a node of its own.
-                    self._nodes.detach(known)
-                    raise refuse(errno.ESTALE, path)
+            if known.is_local and known.writer() is None:
+                # Its writer has just been killed, or has failed.
+                raise refuse(errno.ESTALE, path)
+        if not is_reader:
+            return self._open_to_write(caller, known, path, flags)
+        if known.is_local or known.writer() is not None:
+            with self._lock:
                 handle = self._nodes.open(known, flags, caller.request)
-                handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
                 self._nodes.note(handle)
                 return opened_of(handle)
-            if known.is_local:
-                handle = self._nodes.open(known, flags, caller.request)
-                if writes:
-                    handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
-                self._nodes.note(handle)
-                return opened_of(handle)
-            is_written_here = known.writer() is not None
-        view = self._tree.stored.view(path)
-        if view.identity != known.status.identity and not is_written_here:
+        try:
+            view = self._tree.stored.view(path)
+        except NotFoundError:
+            # Removed elsewhere: the kernel shall look the name up again.
             with self._lock:
                 self._nodes.detach(known)
-            raise refuse(errno.ESTALE, path)
+            raise refuse(errno.ESTALE, path) from None
         with self._lock:
+            if view.identity != known.status.identity:
+                # Of a file that is written here the kernel keeps no attributes.
+                is_shown_anew = self._nodes.is_written(known) and not known.is_writing
+                if known.had_readers or known.is_detached or not is_shown_anew:
+                    if not known.is_writing:
+                        self._nodes.detach(known)
+                    raise refuse(errno.ESTALE, path)
+                known.status = status_of(view)
+                self._nodes.note_node(known)
             handle = self._nodes.open(known, flags, caller.request)
-            if writes:
-                handle.base = view
-            if flags & os.O_ACCMODE != os.O_WRONLY:
-                handle.file = self._reader.open(view)
-                known.had_readers = True
-            if writes or not self._may_pass(known, flags):
+            handle.file = file = self._reader.open(view)
+            known.had_readers = True
+            if not self._may_pass(known, flags):
                 self._nodes.note(handle)
                 return opened_of(handle)
-            file = handle.file
         # Outside of the lock: it opens the stored file.
-        descriptor = self._reader.descriptor(file) if file is not None else None
+        descriptor = self._reader.descriptor(file)
         with self._lock:
             # Somebody may have begun to write meanwhile.
             if descriptor is not None and self._may_pass(known, flags):
                 handle.descriptor = descriptor
                 known.was_passed = True
+            self._nodes.note(handle)
+            return opened_of(handle)
+
+    def _open_to_write(self, caller: Caller, node: Node, path: str, flags: int) -> Opened:
+        """Open the own node of a writer."""
+        base: FileView | None = None
+        if not flags & os.O_TRUNC:
+            try:
+                base = self._tree.stored.view(path)
+            except NotFoundError:
+                # It is not stored yet, and somebody else writes it, too.
+                if node.status.identity:
+                    raise
+        with self._lock:
+            handle = self._nodes.open(node, flags, caller.request)
+            handle.opener = process_of(caller)
+            if base is None:
+                handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+            elif node.writer() is None:
+                node.status = status_of(base)
+            handle.base = base
+            if base is not None and handle.is_readable:
+                handle.file = self._reader.open(base)
             self._nodes.note(handle)
             return opened_of(handle)
 
@@ -121,6 +167,7 @@ class FileOperations(CloseOperations):
         return (
             self._passes_files
             and node.may_be_passed
+            and not node.is_writing
             and not flags & os.O_DIRECT
             and not any(handle.is_writable for handle in node.handles)
         )
@@ -137,10 +184,12 @@ class FileOperations(CloseOperations):
     ) -> Buffer | Sequence[Buffer]:
         opened = self._handle(handle)
         writer = opened.writer
-        if writer is None and opened.file is None:
+        if writer is None and not opened.is_writable:
             # Opened for reading before its writer has published anything.
             with self._lock:
                 writer = opened.node.writer()
+            if writer is not None and writer.has_failed and opened.file is not None:
+                writer = None
         if writer is not None:
             return self._read_back(opened, writer, offset, length)
         if opened.file is None:
@@ -154,15 +203,18 @@ class FileOperations(CloseOperations):
         if ending is not None:
             return ending
         view, sent = writer.view, writer.sent_bytes
-        if view is None or view.size_bytes < min(offset + length, sent):
+        if view is None or writer.unchanged_bytes < min(offset + length, sent):
             raise UnsupportedError(
                 f"{writer.path}: what was written can be read back after fsync or close"
             )
-        file = self._reader.open(view)
+        # Open already, since a generation that is open outlives its name; not where a file is read
+        # through the descriptor of another process.
+        file = handle.file or self._reader.open(view)
         try:
             head = self._reader.read_bytes(file, offset, min(length, sent - offset))
         finally:
-            self._reader.close(file)
+            if handle.file is None:
+                self._reader.close(file)
         return head + (writer.read(sent, length - len(head)) or b"")
 
     def write(
@@ -197,8 +249,14 @@ class FileOperations(CloseOperations):
                 raise refuse(errno.EISDIR)
             handle = self._nodes.handles.get(handle_id) if handle_id is not None else None
             if handle is None or not handle.is_writable:
-                # truncate(2) of a file that is being written here acts on that writing.
+                # truncate(2) of a file that is not stored yet acts on what is written of it.
                 handle = next((h for h in known.handles if h.is_at_work), None)
+                if handle is None or not (known.is_local or known.is_detached):
+                    if not known.is_wanted:
+                        # The kernel cuts the pages of the node that it names.
+                        self._own_node(caller, known)
+                    self._nodes.give(known)
+            path = known.path
         if handle is not None:
             writer = self._writer(handle, starts_empty=size_bytes == 0)
             try:
@@ -207,8 +265,9 @@ class FileOperations(CloseOperations):
                 handle.unpublished_owners.add(caller.lock_owner)
                 self._note_unfinished(handle)
             return
-        path = self._attached_path(known)
         view = self._tree.stored.view(path)
+        with self._lock:
+            known.status = status_of(view)
         if view.size_bytes == size_bytes:
             return
         base = view if size_bytes else None
@@ -221,6 +280,7 @@ class FileOperations(CloseOperations):
         assert writer.view is not None
         with self._lock:
             # The close of what emptied it may not have been heard of yet.
-            for handle in known.handles:
-                handle.is_superseded = True
+            for other in self._nodes.same_file(known):
+                for handle in other.handles:
+                    handle.is_superseded = True
             self.published(known, writer.view)

@@ -33,10 +33,11 @@ class StripedFileSystem(NameOperations, FileOperations):
                 records,
                 self._reader,
                 lambda path: FileWriter(self._tree, path, self._budget, self._settings),
+                self._clock(),
             )
         except (BootseerError, LookupError, TypeError, ValueError) as error:
             _log.error("what was open is not known any more: %s", error)
-            self._nodes.continue_from([], [])
+            self._nodes.continue_from([], [], {})
         self._inherited = set(self._nodes.by_id) - {ROOT_NODE}
         self._nodes.start_journal()
 

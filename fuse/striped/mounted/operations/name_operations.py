@@ -5,9 +5,11 @@ something else. Thread-safe; see `tables`.
 """
 
 import errno
+import functools
+import logging
 from collections.abc import Sequence
 
-from bootseer.errors import NotFoundError
+from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import (
     Attributes,
     Caller,
@@ -16,34 +18,40 @@ from bootseer.fuse.kernel.operations import (
     FileSystemStatistics,
     Opened,
 )
-from bootseer.fuse.striped.mounted.operations.nodes import Node
-from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES, CACHE_S
-from bootseer.fuse.striped.mounted.operations.tables import NAME_MAX_BYTES, MountTables
+from bootseer.fuse.striped.mounted.operations.close_operations import CloseOperations
+from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
+from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES, left_s
+from bootseer.fuse.striped.mounted.operations.tables import NAME_MAX_BYTES
 from bootseer.fuse.striped.names.stored import refuse
+
+_log = logging.getLogger(__name__)
 
 # Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
 _UNKNOWN_SPACE_BYTES = 2**50
 _RENAME_NOREPLACE = 1
 
 
-class NameOperations(MountTables):
+class NameOperations(CloseOperations):
     """Names, attributes and directories of one mount."""
 
     def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
         with self._lock:
             directory = self._node(parent)
             text, path = self._child_path(directory, name)
-            known = self._nodes.child(directory, text)
-            if known is not None and known.writer() is not None:
-                return self._entry(known)
-        status = self._status(path)
+            writing = self._nodes.writing(directory, text)
+            handles = [handle for node in writing for handle in node.handles]
+        self._await_release(handles)
+        status, seen_s = self._status(path)
         with self._lock:
             known = self._nodes.child(directory, text)
-            if status is None:
+            if status is not None:
+                known = self._settle(directory, text, status, seen_s)
+            elif known is None or not known.is_unpublished:
                 if known is not None:
                     self._nodes.detach(known)
                 raise refuse(errno.ENOENT, path)
-            return self._entry(self._settle(directory, text, status))
+            own = self._nodes.look_up_own(directory, text, caller.pid, known.status, seen_s)
+            return self._entry(own or known)
 
     def dropped(self, node: int) -> None:
         with self._lock:
@@ -52,20 +60,24 @@ class NameOperations(MountTables):
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
         with self._lock:
             known = self._node(node)
-            fresh = self._clock() - known.seen_s < CACHE_S
-            if fresh or known.is_local or known.is_detached or known.writer() is not None:
-                return self._shown(known)
+            opened = self._nodes.handles.get(handle) if handle is not None else None
+            is_seen = left_s(known, self._clock()) > 0
+            if is_seen or known.is_local or known.is_writing or known.is_detached:
+                return self._shown(known, opened.writer if opened is not None else None)
             path = known.path
-        status = self._status(path) if path else None
+        if not path:
+            with self._lock:
+                return self._shown(known)
+        status, seen_s = self._status(path)
         with self._lock:
-            if path and (status is None or status.identity != known.status.identity):
+            if status is None or status.identity != known.status.identity:
                 # The name means something else now. Who has the file open keeps what was opened;
                 # everybody else is sent (ESTALE) to look the name up again.
                 self._nodes.detach(known)
                 if not known.handles:
                     raise refuse(errno.ESTALE, path)
-            elif status is not None:
-                known.status, known.seen_s = status, self._clock()
+            else:
+                known.status, known.seen_s = status, seen_s
             return self._shown(known)
 
     def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
@@ -73,7 +85,7 @@ class NameOperations(MountTables):
         try:
             status = self._tree.mkdir(path)
         except FileExistsError:
-            made = self._status(path) if caller.is_resent else None
+            made = self._status(path)[0] if caller.is_resent else None
             if made is None or not made.is_dir:
                 raise
             status = made
@@ -101,13 +113,15 @@ class NameOperations(MountTables):
             text, path = self._child_path(directory, name)
             known = self._nodes.child(directory, text)
             is_local = known is not None and known.is_local
-        gone = self._writers_of(path)
+        gone = [writer for writer in self._writers_of(path) if not writer.is_detached]
         for writer in gone:
             writer.detach()
         try:
             self._tree.unlink(path)
-        except NotFoundError:
-            if not is_local and not caller.is_resent:
+        except BaseException as error:
+            if not isinstance(error, NotFoundError) or not (is_local or caller.is_resent):
+                for writer in gone:
+                    writer.attach()
                 raise
         self._gone(directory, text, path)
         if gone:
@@ -128,51 +142,97 @@ class NameOperations(MountTables):
             taken = self._nodes.child(new_directory, new_text)
         if source == target:
             return
-        if flags and taken is not None and taken.is_local:
+        if flags and taken is not None and taken.is_unpublished:
             raise refuse(errno.EEXIST, target)
         inside = [w for w in writers if w.path.startswith(source + "/")]
         if any(writer.needs_publishing for writer in inside):
             # Their parts lie in a folder that would move away under them.
             raise refuse(errno.EBUSY, source)
         replaced = self._writers_of(target)
-        moving = [writer for writer in writers if writer.path == source]
-        for writer in moving:
-            writer.publish()
+        moving = [w for w in writers if w.path == source and not w.has_failed]
+        # What is written from the start is published under the new name only, so that a rename that
+        # is refused has published nothing. What is added to a file is published after its rename.
+        begun = [writer for writer in moving if writer.needs_publishing and writer.starts_anew]
         try:
-            self._tree.rename(source, target, replace=not flags)
+            if begun:
+                self._tree.rename_begun(
+                    source,
+                    target,
+                    [functools.partial(writer.publish_as, target) for writer in begun],
+                    replace=not flags,
+                    has_parts=any(writer.has_parts for writer in begun),
+                )
+            else:
+                self._tree.rename(source, target, replace=not flags)
         except NotFoundError:
-            if not caller.is_resent or self._status(target) is None:
+            if not caller.is_resent or self._status(target)[0] is None:
                 raise
         with self._lock:
             for writer in replaced:
-                writer.detach()
+                if writer not in begun:
+                    writer.detach()
             for writer in moving:
                 writer.path = target
             for writer in inside:
                 writer.path = target + writer.path[len(source) :]
             self._nodes.move_bases(source, target)
             directory.seen_s = new_directory.seen_s = 0.0
-            known = self._nodes.child(directory, text)
-            if known is not None:
-                known.is_local = False
-                known.seen_s = 0.0
-                self._nodes.move(known, new_directory, new_text)
-                self._nodes.note_moved()
-            elif taken is not None:
-                self._nodes.detach(taken)
-            if replaced:
-                self._nodes.note_moved()
+            known = self._move_nodes(directory, text, new_directory, new_text, is_new=bool(begun))
+            handles = [h for h in self._nodes.handles.values() if h.writer in moving]
+            self._nodes.note_moved()
             self._listings.clear()
         self._refresh_moved(known)
+        for handle in handles:
+            self._publish_moved(handle)
+
+    def _move_nodes(
+        self, directory: Node, name: str, new_directory: Node, new_name: str, *, is_new: bool
+    ) -> Node | None:
+        """Give the nodes of a name another one; the lock is held. `is_new`: whether the file was
+        published by that, and what had the old name is gone. Return the node that lookups find."""
+        nodes = self._nodes
+        for replaced in nodes.writing(new_directory, new_name):
+            nodes.detach(replaced)
+        taken = nodes.child(new_directory, new_name)
+        if taken is not None:
+            nodes.detach(taken)
+        known = nodes.child(directory, name)
+        if known is not None and known.is_local:
+            nodes.make_writing(known)
+            known = None
+        for writing in nodes.writing(directory, name):
+            nodes.move(writing, new_directory, new_name)
+        if known is not None and is_new:
+            nodes.detach(known)
+            return None
+        if known is not None:
+            known.seen_s = 0.0
+            nodes.move(known, new_directory, new_name)
+        return known
+
+    def _publish_moved(self, handle: Handle) -> None:
+        """Publish what is written through a handle whose file was renamed.
+
+        The rename is done, so a failure is not told by it: the writer hears of it.
+        """
+        writer = handle.writer
+        assert writer is not None
+        try:
+            if writer.needs_publishing:
+                self._publish(handle, writer)
+            elif writer.view is not None:
+                self.published(handle.node, writer.view)
+        except (BootseerError, OSError) as error:
+            _log.error("%s was renamed, and what was written is lost: %s", writer.path, error)
 
     def _refresh_moved(self, node: Node | None) -> None:
         """An ordinary file's identity names its path: see it anew, or its next open is refused."""
         if node is None or node.status.is_dir:
             return
-        status = self._status(node.path)
+        status, seen_s = self._status(node.path)
         with self._lock:
             if status is not None and not node.is_detached:
-                node.status, node.seen_s = status, self._clock()
+                node.status, node.seen_s = status, seen_s
                 self._nodes.note_node(node)
 
     def _gone(self, directory: Node, name: str, path: str) -> None:
@@ -183,6 +243,8 @@ class NameOperations(MountTables):
             if known is not None:
                 known.is_local = False
                 self._nodes.detach(known)
+            for writing in self._nodes.writing(directory, name):
+                self._nodes.detach(writing)
             self._nodes.note_moved()
 
     def opendir(self, caller: Caller, node: int, flags: int) -> Opened:
@@ -192,6 +254,7 @@ class NameOperations(MountTables):
         with self._lock:
             directory = self._node(node)
             path = self._attached_path(directory)
+        seen_s = self._clock()
         try:
             infos = self._tree.stored.entries(path)
         except NotFoundError:
@@ -200,7 +263,7 @@ class NameOperations(MountTables):
             infos = []  # The root is made when something is first written.
         with self._lock:
             local = [child.name for child in self._nodes.local_children(directory)]
-        return self._listings.open(infos, local, self._clock(), handle)
+        return self._listings.open(infos, local, seen_s, handle)
 
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool

@@ -1,7 +1,12 @@
 """The tables of the nodes and open handles of a mounted tree.
 
 Owns both. When a name comes to mean another generation of its file, it gets a new node and the old
-one is *detached* (see `nodes`). Not thread-safe: the file system holds its lock around every call.
+one is *detached* (see `nodes`). Nodes of writers have a name, too, but are not found by it.
+
+Which node an open file belongs to is settled by the kernel's lookup, before we hear for what it is
+opened. So an open for writing is answered with ESTALE, and the *wish* of its thread is noted;
+the kernel then looks the name up again (open(2) and truncate(2) do this once) and opens what that
+finds: a node of its own. Not thread-safe: the file system holds its lock around every call.
 Every change is told to the journal, from which a successor of this process makes the same tables.
 """
 
@@ -9,11 +14,28 @@ import itertools
 import time
 from collections.abc import Iterator
 
+from msgspec import Struct
+
 from bootseer.fuse.kernel.operations import ROOT_NODE
 from bootseer.fuse.striped.mounted.life.journal import Journal, Record
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node, node_record
 from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.writing.writer import FileWriter
+
+# A thread that was told to look a name up once more does so at once, unless it is killed.
+_WISH_S = 60.0
+
+
+class Wish(Struct, eq=False):
+    """A thread that wants to write a file, and looks its name up again for that."""
+
+    node: int
+    """Node that it found first."""
+    since_s: float
+    only_reads: bool = False
+    """Whether it found a writer's node, and wants the one that lookups find."""
+    own: Node | None = None
+    """Node of its own that it found then."""
 
 
 class NodeTable:
@@ -25,7 +47,12 @@ class NodeTable:
         self.root = Node(ROOT_NODE, None, "", root, now_s)
         self.by_id: dict[int, Node] = {ROOT_NODE: self.root}
         self.handles: dict[int, Handle] = {}
-        self._by_name: dict[tuple[int, str], Node] = {}
+        self._by_name: dict[int, dict[str, Node]] = {}
+        """By the parent's id."""
+        self._writing: dict[tuple[int, str], list[Node]] = {}
+        """Nodes of writers, which have a name and are not found by it."""
+        self._wishes: dict[tuple[int, str], Wish] = {}
+        """By thread and name."""
         self._ids = itertools.count(ROOT_NODE + 1)
         self._handle_ids = itertools.count(1)
 
@@ -41,6 +68,8 @@ class NodeTable:
             for handle in self.handles.values():
                 handle.noted = None
                 self.note(handle)
+            for key in self._wishes:
+                self._note_wish(key)
 
     def close_journal(self) -> None:
         """Nothing more is to be told."""
@@ -89,16 +118,21 @@ class NodeTable:
         if self._journal.is_outgrown:
             self.start_journal()
 
-    def continue_from(self, nodes: list[Node], handles: list[Handle]) -> None:
+    def continue_from(
+        self, nodes: list[Node], handles: list[Handle], wishes: dict[tuple[int, str], Wish]
+    ) -> None:
         """Take over what a predecessor knew. Nothing new gets a number that it may have used."""
         for node in nodes:
             self.by_id[node.id] = node
             if node.parent is not None:
-                node.parent.child_count += 1
-                self._by_name[node.parent.id, node.name] = node
+                self._put(node, node.parent)
         for handle in handles:
             self.handles[handle.id] = handle
             handle.node.handles.append(handle)
+        self._wishes = wishes
+        for wish in wishes.values():
+            if wish.own is not None:
+                wish.own.is_wanted = True
         self._ids = itertools.count(time.monotonic_ns())
         self._handle_ids = itertools.count(time.monotonic_ns())
 
@@ -106,17 +140,149 @@ class NodeTable:
 
     def child(self, parent: Node, name: str) -> Node | None:
         """The node that now has this name."""
-        return self._by_name.get((parent.id, name))
+        return self._by_name.get(parent.id, {}).get(name)
 
     def children(self, parent: Node) -> dict[str, int]:
         """The node ids of a directory's known names."""
-        if not parent.child_count:
-            return {}
-        return {
-            name: node.id
-            for (parent_id, name), node in self._by_name.items()
-            if parent_id == parent.id
-        }
+        return {name: node.id for name, node in self._by_name.get(parent.id, {}).items()}
+
+    def writing(self, parent: Node, name: str) -> list[Node]:
+        """Return the writers' nodes of a name."""
+        return list(self._writing.get((parent.id, name), ()))
+
+    def same_file(self, node: Node) -> list[Node]:
+        """Return all nodes of the name that a node has; only itself when it is detached."""
+        if node.parent is None:
+            return [node]
+        found = self.child(node.parent, node.name)
+        return [*([found] if found is not None else []), *self.writing(node.parent, node.name)]
+
+    def is_written(self, node: Node) -> bool:
+        """Whether somebody has the file of a node open for writing in this mount."""
+        if node.parent is None:
+            return node.writer() is not None
+        writing = self._writing.get((node.parent.id, node.name), ())
+        return node.writer() is not None or any(other.handles for other in writing)
+
+    def add_writing(self, parent: Node, name: str, status: FileStatus, now_s: float) -> Node:
+        """Make a node for a writer of the file `name`."""
+        node = Node(next(self._ids), parent, name, status, now_s, is_writing=True)
+        found = self.child(parent, name)
+        if found is not None:
+            node.inode = found.inode or found.id
+        self.by_id[node.id] = node
+        self._put(node, parent)
+        return node
+
+    def want(self, node: Node, thread: int, now_s: float, *, only_reads: bool = False) -> bool:
+        """Note that `thread` wants to write the file of `node`, and is to look its name up again.
+
+        Return False where that thread was told so before and came back without a lookup, as one
+        does that opens a file by its descriptor in /proc, or a file that is a mount point.
+        """
+        for old_key, old in list(self._wishes.items()):
+            if old.since_s + _WISH_S < now_s:  # whoever had it was killed
+                self._fulfil(old_key)
+        key = thread, node.name
+        wish = self._wishes.get(key)
+        if wish is not None:
+            self._fulfil(key)
+            if wish.own is None and wish.node == node.id:
+                return False
+        self._wishes[key] = Wish(node.id, now_s, only_reads)
+        self._note_wish(key)
+        return True
+
+    def look_up_own(
+        self, parent: Node, name: str, thread: int, status: FileStatus, seen_s: float
+    ) -> Node | None:
+        """Return a node of its own for a thread that looks a name up because it wants to write."""
+        wish = self._wishes.get((thread, name))
+        if wish is None or status.is_dir:
+            return None
+        if wish.only_reads:
+            self._fulfil((thread, name))
+            return None
+        own = wish.own
+        if own is None or own.parent is not parent:
+            own = wish.own = self.add_writing(parent, name, status, seen_s)
+            own.is_wanted = True
+            self.note_node(own)
+            self._note_wish((thread, name))
+        own.status, own.is_forgotten = status, False
+        return own
+
+    def give(self, node: Node) -> None:
+        """The thread that wanted a node of its own has it now."""
+        for key, wish in list(self._wishes.items()):
+            if wish.own is node:
+                wish.own = None
+                self._fulfil(key)
+        node.is_wanted = False
+
+    def _fulfil(self, key: tuple[int, str]) -> None:
+        wish = self._wishes.pop(key)
+        self._note_wish(key)
+        if wish.own is not None and not wish.own.handles:
+            self._drop(wish.own)
+
+    def _note_wish(self, key: tuple[int, str]) -> None:
+        wish = self._wishes.get(key)
+        own = wish.own if wish is not None else None
+        self._add(
+            {
+                "wish": list(key),
+                "node": wish.node if wish is not None else None,
+                "own": own.id if own is not None else None,
+                "only_reads": wish is not None and wish.only_reads,
+            }
+        )
+
+    def make_writing(self, node: Node) -> None:
+        """Let no lookup find a node any more: it is that of its writers."""
+        if node.parent is not None:
+            self._take(node, node.parent)
+            node.is_writing = True
+            self._put(node, node.parent)
+        node.is_writing, node.is_local = True, False
+        self.note_node(node)
+
+    def make_found(self, node: Node) -> None:
+        """Let lookups find a writer's node of a file that is not stored."""
+        assert node.parent is not None
+        self._take(node, node.parent)
+        node.is_writing, node.is_local = False, True
+        self._put(node, node.parent)
+        self.note_node(node)
+
+    def _drop(self, node: Node) -> None:
+        self.by_id.pop(node.id, None)
+        self._add({"gone": node.id})
+        self.detach(node)
+
+    def _put(self, node: Node, parent: Node) -> None:
+        node.parent = parent
+        parent.child_count += 1
+        if node.is_writing:
+            self._writing.setdefault((parent.id, node.name), []).append(node)
+        else:
+            self._by_name.setdefault(parent.id, {})[node.name] = node
+
+    def _take(self, node: Node, parent: Node) -> None:
+        parent.child_count -= 1
+        key = parent.id, node.name
+        if node.is_writing:
+            found = self._writing.get(key, [])
+            if node in found:
+                found.remove(node)
+            if not found:
+                self._writing.pop(key, None)
+            return
+        names = self._by_name.get(parent.id, {})
+        if names.get(node.name) is node:
+            del names[node.name]
+        if not names:
+            self._by_name.pop(parent.id, None)
 
     def add(self, parent: Node, name: str, status: FileStatus, now_s: float) -> Node:
         """A new node for a name; the one that had it before is detached."""
@@ -124,9 +290,12 @@ class NodeTable:
         if old is not None:
             self.detach(old)
         node = Node(next(self._ids), parent, name, status, now_s)
-        parent.child_count += 1
+        for writing in self.writing(parent, name):
+            if writing.status.identity == status.identity:
+                # The kernel forgot the node that had the name before.
+                node.inode = writing.inode
         self.by_id[node.id] = node
-        self._by_name[parent.id, name] = node
+        self._put(node, parent)
         self.note_node(node)
         return node
 
@@ -134,9 +303,8 @@ class NodeTable:
         """The name no longer means this node."""
         parent = node.parent
         if parent is not None:
-            self._by_name.pop((parent.id, node.name), None)
+            self._take(node, parent)
             node.parent = None
-            parent.child_count -= 1
             if node.id in self.by_id:
                 self.note_node(node)
             if parent.is_forgotten:
@@ -145,12 +313,11 @@ class NodeTable:
     def move(self, node: Node, parent: Node, name: str) -> None:
         """The node has another name now; what had that name is detached."""
         replaced = self.child(parent, name)
-        if replaced is not None and replaced is not node:
+        if replaced is not None and replaced is not node and not node.is_writing:
             self.detach(replaced)
         self.detach(node)
-        node.parent, node.name = parent, name
-        parent.child_count += 1
-        self._by_name[parent.id, name] = node
+        node.name = name
+        self._put(node, parent)
         self.note_node(node)
 
     def forget(self, node_id: int) -> None:
@@ -159,7 +326,7 @@ class NodeTable:
         if node is None or node.id == ROOT_NODE:
             return
         node.is_forgotten = True
-        if node.handles or node.child_count:
+        if node.handles or node.child_count or node.is_wanted:
             return
         del self.by_id[node_id]
         self._add({"gone": node_id})
@@ -178,9 +345,12 @@ class NodeTable:
         """The handle is gone."""
         self.handles.pop(handle.id, None)
         self._add({"closed": handle.id})
-        handle.node.handles.remove(handle)
-        if handle.node.is_forgotten:
-            self.forget(handle.node.id)
+        node = handle.node
+        node.handles.remove(handle)
+        if node.is_writing and not node.handles:
+            self.detach(node)
+        if node.is_forgotten:
+            self.forget(node.id)
 
     def writers(self) -> Iterator[FileWriter]:
         """Every writer at work."""
@@ -190,8 +360,4 @@ class NodeTable:
 
     def local_children(self, parent: Node) -> list[Node]:
         """Files of a directory that only this mount knows."""
-        return [
-            node
-            for (parent_id, _), node in self._by_name.items()
-            if parent_id == parent.id and node.is_local and node.writer() is not None
-        ]
+        return [node for node in self._by_name.get(parent.id, {}).values() if node.is_unpublished]

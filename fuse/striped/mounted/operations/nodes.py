@@ -1,8 +1,10 @@
 """What a mount knows of one file or directory, and of one open file.
 
-A node stands for one generation of a file as far as readers go, so that pages the kernel keeps for
-a node never belong to other bytes; `node_table` holds them all. Not thread-safe: the file system
-holds its lock.
+A node stands for one generation of a file as far as readers go, so that pages and the size that the
+kernel keeps for a node never belong to other bytes. Who opens a file for writing gets a node of its
+own, which no lookup finds: the size of the new generation is seen by that descriptor only, until
+the generation is published. A file that is not stored yet has one node for its first writer and for
+its readers. `node_table` holds them all. Not thread-safe: the file system holds its lock.
 """
 
 import os
@@ -32,6 +34,12 @@ class Node(Struct, eq=False):
     """When, by the monotonic clock."""
     is_local: bool = False
     """A file that was created here and never published: no other node sees it."""
+    is_writing: bool = False
+    """Whether this is the own node of a writer, which no lookup finds."""
+    is_wanted: bool = False
+    """Whether a thread is about to open, or to cut, this node of a writer."""
+    inode: int = 0
+    """Inode number that is shown: a writer's node shows that of the file; 0: the node's id."""
     had_readers: bool = False
     """Whether the kernel may hold pages of it."""
     may_be_passed: bool = True
@@ -47,8 +55,12 @@ class Node(Struct, eq=False):
 
     @property
     def is_detached(self) -> bool:
-        """Whether the node's name is gone, or means something else now."""
-        return self.parent is None and self.id != ROOT_NODE
+        """Whether the node's name, or that of a directory above it, is gone or means something else
+        now."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node.id != ROOT_NODE
 
     @property
     def path(self) -> str:
@@ -69,6 +81,11 @@ class Node(Struct, eq=False):
                 return writer
         return None
 
+    @property
+    def is_unpublished(self) -> bool:
+        """Whether the file exists in this mount alone, because somebody writes it here."""
+        return self.is_local and self.writer() is not None
+
 
 class Handle(Struct, eq=False):
     """One open file."""
@@ -77,7 +94,8 @@ class Handle(Struct, eq=False):
     node: Node
     flags: int
     file: OpenFile | None = None
-    """What it reads."""
+    """Generation that it reads; of a file that is written through its node, the last one that was
+    published."""
     descriptor: HasDescriptor | None = None
     """What the kernel may read it from."""
     base: FileView | None = None
@@ -93,6 +111,9 @@ class Handle(Struct, eq=False):
     """Whether the process that wrote it was ended by a signal."""
     was_flushed: bool = False
     """Whether a descriptor of it was closed, and nothing was written since."""
+    is_kept_open: bool = False
+    """Whether a copy of a descriptor that was closed is open still, as far as the server can know.
+    """
     is_releasing: bool = False
     """Whether its last descriptor is known to be gone."""
     is_superseded: bool = False
@@ -108,6 +129,11 @@ class Handle(Struct, eq=False):
     def is_writable(self) -> bool:
         """Whether write(2) is allowed."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether read(2) is allowed."""
+        return self.flags & os.O_ACCMODE != os.O_WRONLY
 
     @property
     def is_at_work(self) -> bool:
@@ -157,5 +183,7 @@ def node_record(node: Node) -> Record:
         "name": node.name,
         "status": [status.is_dir, status.size_bytes, status.modified_ns, status.identity],
         "local": node.is_local,
+        "writing": node.is_writing,
+        "inode": node.inode,
         "forgotten": node.is_forgotten,
     }

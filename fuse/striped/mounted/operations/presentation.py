@@ -9,9 +9,10 @@ from msgspec import Struct
 
 from bootseer.fuse.kernel.operations import Attributes, Entry, Opened
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
+from bootseer.fuse.striped.writing.writer import FileWriter
 
 CACHE_S = 1.0
-"""How long a name or attribute may be taken from memory before the storage is asked again."""
+"""How old a name or attribute may be that is shown, the kernel's memory of it included."""
 BLOCK_BYTES = 4096
 
 
@@ -23,24 +24,31 @@ class Ownership(Struct, frozen=True):
     umask: int = 0o022
 
 
-def attributes_ttl_s(node: Node, *, is_quiet: bool) -> float:
-    """How long the kernel may keep the attributes; `is_quiet`: whether no file is written.
+def left_s(node: Node, now_s: float) -> float:
+    """Return for how long what was seen of a node may still be shown."""
+    return max(0.0, node.seen_s + CACHE_S - now_s)
+
+
+def attributes_ttl_s(node: Node, now_s: float, *, is_quiet: bool, is_written: bool) -> float:
+    """How long the kernel may keep the attributes; `is_quiet`: whether no file is written,
+    `is_written`: whether this one is.
 
     A file that is published changes the time of its directory behind the kernel's back, and `tar`
     takes what it then sees late for a change while it reads.
     """
-    may_change = node.writer() is not None or (node.status.is_dir and not is_quiet)
-    return 0.0 if may_change else CACHE_S
+    may_change = is_written or node.is_writing or (node.status.is_dir and not is_quiet)
+    return 0.0 if may_change else left_s(node, now_s)
 
 
-def attributes_of(node: Node, owner: Ownership) -> Attributes:
-    """What stat(2) shows."""
+def attributes_of(node: Node, owner: Ownership, writer: FileWriter | None = None) -> Attributes:
+    """What stat(2) shows. `writer`: the one of the descriptor that is asked about, if any."""
     status = node.status
     if status.is_dir:
         mode, size_bytes, links = stat.S_IFDIR | 0o777 & ~owner.umask, BLOCK_BYTES, 2
     else:
-        writer = node.writer()
-        size_bytes = writer.size_bytes if writer is not None else status.size_bytes
+        writer = writer or node.writer()
+        is_growing = writer is not None and not writer.has_failed
+        size_bytes = writer.size_bytes if writer and is_growing else status.size_bytes
         mode, links = stat.S_IFREG | 0o666 & ~owner.umask, 0 if node.is_detached else 1
     times = status.modified_ns
     return Attributes(
@@ -53,14 +61,22 @@ def attributes_of(node: Node, owner: Ownership) -> Attributes:
         atime_ns=times,
         mtime_ns=times,
         ctime_ns=times,
+        inode=node.inode,
     )
 
 
-def entry_of(node: Node, owner: Ownership, *, is_quiet: bool) -> Entry:
+def entry_of(
+    node: Node, owner: Ownership, now_s: float, *, is_quiet: bool, is_written: bool
+) -> Entry:
     """The answer to a lookup."""
-    # A file that only this mount knows may vanish without the kernel hearing of it.
-    ttl_s = 0.0 if node.is_local else CACHE_S
-    return Entry(attributes_of(node, owner), ttl_s, attributes_ttl_s(node, is_quiet=is_quiet))
+    # A file that only this mount knows may vanish without the kernel hearing of it, and one that is
+    # written here means another node as soon as it is published.
+    may_change = is_written or node.is_local or node.is_writing
+    return Entry(
+        attributes_of(node, owner),
+        0.0 if may_change else left_s(node, now_s),
+        attributes_ttl_s(node, now_s, is_quiet=is_quiet, is_written=is_written),
+    )
 
 
 def opened_of(handle: Handle) -> Opened:

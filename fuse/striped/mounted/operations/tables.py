@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from bootseer.errors import BootseerError, NotFoundError
-from bootseer.fuse.kernel.operations import Attributes, Entry, Operations
+from bootseer.fuse.kernel.operations import Attributes, Caller, Entry, Operations
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.mounted.life.journal import Journal
 from bootseer.fuse.striped.mounted.life.status import OpenFigures
@@ -33,12 +33,15 @@ from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.paths import PATH_MAX_BYTES
 
 NAME_MAX_BYTES = 255
 # Its parts' names are longer.
 _PATH_MAX_BYTES = PATH_MAX_BYTES - 100
+# Of the eight threads that serve a mount.
+_WAITING_MAX = 3
 # A stream that read nothing for so long is not shown as active.
 _ACTIVE_S = 10.0
 
@@ -76,6 +79,8 @@ class MountTables(Operations):
         root = FileStatus("", True, 0, time.time_ns(), "")
         self._nodes = NodeTable(root, clock(), journal)
         self._listings = Listings(CACHE_S)
+        self._waiting = threading.BoundedSemaphore(_WAITING_MAX)
+        """Held by who waits for a release: threads must be left to serve that."""
 
     def figures(self) -> OpenFigures:
         """What is open now."""
@@ -127,33 +132,65 @@ class MountTables(Operations):
                 raise refuse(errno.EPERM, os.fsdecode(name))
             return directory, *self._child_path(directory, name)
 
-    def _status(self, path: str) -> FileStatus | None:
-        listed = self._listings.take(path, self._clock())
+    def _status(self, path: str) -> tuple[FileStatus | None, float]:
+        """Return what is stored at `path`, and when that was seen."""
+        now_s = self._clock()
+        listed = self._listings.take(path, now_s)
         try:
-            return self._tree.stored.status_of(listed) if listed else self._tree.stored.status(path)
+            if listed is not None:
+                return self._tree.stored.status_of(listed[1]), listed[0]
+            return self._tree.stored.status(path), now_s
         except NotFoundError:
-            return None
+            return None, now_s
 
-    def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
+    def _settle(self, directory: Node, name: str, status: FileStatus, seen_s: float) -> Node:
         """The node for what was just seen under a name; the lock is held."""
         known = self._nodes.child(directory, name)
-        same = (
-            known is not None
-            and known.status.is_dir == status.is_dir
-            and (known.status.identity == status.identity or known.writer() is not None)
-        )
-        if known is None or not same:
-            return self._nodes.add(directory, name, status, self._clock())
-        known.status, known.seen_s = status, self._clock()
+        if known is not None and known.is_local:
+            # Somebody else has stored a file of this name: our writer's is another one.
+            self._nodes.make_writing(known)
+            known = None
+        if (
+            known is None
+            or known.status.is_dir != status.is_dir
+            or known.status.identity != status.identity
+        ):
+            return self._nodes.add(directory, name, status, seen_s)
+        known.status, known.seen_s = status, seen_s
         known.is_forgotten = False
         return known
 
     def _entry(self, node: Node) -> Entry:
-        return entry_of(node, self._owner, is_quiet=self._is_quiet())
+        return entry_of(
+            node,
+            self._owner,
+            self._clock(),
+            is_quiet=self._is_quiet(),
+            is_written=self._nodes.is_written(node),
+        )
 
-    def _shown(self, node: Node) -> tuple[Attributes, float]:
-        ttl_s = attributes_ttl_s(node, is_quiet=self._is_quiet())
-        return attributes_of(node, self._owner), ttl_s
+    def _shown(self, node: Node, writer: FileWriter | None = None) -> tuple[Attributes, float]:
+        ttl_s = attributes_ttl_s(
+            node,
+            self._clock(),
+            is_quiet=self._is_quiet(),
+            is_written=self._nodes.is_written(node),
+        )
+        return attributes_of(node, self._owner, writer), ttl_s
+
+    def _own_node(self, caller: Caller, node: Node) -> None:
+        """Let a writer have a node of its own for the file of `node`; the lock is held.
+
+        Return only if that is `node` itself, since the kernel came back without a lookup.
+        Raises: OSError (ESTALE), upon which the kernel looks the name up again.
+        """
+        must_look_up = self._nodes.want(node, caller.pid, self._clock())
+        is_read = node.handles and not node.is_local and not node.is_writing
+        if must_look_up or is_read or node.is_detached:
+            # The size and pages of a node that is read are those of what is read.
+            raise refuse(errno.ESTALE, node.path)
+        if not node.is_local and not node.is_writing:
+            self._nodes.make_writing(node)
 
     def _is_quiet(self) -> bool:
         """Whether no file is being written, or was until a moment ago."""
@@ -170,13 +207,26 @@ class MountTables(Operations):
             path = base.path if base is not None else self._attached_path(handle.node)
             if not handle.node.is_detached:
                 path = handle.node.path
-        writer = FileWriter(
-            self._tree, path, self._budget, self._settings, base=None if starts_empty else base
-        )
+        if starts_empty:
+            base = None
+        stale = base is not None and not self._is_current(base.renamed(path))
+        if stale:
+            base = None
+        writer = FileWriter(self._tree, path, self._budget, self._settings, base=base)
+        if stale:
+            # What it would be added to was replaced, or removed.
+            writer.fail(refuse(errno.ESTALE, path))
         with self._lock:
             if handle.writer is None:
                 handle.writer = writer
             return handle.writer
+
+    def _is_current(self, view: FileView) -> bool:
+        """Whether its name still means the generation `view`."""
+        try:
+            return self._tree.stored.status(view.path).identity == view.identity
+        except NotFoundError:
+            return False
 
     def _writers_of(self, path: str) -> list[FileWriter]:
         """All that write the file at `path`, or may yet: those that add to what is there have read

@@ -142,7 +142,15 @@ class Driver:
         self.fs.rename(CALLER, *self.parent(source), *self.parent(target), flags)
 
     def truncate(self, path: str, size: int) -> None:
-        self.fs.setattr(CALLER, self.node(path), SetAttributes(size_bytes=size))
+        """As truncate(2), with the kernel's second try after ESTALE."""
+        for attempt in range(2):
+            try:
+                self.fs.setattr(CALLER, self.node(path), SetAttributes(size_bytes=size))
+            except OSError as error:
+                if error.errno != errno.ESTALE or attempt:
+                    raise
+            else:
+                return
 
 
 @contextlib.contextmanager
