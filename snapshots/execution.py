@@ -23,7 +23,7 @@ from bootseer.snapshots.capture.layered_scan import hard_links, scan_after
 from bootseer.snapshots.capture.outside_layers import OutsideLayers
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Manifest, Outside
-from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.setup.fingerprint import Part, shown_program
 from bootseer.snapshots.setup.request import Request, Resolved, working_directory
 from bootseer.snapshots.setup.targets import show
 from bootseer.snapshots.targets.paths import text_of
@@ -223,6 +223,7 @@ def run_command(request: Request, locks: Sequence[int]) -> float:
     started = time.monotonic()
     command = list(request.command)
     environ = request.environ
+    program = shown_program(command, os.environ if environ is None else environ)
     try:
         done = request.runner(
             command,
@@ -239,16 +240,16 @@ def run_command(request: Request, locks: Sequence[int]) -> float:
         code = 127 if isinstance(error, FileNotFoundError) else 126
         where = working_directory(request)
         raise SetupFailedError(
-            f"cannot start the set-up {command[0]!r} in {where}: {error}", code
+            f"cannot start the set-up {program!r} in {where}: {error}", code
         ) from error
     code = done.returncode
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         raise SetupFailedError(
-            f"the set-up {command[0]!r} was ended by {name}; nothing was stored", 128 - code
+            f"the set-up {program!r} was ended by {name}; nothing was stored", 128 - code
         )
     if code:
         raise SetupFailedError(
-            f"the set-up {command[0]!r} failed with exit code {code}; nothing was stored", code
+            f"the set-up {program!r} failed with exit code {code}; nothing was stored", code
         )
     return time.monotonic() - started

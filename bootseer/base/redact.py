@@ -1,56 +1,57 @@
-"""Credentials out of what people see: URLs, commands, messages, logs, timelines. Pure (no I/O).
+"""Removal of credentials from what people see: URLs, messages, logs, timelines.
 
-Alone decides what is a secret: in a URL the user name and password, and the query; in a command the
-value of an option, variable or header whose name says so, and what has a token's known form.
+Alone decides what is a secret there: in a URL the user name and password; in a message the value of
+a name that says so, an Authorization header, what has a token's known form, and every known value:
+what a variable of this process with such a name holds, and the logins that this process has used.
+What of a set-up's command is shown is decided elsewhere, by a list of what is shown
+(`snapshots.setup.shown_words`). Reads nothing but the environment. Any thread.
 """
 
+import collections
+import functools
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
-from bootseer.base.patterns import lazy_pattern
-from bootseer.base.redact_words import (
-    HIDDEN,
-    SecretWords,
-    hides_next_word,
-    is_shown,
-    says_secret,
-    says_secret_in_command,
-    secrets_of_headers,
-    secrets_of_names,
-    secrets_of_programs,
+HIDDEN = "***"
+"""Stands for what is hidden."""
+
+# As text: the module `re` compiles each at its first use, and most commands need few.
+_NAME = (
+    r"(?i)(?:^|[_.-])(?:token|secret|pat|pwd|pass|pin|otp|sas|sig|signature|auth|authorization|cookie"
+    r"|credentials?|bearer)(?:$|[_.-])"
+    r"|(?:token|secret|pwd|apikey|cookie|bearer|credentials?)$|passw(?:or)?d|passphrase|pass(?:in|out)$"
+    r"|(?:store|key|user|db)pass$|[_.-]key$"
+    r"|(?:api|access|secret|private|auth|account|shared|signing|client|license)[_.-]?key"
 )
-
+_PUBLIC_NAME = r"(?i)(?:gpg|hot|mon|pub|public|sort|primary|foreign)[_.-]?key$"
+# Variables that say where a secret lies: messages name that place.
+_PLACE_NAME = r"(?i)_(?:file|path|dir|sock|socket|store|url|uri|endpoint|host|user|type|mode)$"
+# Shorter values are found in words that have nothing to do with them.
+_KNOWN_CHARS_MIN = 6
+_NO_SECRETS = frozenset(("default", "disable", "disabled", "enable", "enabled", "required"))
 # What no URL's user or password holds as it is.
-_WORD = lazy_pattern(r"[^\s'\"?#]+")
-_PORT = lazy_pattern(r"\d+/")
+_WORD = r"[^\s'\"?#]+"
+_PORT = r"\d+/"
 # A user where quotes belong to the password: in a word that no shell reads any more. Repetitions
 # that may begin anywhere are bounded: a long word costs time in proportion.
-_USER_WITH_QUOTES = lazy_pattern(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/@\s?#]*(?:@[^/@\s?#]*)*@")
-_SECRET_PARAMETER = lazy_pattern(
-    r"([?&][\w.-]{0,99}(?:key|secret|token|password|signature|sig|credential)[\w.-]{0,99}=)"
-    r"[^&\s'\"]+",
-    re.I,
+_USER_WITH_QUOTES = r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/@\s?#]*(?:@[^/@\s?#]*)*@"
+_SECRET_PARAMETER = (
+    r"(?i)([?&][\w.-]{0,99}(?:key|secret|token|password|signature|sig|credential)[\w.-]{0,99}=)"
+    r"[^&\s'\"]+"
 )
-_QUERY = lazy_pattern(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"?#]{0,2000}\?)([^\s'\"#]+)")
 # Of Hugging Face, GitHub, GitLab, AWS, OpenAI and the like, Slack, PyPI; JSON Web Tokens.
-_TOKEN = lazy_pattern(
+_TOKEN = (
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|pypi-[\w-]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
-# One word of a shell, with what is quoted in it.
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
-_ASSIGNMENT = lazy_pattern(
-    rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)(?P<between>=)(?P<value>{_VALUE})"
-)
-_AUTHORIZATION = lazy_pattern(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)")
-# "name:password" of curl and its like, but no "1000:1000".
-_ACCOUNT = lazy_pattern(
-    r"(?<![\w-])(?P<name>-u|-U|--user|--proxy-user)(?P<between>=|\s*)"
-    r"(?P<value>(?!\d+:\d+(?:\s|$))['\"]?[^\s:'\"/]+:[^\s'\"]+)"
-)
-_ACCOUNT_OPTIONS = {"-u", "-U", "--user", "--proxy-user"}
-_WHOLE_WORD = lazy_pattern(r"(-{0,2}[A-Za-z_][\w.-]*)(=|:(?!//)\s*)(.*)", re.DOTALL)
+_ASSIGNMENT = rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)=(?P<value>{_VALUE})"
+_AUTHORIZATION = r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)"
+
+# A server that lives for weeks gets new ones again and again.
+_used_logins: collections.deque[str] = collections.deque(maxlen=64)
 
 
 def public_url(url: str) -> str:
@@ -66,13 +67,13 @@ def names_user(url: str) -> bool:
 
 def without_users(text: str) -> str:
     """`text` with "user:password@" taken out of every URL in it."""
-    return _without_plain_users(_USER_WITH_QUOTES.sub(r"\1", text))
+    return _without_plain_users(re.sub(_USER_WITH_QUOTES, r"\1", text))
 
 
 def _without_plain_users(text: str) -> str:
     if "@" not in text:
         return text
-    return _WORD.sub(lambda match: _without_user(match[0]), text)
+    return re.sub(_WORD, lambda match: _without_user(match[0]), text)
 
 
 def _without_user(word: str) -> str:
@@ -87,7 +88,7 @@ def _without_user(word: str) -> str:
         end = slash if slash >= 0 else len(word)
         user_end = word.rfind("@", begin, end)
         colon = word.find(":", begin, end)
-        if user_end < 0 <= colon and not _PORT.match(word, colon + 1):
+        if user_end < 0 <= colon and not re.match(_PORT, word[colon + 1 : colon + 8]):
             user_end = last
         # The next may begin with the second "/" of this one.
         cut = begin if user_end >= 0 else begin - 1
@@ -96,99 +97,68 @@ def _without_user(word: str) -> str:
     return "".join(kept) + word[at:]
 
 
+@functools.lru_cache(4096)
+def says_secret(name: str) -> bool:
+    """Return whether the name of a variable, option or header says that its value is a secret."""
+    bare = name.lstrip("-")
+    return bool(re.search(_NAME, bare)) and not re.search(_PUBLIC_NAME, bare)
+
+
+@functools.lru_cache(4096)
+def _names_value(variable: str) -> bool:
+    return says_secret(variable) and not re.search(_PLACE_NAME, variable)
+
+
+def secret_values(environ: Mapping[str, str]) -> frozenset[str]:
+    """Return the values of the variables whose names say that they are secrets."""
+    found = (environ.get(name, "") for name in environ if _names_value(name))
+    return frozenset(value for value in found if _is_telling(value))
+
+
+def note_login(*secrets: str) -> None:
+    """Hide the password or token of a login in all messages of this process from now on."""
+    _used_logins.extend(one for one in secrets if _is_telling(one) and one not in _used_logins)
+
+
+def _is_telling(value: str) -> bool:
+    return len(value) >= _KNOWN_CHARS_MIN and value.lower() not in _NO_SECRETS
+
+
+def has_token(text: str) -> bool:
+    """Return whether something in `text` has the known form of a token."""
+    return bool(re.search(_TOKEN, text))
+
+
+def holds_value(text: str, known: Iterable[str]) -> bool:
+    """Return whether one of the known secrets stands in `text`."""
+    return any(value in text and re.search(_anywhere(value), text) for value in known)
+
+
 def redact(text: str) -> str:
-    """A message with the user names, passwords and secret parameters of all URLs in it removed, and
-    with tokens and `name=value` of a name that says "secret" hidden."""
-    text = _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _without_plain_users(text))
-    text = _AUTHORIZATION.sub(rf"\1{HIDDEN}", text)
-    return _TOKEN.sub(HIDDEN, _ASSIGNMENT.sub(_hidden(_ignore), text))
+    """Return a message without the user names, passwords and secret parameters of all URLs in it,
+    and with known secrets, tokens and `name=value` of a name that says "secret" hidden."""
+    text = _without_known(text, secret_values(os.environ).union(_used_logins))
+    text = re.sub(_SECRET_PARAMETER, rf"\1{HIDDEN}", _without_plain_users(text))
+    text = re.sub(_AUTHORIZATION, rf"\1{HIDDEN}", text)
+    return re.sub(_TOKEN, HIDDEN, re.sub(_ASSIGNMENT, _without_value, text))
 
 
-def take_secrets(text: str) -> tuple[str, tuple[str, ...]]:
-    """`text`, a value or a script, with every secret in it hidden; and the secrets, without the
-    users of URLs, which are gone altogether."""
-    secrets: list[str] = []
-
-    def hide_group(match: re.Match[str]) -> str:
-        secrets.append(match[2])
-        return match[1] + HIDDEN
-
-    def hide_all(match: re.Match[str]) -> str:
-        secrets.append(match[0])
-        return HIDDEN
-
-    text = _QUERY.sub(hide_group, without_users(text))
-    for find in (secrets_of_programs, secrets_of_names, secrets_of_headers):
-        text = _hide_spans(text, find(text), secrets.append)
-    text = _ACCOUNT.sub(_hidden(secrets.append, is_secret=lambda name: True), text)
-    return _TOKEN.sub(hide_all, text), tuple(secrets)
+def _without_known(text: str, known: Collection[str]) -> str:
+    # The longest first: one may hold another.
+    for value in sorted(filter(text.__contains__, known), key=len, reverse=True):
+        text = re.sub(_anywhere(value), HIDDEN, text)
+    return text
 
 
-def take_command_secrets(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The words of a command, as `take_secrets` gives them: what one word says of the next counts,
-    and what belongs to a value is told by where its word ends."""
-    shown: list[str] = []
-    secrets: list[str] = []
-    before = ""
-    programs = SecretWords()
-    for word in words:
-        found: tuple[str, ...]
-        is_script = before.startswith("-") and before.endswith("c") and " " in word
-        at = programs.secret_at(word)
-        if not word.startswith("-") and (
-            _is_secret_option(before)
-            or hides_next_word(before, word)
-            or (before in _ACCOUNT_OPTIONS and ":" in word and not _is_numbers(word))
-        ):
-            at = 0
-        match = None if is_script else _WHOLE_WORD.fullmatch(word)
-        if at is not None and not is_script:
-            text, found = word[:at] + HIDDEN, (word[at:],)
-        elif match and match[3] and says_secret_in_command(match[1]):
-            text, found = match[1] + match[2] + HIDDEN, (match[3],)
-        else:
-            text, found = take_secrets(word)
-        shown.append(text)
-        secrets += found
-        before = word
-    return shown, tuple(secrets)
+def _anywhere(value: str) -> str:
+    """Return the pattern of a secret: one of letters only may be an ordinary word, and counts as a
+    whole word alone."""
+    if value.isalpha():
+        return rf"(?<![\w.-]){re.escape(value)}(?![\w-]|\.\w)"
+    return re.escape(value)
 
 
-def _is_secret_option(word: str) -> bool:
-    return word.startswith("-") and "=" not in word and says_secret_in_command(word)
-
-
-def _is_numbers(word: str) -> bool:
-    return bool(re.fullmatch(r"\d+:\d+", word))
-
-
-def _ignore(secret: str) -> None:
-    pass
-
-
-def _hidden(
-    note: Callable[[str], None],
-    *,
-    is_secret: Callable[[str], object] = says_secret,
-) -> Callable[[re.Match[str]], str]:
-    """What to put for a match of "name", "between" and "value": the name stays. A value that only
-    refers to a variable, or is hidden already, stays as well."""
-
-    def hide(match: re.Match[str]) -> str:
-        value = match["value"]
-        if not is_secret(match["name"]) or is_shown(value):
-            return match[0]
-        note(value)
-        return match["name"] + match["between"] + HIDDEN
-
-    return hide
-
-
-def _hide_spans(text: str, spans: Iterable[tuple[int, int]], note: Callable[[str], None]) -> str:
-    kept = []
-    done = 0
-    for begin, end in spans:
-        note(text[begin:end])
-        kept += [text[done:begin], HIDDEN]
-        done = end
-    return "".join([*kept, text[done:]])
+def _without_value(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    is_shown = value.startswith((HIDDEN, "$"))
+    return match[0] if is_shown or not says_secret(name) else f"{name}={HIDDEN}"

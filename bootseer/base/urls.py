@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from bootseer.base.patterns import lazy_pattern
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError
 
@@ -29,9 +28,9 @@ _SCHEMES = (
     "viewfs",
     "webhdfs",
 )
-_SLIP = lazy_pattern(
-    rf"(?P<scheme>(?:limit\+|java\+)?(?:{'|'.join(_SCHEMES)}))(?:://?|//|:(?=[^/]*/))(?P<rest>.*)",
-    re.IGNORECASE | re.DOTALL,
+_SLIP = (
+    rf"(?is)(?P<scheme>(?:limit\+|java\+)?(?:{'|'.join(_SCHEMES)}))(?:://?|//|:(?=[^/]*/))"
+    r"(?P<rest>.*)"
 )
 
 
@@ -39,7 +38,7 @@ def check_spelling(url: str) -> str:
     """`url`, unless it is nearly a URL ("s3//bucket", "hdfs:/x"): as a bare path it would be a new,
     empty folder in the working directory. Raises: InvalidInputError.
     """
-    match = None if "://" in url else _SLIP.fullmatch(url)
+    match = None if "://" in url else re.fullmatch(_SLIP, url)
     if match is not None:
         rest = match["rest"].lstrip("/")
         meant = f"{match['scheme']}://{'/' if match['scheme'] == 'file' else ''}{rest}"

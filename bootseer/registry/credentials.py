@@ -3,7 +3,8 @@
 Alone reads these files and runs the helpers (`docker-credential-NAME get`). A secret is in no
 message, log or argument list: helpers are asked through a pipe, and a `Credential` shows nothing
 of itself. A file or helper that fails costs a warning, never the operation: the registry may well
-answer without credentials. Thread-safe: no state.
+answer without credentials. Thread-safe. The logins that were found
+are hidden in all messages of the process from then on (`base.redact`).
 """
 
 import base64
@@ -19,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.documents import Form, parse
+from bootseer.base.redact import note_login
 from bootseer.errors import CorruptError
 from bootseer.registry.reference import DOCKER_HUB
 
@@ -68,6 +70,7 @@ def find_credential(
         config = _read(path)
         credential = _from_helper(config, host, path) or _from_auths(config, host, repository, path)
         if credential:
+            note_login(credential.password, credential.identity_token)
             return credential
     return None
 

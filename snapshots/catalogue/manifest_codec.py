@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bootseer.base.documents import Form
 from bootseer.errors import CorruptError
 from bootseer.snapshots.catalogue.manifest import NOTHING_OUTSIDE, Manifest, Target, is_name
-from bootseer.snapshots.setup.fingerprint import fingerprint, published
+from bootseer.snapshots.setup.fingerprint import fingerprint
 from bootseer.snapshots.targets.paths import checked_target, is_plain, text_of
 
 LAYERED_VERSION = 2
@@ -57,7 +57,7 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
         _check_target(target, where)
     if len({target.path for target in manifest.targets}) != len(manifest.targets):
         raise CorruptError(f"{where} names one target twice")
-    parts = tuple(published(part) for part in sorted(manifest.parts))
+    parts = tuple(sorted(manifest.parts))
     return replace(manifest, parts=parts, is_verified=FORM.checksum_member in document)
 
 

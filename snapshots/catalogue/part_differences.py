@@ -22,13 +22,21 @@ class Difference(Struct, frozen=True):
 
 
 def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Difference, ...]:
-    """The parts that differ, sorted by name. Pure."""
+    """Return the parts that differ, sorted by name. Pure.
+
+    The part of the secrets is salted with the others, but those of what was in the targets. So it
+    is among the differences only where these are equal, or one side has no such part.
+    """
     before = {part.name: part.value for part in stored}
     after = {part.name: part.value for part in now}
+    names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if SECRETS in before.keys() & after.keys() and any(
+        name != SECRETS and not name.startswith("before ") for name in names
+    ):
+        names = [name for name in names if name != SECRETS]
     return tuple(
         Difference(name, before.get(name), after.get(name), _note(name, before, after))
-        for name in sorted({*before, *after})
-        if before.get(name) != after.get(name)
+        for name in names
     )
 
 
@@ -52,7 +60,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
         "exists": "it is there, or is of another kind",
         "wheels": "other wheels lie there",
         "env": "the variable has another value",
-        SECRETS: "a declared variable or a hidden word of the command has another value",
+        SECRETS: "a declared variable or a hidden word has another value",
         "command": "the command is another one",
         "image": "the image is another one",
         "salt": "the salt is another one",

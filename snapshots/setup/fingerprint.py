@@ -12,9 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from bootseer.base.documents import from_line
-from bootseer.base.redact import take_command_secrets, take_secrets
+from bootseer.base.redact import secret_values
 from bootseer.errors import UnsupportedError
+from bootseer.snapshots.setup.shown_words import (
+    hidden_atoms,
+    shown_command,
+    shown_script,
+    shown_values,
+)
 from bootseer.snapshots.targets.paths import text_of
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
@@ -64,10 +69,34 @@ class Public(Struct, frozen=True):
     secrets: tuple[str, ...]
 
 
-def command_part(command: Sequence[str]) -> Public:
-    """The set-up command as JSON, its secrets hidden; users in URLs do not decide at all."""
-    words, secrets = take_command_secrets(command)
-    return Public((Part("command", json.dumps(words, ensure_ascii=True)),), secrets)
+def command_part(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Public:
+    """Return the set-up command as JSON, with only the words that may be shown.
+
+    `environ`: its environment, whose secrets are hidden wherever the command has them. Users in
+    URLs do not decide at all.
+    """
+    words, hidden = shown_command(command, secret_values(environ or {}))
+    return Public((Part("command", json.dumps(words, ensure_ascii=True)),), hidden)
+
+
+def shown_program(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the first word of the command as messages may show it."""
+    return shown_command(command, secret_values(environ))[0][0]
+
+
+def hidden_words(
+    command: Sequence[str], scripts: Iterable[str], environ: Mapping[str, str]
+) -> frozenset[str]:
+    """Return the words, and pieces of words, of a command and of the scripts that it runs, which
+    nothing that is said of it may show."""
+    known = secret_values(environ)
+    shown, hidden = shown_command(command, known)
+    all_hidden = list(hidden)
+    for text in scripts:
+        shown_text, found = shown_script(text, known)
+        shown.append(shown_text)
+        all_hidden += found
+    return hidden_atoms(shown, all_hidden)
 
 
 def decides(name: str) -> bool:
@@ -83,9 +112,10 @@ def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
     """
     parts = {}
     secrets: list[str] = []
+    known = secret_values(environ)
     for name in environ:
         if decides(name):
-            shown, found = take_secrets(environ[name])
+            shown, found = shown_values(environ[name], known)
             parts[name] = Part(f"env {name}", shown)
             secrets += found
     for name in sorted(set(names)):
@@ -117,21 +147,6 @@ def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
             "out of the set-up's words and --env"
         ) from error
     return [Part(SECRETS, "scrypt:" + key[:32].hex())]
-
-
-def published(part: Part) -> Part:
-    """A part as it may be shown: earlier releases stored commands as they were, and digests of
-    single values."""
-    if part.name == "command":
-        try:
-            words = from_line(part.value, list[str])
-        except ValueError:
-            return Part(part.name, take_secrets(part.value)[0])
-        return command_part(words).parts[0]
-    if part.name.startswith("env "):
-        is_digest = re.fullmatch(r"sha256:[0-9a-f]{64}", part.value)
-        return Part(part.name, SET if is_digest else take_secrets(part.value)[0])
-    return part
 
 
 def base_part_name(target: bytes) -> str:

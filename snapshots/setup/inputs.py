@@ -86,6 +86,8 @@ class Inputs(Struct, frozen=True):
     """Files of requirements among the inputs that were not declared."""
     free: tuple[str, ...]
     """Variables that the command and its scripts take from their environment."""
+    scripts: tuple[str, ...] = ()
+    """The texts of scripts that the command runs."""
 
 
 def collect_inputs(
@@ -132,7 +134,7 @@ class _Collector:
         self._opaque: list[str] = []
         self._rough: list[str] = []
         self._variables: set[str] = set()
-        self._scripts: set[str] = set()
+        self._scripts: dict[str, str] = {}
         self._tools: set[str] = set()
         self._lists: list[str] = []
         self._lines: dict[str, Requirements] = {}
@@ -155,6 +157,7 @@ class _Collector:
             frozenset(self._tools),
             tuple(self._lists),
             tuple(sorted(self._free)),
+            tuple(self._scripts.values()),
         )
 
     def follow(self, hints: Hints) -> None:
@@ -393,7 +396,7 @@ class _Collector:
         if not is_shell and not SHELLS.intersection(map(base_name, first[2:].split())):
             return False
         if name not in self._scripts:
-            self._scripts.add(name)
+            self._scripts[name] = text
             folder = name.rpartition("/")[0] or "."
             hints = hints_of_script(_OWN_FOLDER.sub(lambda match: folder, text))
             for directory in directories:

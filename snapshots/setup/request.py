@@ -18,7 +18,7 @@ from typing import Unpack
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from bootseer.base.redact import without_users
+from bootseer.base.redact import HIDDEN, redact, without_users
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.root_paths import find_program
@@ -29,6 +29,7 @@ from bootseer.snapshots.setup.fingerprint import (
     command_part,
     decides,
     fingerprint,
+    hidden_words,
     secret_part,
     variable_parts,
 )
@@ -50,6 +51,7 @@ from bootseer.snapshots.setup.requirements import (
     shared_part_name,
     with_names,
 )
+from bootseer.snapshots.setup.shown_words import is_known_program
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 from bootseer.snapshots.setup.tool_settings import TOOLS, settings_parts
 from bootseer.snapshots.targets.paths import text_of
@@ -238,14 +240,19 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
             files=(*hints.files, *lists),
             requirement_files=(*hints.requirement_files, *lists),
         )
-    search_path = environ.get("PATH") or _PATH
+    find = partial(
+        find_program,
+        request.root,
+        search_path=environ.get("PATH") or _PATH,
+        directory=directory,
+    )
     inputs = collect_inputs(
         place,
         request.inputs,
         hints,
         targets.paths,
         environ,
-        lambda program: find_program(request.root, program, search_path, directory),
+        find,
     )
     if inputs.found:
         report(f"inputs named in the command or the environment: {', '.join(inputs.found)}")
@@ -254,7 +261,7 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     prefix = interpreter.prefix if interpreter else ""
     settings = settings_parts(place, tools, environ, prefix, targets.paths)
     shared = folderless_names(inputs.lists, [part.name for part in inputs.parts])
-    command = command_part([with_names(word, shared) for word in request.command])
+    command = command_part([with_names(word, shared) for word in request.command], environ)
     declared = (*request.variables, *inputs.variables)
     variables = variable_parts(environ, declared)
     base = request.base or environ.get("BOOTSEER_IMAGE", "")
@@ -273,8 +280,37 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     return Resolved(
         targets.paths,
         tuple(sorted(parts)),
-        tuple(unknown(inputs, environ, declared)),
+        tuple(unknown(_shown_inputs(inputs, request.command, environ, find), environ, declared)),
         is_open(inputs, environ, declared),
+    )
+
+
+def _shown_inputs(
+    inputs: Inputs,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    find: Callable[[str], str | None],
+) -> Inputs:
+    """Return the inputs for sentences about them: without the words that are hidden in the command
+    and its scripts, but for programs that are here."""
+    hidden = hidden_words(command, inputs.scripts, environ)
+
+    def shown(name: str) -> str:
+        if re.search(r"\$\{\w+[^\w}]|\$\(|`", name):
+            return HIDDEN
+        return redact(" ".join(HIDDEN if one in hidden else one for one in name.split(" ")))
+
+    def shown_call(name: str) -> str:
+        words = [HIDDEN if is_hidden(word) else word for word in name.split(" ")]
+        return redact(" ".join(words))
+
+    def is_hidden(word: str) -> bool:
+        return word in hidden and not is_known_program(word) and find(word) is None
+
+    return replace(
+        inputs,
+        opaque=tuple(dict.fromkeys(map(shown_call, inputs.opaque))),
+        open_requirements=tuple(map(shown, inputs.open_requirements)),
     )
 
 

@@ -9,11 +9,12 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from bootseer.base.redact import take_secrets, without_users
+from bootseer.base.redact import HIDDEN, secret_values, without_users
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.setup.digests import bytes_digest
 from bootseer.snapshots.setup.fingerprint import Part, Public
 from bootseer.snapshots.setup.place import Place
+from bootseer.snapshots.setup.shown_words import shown_values
 
 TOOLS = ("pip", "uv", "conda")
 _BYTES_MAX = 1024 * 1024
@@ -24,6 +25,13 @@ _PIP_INDIFFERENT = {
     *("root-user-action", "require-virtualenv", "keyring-provider", "trusted-host", "debug"),
     *("no-python-version-warning", "no-warn-script-location", "no-warn-conflicts", "exists-action"),
     *("default-timeout", "format", "resume-retries", "use-feature"),
+}
+# Options of pip whose values are requirements, paths, URLs and switches.
+_PIP_SHOWN = {
+    *("index-url", "extra-index-url", "find-links", "no-index", "pre", "no-binary", "only-binary"),
+    *("prefer-binary", "constraint", "requirement", "target", "prefix", "root", "user", "no-deps"),
+    *("upgrade", "upgrade-strategy", "platform", "python-version", "implementation", "abi", "src"),
+    *("no-build-isolation", "require-hashes", "no-compile", "break-system-packages", "editable"),
 }
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
 
@@ -46,7 +54,7 @@ def settings_parts(
             continue
         value = None
         if tool == "pip":
-            value, found = _pip_options(text)
+            value, found = _pip_options(text, secret_values(environ))
             secrets += found
         elif path.endswith("pyproject.toml"):
             value = _uv_table(text)
@@ -119,7 +127,7 @@ def _read(place: Place, path: str) -> str:
         return ""
 
 
-def _pip_options(text: str) -> tuple[str, tuple[str, ...]]:
+def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...]]:
     """What decides, as JSON, and its secrets; a digest of what pip would refuse."""
     import configparser  # here: most nodes have no such file
 
@@ -136,8 +144,12 @@ def _pip_options(text: str) -> tuple[str, tuple[str, ...]]:
         return bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value, ()
     secrets: list[str] = []
     for name, value in options.items():
-        options[name], found = take_secrets(value)
-        secrets += found
+        if name.rpartition(".")[2].replace("_", "-") in _PIP_SHOWN:
+            options[name], found = shown_values(value, known)
+            secrets += found
+        else:
+            options[name] = HIDDEN
+            secrets.append(value)
     return json.dumps(options, ensure_ascii=True) if options else "", tuple(secrets)
 
 

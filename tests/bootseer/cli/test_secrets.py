@@ -12,6 +12,7 @@ import pytest
 from bootseer.base.redact import public_url, redact
 from bootseer.linux.processes import start_time
 from tests.bootseer.cli.conftest import World
+from tests.support.secret_commands import COMMANDS
 
 SECRET = "s3kr1t"
 URLS = [
@@ -70,6 +71,9 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
     line = f"mkdir -p {made}; HF_TOKEN={SECRET} true --password '{SECRET}' https://h/x?t={SECRET}"
     line += f"; true wandb login {SECRET}; true aws configure set aws_secret_access_key {SECRET}"
     line += f"; true curl --oauth2-bearer {SECRET} -sSu me:{SECRET}; true || mysql -p{SECRET}"
+    # All of an installer's script, which ends before them.
+    ordinary = "\n".join(COMMANDS).replace("SECRET", SECRET)
+    line += f"; touch {made}/x; exit 0\n{ordinary}"
     command = ("--target", made, "--env", "MY_TOKEN", "--", "sh", "-c", line)
     for arguments in (
         ("snapshot", "run", *command),
@@ -80,6 +84,9 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
         ("snapshot", "list", "--json"),
         ("run", "--target", made, "--setup", line, "--", "true"),
         ("run", "--setup", f"/no/such --token={SECRET}", "--target", made, "--", "true"),
+        ("snapshot", "run", "--target", made, "--", f"FOO={SECRET} pip install x"),
+        ("snapshot", "run", "--target", made, "--", f"tool-{SECRET}", "x"),
+        ("snapshot", "explain", "--json", "--target", made, "--", f"no-{SECRET}", SECRET),
         ("report", "--json"),
     ):
         result = world(*arguments, MY_TOKEN=SECRET)
@@ -233,6 +240,23 @@ def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
 def test_public_url(url: str, shown: str) -> None:
     assert public_url(url) == shown
     assert public_url(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text", ["denied: {}", "cannot open /x/{}/y", "{}", "Basic {}=", "https://host/{}", "a{}b"]
+)
+def test_known_secrets_are_hidden_in_every_message(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's error often repeats what it was given."""
+    monkeypatch.setenv("DB_PASSWORD", "sesame-1")
+    monkeypatch.setenv("TOKEN_FILE", "/run/secrets/token")
+    monkeypatch.setenv("GIT_TOKEN", "bootseer")
+    assert redact(text.format("sesame-1")) == text.format("***")
+    # Where a secret lies is no secret, and an ordinary word is one alone only.
+    said = "cannot read /run/secrets/token: see bootseer.io"
+    assert redact(said) == said
+    assert redact("denied: bootseer") == "denied: ***"
 
 
 def test_redact_leaves_ordinary_text() -> None:

@@ -4,14 +4,12 @@ No assertion on time: what is imported decides it.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bootseer.base.patterns import lazy_pattern
 from tests.bootseer.cli.conftest import REPOSITORY
 
 HEAVY = (
@@ -68,17 +66,6 @@ def test_nothing_heavy_is_imported(arguments: tuple[str, ...], tmp_path: Path) -
     # Of a start, up to the exec.
     unwanted = (*HEAVY, *UNUSED) if arguments == ("run", "--", "true") else HEAVY
     assert not [name for name in unwanted if name in modules]
-
-
-def test_a_pattern_is_compiled_at_its_first_use() -> None:
-    faulty, words = lazy_pattern("("), lazy_pattern(r"(?P<word>\w+)", re.IGNORECASE)
-    match = words.search("- one two", 6)
-    assert match is not None
-    assert match["word"] == "two"
-    assert words.sub("x", "one two") == "x x"
-    assert words.flags & re.IGNORECASE
-    with pytest.raises(re.error):
-        faulty.match("text")
 
 
 _INTERRUPTED = """
