@@ -8,6 +8,7 @@ Stateless; any thread.
 """
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from bootseer.errors import InvalidInputError
 
 # As the kernel counts (MAXSYMLINKS).
 _LINKS_MAX = 40
+# Opens nothing: a device notices nothing, and a pipe does not wait.
+_LOOK = os.O_PATH | os.O_CLOEXEC
 _ALL = "all"
 FOR_ALL_USERS = "is for all users"
 """What is wrong with a folder in which each user may have a part (/scratch, mode 1777)."""
@@ -65,12 +68,89 @@ def _group_number(name: str) -> int:
         raise InvalidInputError(f"{name!r} is no group of this machine") from None
 
 
-def fault_of_file(file: int, status: os.stat_result, owners: Owners) -> str:
-    """Why an open file with this status must not be believed: "belongs to user bob (1001)". Empty
-    if it may be."""
-    if owners.is_everybody:
+def kind_of(status: os.stat_result) -> str:
+    """Return the kind of a file in words: "a pipe"."""
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFBLK: "a device",
+        stat.S_IFCHR: "a device",
+    }
+    return kinds.get(stat.S_IFMT(status.st_mode), "a file")
+
+
+def open_believed(path: Path, owners: Owners) -> tuple[int, str]:
+    """Open a regular file for reading, and every folder and symbolic link on the way to it once,
+    without following links: what was judged is what is read.
+
+    Return the descriptor and an empty text; or -1 and why the file must not be believed, as a
+    sentence without its end ("it belongs to user bob (1001)"). On a read-only mount nobody can
+    change anything (a ConfigMap's folder is for all users). A folder is none that is read: -1 and
+    an empty text. Raises: OSError.
+    """
+    todo = [part for part in str(path.absolute()).split("/")[::-1] if part not in ("", ".")]
+    here = "/"
+    folder = os.open("/", _LOOK)
+    links = 0
+    try:
+        while todo:
+            part = todo.pop()
+            below = os.open(part, _LOOK | os.O_NOFOLLOW, dir_fd=folder)
+            try:
+                status = os.fstat(below)
+                here = os.path.normpath(os.path.join(here, part))
+                fault = "" if owners.is_everybody else _fault_on_the_way(below, status, owners)
+                if fault and (todo or stat.S_ISLNK(status.st_mode)):
+                    return -1, f"{here} {fault}"
+                if stat.S_ISLNK(status.st_mode):
+                    links += 1
+                    if links > _LINKS_MAX:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                    target = os.readlink("", dir_fd=below)
+                    here = os.path.dirname(here)
+                    if target.startswith("/"):
+                        here = "/"
+                        os.close(folder)
+                        folder = os.open("/", _LOOK)
+                    todo += [one for one in target.split("/")[::-1] if one not in ("", ".")]
+                elif stat.S_ISDIR(status.st_mode):
+                    folder, below = below, folder
+                elif todo:
+                    raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), here)
+                elif not stat.S_ISREG(status.st_mode):
+                    return -1, f"it is {kind_of(status)}, and no regular file"
+                elif fault:
+                    return -1, f"it {fault}"
+                else:
+                    return _opened(folder, part, status), ""
+            finally:
+                os.close(below)
+    finally:
+        os.close(folder)
+    return -1, ""
+
+
+def _opened(folder: int, name: str, looked: os.stat_result) -> int:
+    # Not blocking, in case it is a pipe by now.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    file = os.open(name, flags, dir_fd=folder)
+    if not os.path.samestat(os.fstat(file), looked):
+        os.close(file)
+        raise OSError(errno.ESTALE, "it has been replaced meanwhile", name)
+    return file
+
+
+def _fault_on_the_way(file: int, status: os.stat_result, owners: Owners) -> str:
+    if fault := _fault_of_owner(status, owners):
+        return fault
+    if stat.S_ISLNK(status.st_mode) or _is_sticky(status):
         return ""
-    return _fault_of_owner(status, owners) or _fault_of_writers(file, status, owners)
+    with contextlib.suppress(OSError):
+        if os.fstatvfs(file).f_flag & os.ST_RDONLY:
+            return ""
+    # No extended attribute can be read from a descriptor that is only looked at.
+    return _fault_of_writers(f"/proc/self/fd/{file}", status, owners)
 
 
 def fault_of_folder(path: Path, owners: Owners, *, is_shared: bool = False) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError
+from bootseer.errors import InvalidInputError, exit_code_of
 from bootseer.launch.doctor import Status, examine
 from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
 from bootseer.linux.private_files import make_private_directory, open_private_directory
@@ -62,10 +62,110 @@ def test_a_configuration_that_others_may_write_is_left_out(
     written.chmod(0o666)
     assert loaded(home).settings.job != "x"
     assert "can be changed by everybody" in caplog.text
-    # A pipe is none; nobody waits for what it would say.
+    # Nobody waits for what a pipe would say, and no device is opened.
     written.unlink()
     os.mkfifo(written)
     assert loaded(home).settings.job != "x"
+    assert f"{written} is not used: it is a pipe, and no regular file" in caplog.text
+
+
+@root_only
+@pytest.mark.parametrize("how", ["link", "folder", "link to folder", "writable folder", "comm"])
+def test_a_configuration_that_another_user_can_exchange_is_left_out(
+    tmp_path: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+) -> None:
+    """A link to a root-owned /proc/PID/comm, whose text another user chooses, set root's store."""
+    ours = tmp_path / "ours.toml"
+    ours.write_text('job = "x"\n')
+    work = tmp_path / "work"
+    work.mkdir()
+    named = work / "bootseer.toml"
+    if how in ("link", "comm"):
+        named.symlink_to(ours if how == "link" else "/proc/self/comm")
+        os.chown(named, NOBODY, NOBODY, follow_symlinks=False)
+    elif how == "link to folder":
+        (tmp_path / "between").symlink_to(tmp_path)
+        os.chown(tmp_path / "between", NOBODY, NOBODY, follow_symlinks=False)
+        named.symlink_to("../between/ours.toml")
+    else:
+        ours.rename(named)
+        if how == "folder":
+            os.chown(work, NOBODY, NOBODY)
+        else:
+            work.chmod(0o777)
+    monkeypatch.chdir(work)
+    assert loaded(home).settings.job != "x"
+    (message,) = caplog.messages
+    assert f"the configuration {named} is not used: {tmp_path}" in message
+    # Whoever names it wants it.
+    job = loaded(home, CONFIG=str(named)).settings.job if how != "comm" else "x"
+    assert job == "x"
+
+
+@root_only
+def test_a_mounted_config_map_is_believed(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of its links are root's."""
+    volume = tmp_path / "volume"
+    (volume / "..2026").mkdir(parents=True)
+    (volume / "..2026/bootseer.toml").write_text('job = "mapped"\n')
+    (volume / "..data").symlink_to("..2026")
+    (volume / "bootseer.toml").symlink_to("..data/bootseer.toml")
+    monkeypatch.chdir(volume)
+    assert loaded(home).settings.job == "mapped"
+    assert not caplog.messages
+
+
+@root_only
+def test_a_read_only_mount_is_changed_by_nobody(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    (volume / "bootseer.toml").write_text('job = "mapped"\n')
+    volume.chmod(0o777)
+    code = (
+        "import os; from bootseer.settings.config import load_config\n"
+        "print(load_config({}, {'HOME': '/root'}).settings.job)"
+    )
+    mount = (
+        f"mount --bind {volume} {volume} && mount -o remount,bind,ro {volume} && cd {volume} && "
+        f'exec {sys.executable} -c "$0"'
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, code], capture_output=True, text=True, timeout=120
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr.split(":")[0]:
+        pytest.skip(f"no mounts here: {done.stderr}")
+    assert (done.stdout, done.stderr) == ("mapped\n", "")
+
+
+def test_what_is_named_must_be_a_regular_file(tmp_path: Path, home: Path) -> None:
+    """A pipe without a writer was an empty configuration, and a slow writer's was none."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, kind in ((pipe, "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
+        with pytest.raises(
+            InvalidInputError, match=f"{path} cannot be used: it is {kind}"
+        ) as found:
+            loaded(home, CONFIG=str(path))
+        assert exit_code_of(found.value) == 2
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b'job = "x"\n')
+        with pytest.raises(InvalidInputError, match="it is a pipe"):
+            loaded(home, CONFIG=f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert loaded(home, CONFIG="/dev/null").settings.store_url.endswith("bootseer/store")
+    link = tmp_path / "link.toml"
+    (tmp_path / "a.toml").write_text('job = "linked"\n')
+    link.symlink_to("a.toml")
+    assert loaded(home, CONFIG=str(link)).settings.job == "linked"
 
 
 @root_only
