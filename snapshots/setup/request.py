@@ -51,7 +51,7 @@ from bootseer.snapshots.setup.requirements import (
     shared_part_name,
     with_names,
 )
-from bootseer.snapshots.setup.shown_words import is_known_program
+from bootseer.snapshots.setup.shown_words import hide_atoms, is_known_program
 from bootseer.snapshots.setup.targets import declared_targets, infer_targets, show
 from bootseer.snapshots.setup.tool_settings import TOOLS, settings_parts
 from bootseer.snapshots.targets.paths import text_of
@@ -296,16 +296,14 @@ def _shown_inputs(
     hidden = hidden_words(command, inputs.scripts, environ)
 
     def shown(name: str) -> str:
-        if re.search(r"\$\{\w+[^\w}]|\$\(|`", name):
-            return HIDDEN
-        return redact(" ".join(HIDDEN if one in hidden else one for one in name.split(" ")))
+        is_computed = re.search(r"\$\{\w+[^\w}]|\$\(|`", name)
+        return HIDDEN if is_computed else redact(hide_atoms(name, hidden))
+
+    def is_program(word: str) -> bool:
+        return is_known_program(word) or find(word) is not None
 
     def shown_call(name: str) -> str:
-        words = [HIDDEN if is_hidden(word) else word for word in name.split(" ")]
-        return redact(" ".join(words))
-
-    def is_hidden(word: str) -> bool:
-        return word in hidden and not is_known_program(word) and find(word) is None
+        return redact(hide_atoms(name, hidden, is_program))
 
     return replace(
         inputs,

@@ -18,7 +18,7 @@ hidden wherever it stands. Pure. Time grows in proportion to the length.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from bootseer.base.redact import HIDDEN, has_token, holds_value, without_users
@@ -216,6 +216,7 @@ _PROGRAMS = (
     frozenset(_TOOLS)
     | _SHELLS
     | _set(
+        "perl ruby node Rscript julia "
         "set unset export declare local readonly typeset trap true false : echo printf read eval "
         "popd hash type let pwd whoami id uname hostname date env sudo time nice nohup "
         "timeout exec "
@@ -359,6 +360,19 @@ def hidden_atoms(shown: Iterable[str], hidden: Iterable[str]) -> frozenset[str]:
     """Return the pieces of hidden words that sentences about the command must not have either."""
     seen = {atom for text in shown for atom in _ATOM.findall(text)}
     return frozenset(atom for text in hidden for atom in (text, *_ATOM.findall(text))) - seen
+
+
+def hide_atoms(
+    text: str, hidden: Collection[str], keeps: Callable[[str], bool] = lambda word: False
+) -> str:
+    """Return a sentence with the words and pieces of words hidden that `hidden_atoms` gave, but for
+    those that `keeps` is true for."""
+
+    def shown(piece: str) -> str:
+        return HIDDEN if piece in hidden and not keeps(piece) else piece
+
+    words = [_ATOM.sub(lambda match: shown(match[0]), shown(word)) for word in text.split(" ")]
+    return " ".join(words)
 
 
 def is_known_program(word: str) -> bool:
