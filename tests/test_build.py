@@ -1,0 +1,39 @@
+"""Building the package writes nothing into its checkout."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_checkout_that_cannot_be_written_can_be_installed(tmp_path: Path) -> None:
+    """Setuptools made `build` and `bootseer.egg-info` in it, as it does by itself."""
+    pytest.importorskip("setuptools")
+    if os.geteuid() != 0:
+        pytest.skip("mounts the checkout read-only: needs root")
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+    script = (
+        f"mount --bind {_ROOT} {_ROOT} && mount -o remount,bind,ro {_ROOT} && cd {_ROOT} && "
+        f"! touch here 2> /dev/null && exec {sys.executable} -B -m pip wheel --quiet --no-deps "
+        f"--disable-pip-version-check --no-build-isolation --wheel-dir {tmp_path} ."
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("bootseer-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    # What the three links lead to, and nothing that lies beside them.
+    assert {"bootseer/__main__.py", "bootseer/fuse/kernel/wire.py", "bootseer/py.typed"} <= names
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"bootseer"}
