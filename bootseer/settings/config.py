@@ -123,8 +123,8 @@ def _count(text: str) -> int:
         value = int(text)
     except ValueError:
         raise InvalidInputError(f"{text!r} is not a whole number") from None
-    if value < 0:
-        raise InvalidInputError(f"{text!r} is negative")
+    if not 0 <= value < 2**31:
+        raise InvalidInputError(f"{text!r} is not from 0 to {2**31 - 1}")
     return value
 
 

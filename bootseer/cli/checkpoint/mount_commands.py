@@ -23,6 +23,8 @@ from bootseer.errors import PermissionDeniedError, UnsupportedError
 from bootseer.linux.systemd import notify
 
 _SIZE = Size()
+# The last number means "nobody" to the kernel (chown(2)).
+_ID_MAX = 2**32 - 2
 
 
 class _Octal(click.ParamType[int]):
@@ -67,11 +69,18 @@ class _Octal(click.ParamType[int]):
     help="How long the storage may be silent before a request fails.",
 )
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
-@click.option("--uid", type=click.IntRange(0), metavar="N", help="Owner of all that is shown.")
-@click.option("--gid", type=click.IntRange(0), metavar="N", help="Group of all that is shown.")
+@click.option(
+    "--uid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Owner of all that is shown."
+)
+@click.option(
+    "--gid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Group of all that is shown."
+)
 @click.option("--umask", type=_Octal(), metavar="MODE", help="Permissions that nothing has (022).")
 @click.option(
-    "--lifetime-pid", type=click.IntRange(1), metavar="PID", help="Unmount when this process ends."
+    "--lifetime-pid",
+    type=click.IntRange(1, 2**22),
+    metavar="PID",
+    help="Unmount when this process ends.",
 )
 @click.option("--read-newest", is_flag=True, help="Read the newest checkpoint ahead.")
 @click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")

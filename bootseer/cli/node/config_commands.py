@@ -7,6 +7,7 @@ from bootseer.base.redact import redact
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, emit_json, emit_table, json_option
 from bootseer.settings.config import variable_of
+from bootseer.settings.values import AUTOMATIC_AGE_S
 
 
 @click.group(cls=LazyGroup)
@@ -27,6 +28,13 @@ def show(source: SettingsSource, as_json: bool) -> None:
     values["metrics_dir"] = loaded.settings.metrics_dir or "off"
     for name in ("auto_index", "publish_timelines", "trace_python", "restore_privileges"):
         values[name] = "on" if values[name] else "off"
+    # As each is set.
+    if loaded.settings.linger_s == 0:
+        values["linger_s"] = "off"
+    if loaded.settings.snapshot_max_age_s <= 0:
+        is_automatic = loaded.settings.snapshot_max_age_s == AUTOMATIC_AGE_S
+        values["snapshot_max_age_s"] = "auto" if is_automatic else "off"
+    values["keep_caches"] = "auto" if values["keep_caches"] else "off"
     if as_json:
         emit_json(
             {
