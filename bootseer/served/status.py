@@ -16,6 +16,8 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux.locks import is_written
+from bootseer.linux.private_files import is_own
 from bootseer.linux.processes import living_ids
 from bootseer.served.control import ask
 from bootseer.served.cover_users import serves_itself
@@ -43,6 +45,8 @@ _KINDS = {
     LINGER: "lingering",
     VOLUME: "volume",
 }
+# By what the names of their logs begin with.
+_UNSERVING = {"timeline": "timeline publisher", "caches": "cache keeper", "preload": "preloader"}
 IMAGES = frozenset(("image", "container", "environment", "containerd image", "volume"))
 """Kinds whose trees are served as images are."""
 _ANSWER_S = 2.0
@@ -108,6 +112,27 @@ def known_servers(run_dir: Path) -> list[Known]:
                 if state is not None:
                     found.append(Known(state, folder, is_alive(folder)))
     return sorted(found, key=lambda one: one.state.started_ns)
+
+
+def unserving(run_dir: Path) -> Iterator[Entry]:
+    """Yield the processes of ours that live, serve nothing and have no folder, as their logs show
+    them."""
+    with contextlib.suppress(OSError):
+        for log in sorted((run_dir / "logs").glob("*.log")):
+            purpose, _, name = log.stem.partition("-")
+            with contextlib.suppress(OSError):
+                if purpose in _UNSERVING and is_own(log.lstat()) and is_written(log):
+                    yield Entry(
+                        kind=_UNSERVING[purpose],
+                        what=name,
+                        where=(),
+                        since_s=None,
+                        pid=None,
+                        worker_pid=None,
+                        users=(),
+                        health="ok",
+                        log=str(log),
+                    )
 
 
 def known_mounts(run_dir: Path) -> list[Known]:

@@ -22,9 +22,9 @@ _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 def status(as_json: bool) -> None:
     """Show what is mounted, or runs in the background, on this node.
 
-    Images, environments, checkpoint folders, publishers and warming: what and where it is, since
-    when, which processes serve and use it, what is wrong with it and what to do. What other users
-    have mounted is named. `image status` and `mount --status` have the figures of one kind.
+    Images, environments, checkpoint folders, publishers, keepers and warming: what and where it is,
+    since when, which processes serve and use it, what is wrong with it and what to do. What other
+    users have mounted is named. `image status` and `mount --status` have the figures of one kind.
     """
     entries = node_entries(current_settings().run_dir)
     if as_json:
@@ -45,10 +45,10 @@ def emit_entries(entries: "list[Entry]") -> None:
 def node_entries(run_dir: Path) -> "list[Entry]":
     """A row for each thing that is served; asks its server."""
     from bootseer.prefetch.warm.state import running_states
-    from bootseer.served.status import Entry, entry_of, foreign_entries, known_servers
+    from bootseer.served.status import Entry, entry_of, foreign_entries, known_servers, unserving
 
     servers = known_servers(run_dir)
-    entries = [entry_of(one, run_dir) for one in servers]
+    entries = [*(entry_of(one, run_dir) for one in servers), *unserving(run_dir)]
     for state, log in running_states(run_dir):
         entries.append(
             Entry(

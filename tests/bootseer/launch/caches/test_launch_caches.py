@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.cli.node.status_commands import node_entries
 from bootseer.launch.caches.records import records
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Completed, Node, attribute, node_at
@@ -112,12 +113,17 @@ def test_what_is_new_is_published_when_the_job_is_ready(
 ) -> None:
     """Not only at its end: schedulers end what is left of a job with it."""
     script = f"import sys; sys.argv[1:] = []\n{COMPILES}\n{READY}"
-    with node.start("--", sys.executable, "-c", script, variables=torch) as job:
+    variables = {**torch, "BOOTSEER_PUBLISH_TIMELINES": "on"}
+    with node.start("--", sys.executable, "-c", script, variables=variables) as job:
         published = tmp_path / "store/snapshots"
         wait_for(lambda: any(published.glob("*.json")), "a generation")
+        # What works behind the start is shown.
+        kinds = {"cache keeper", "timeline publisher"}
+        wait_for(lambda: {one.kind for one in node_entries(node.base / "run")} >= kinds, "both")
         job.kill()
         job.communicate()
     node.wait_clean()
+    assert not {one.kind for one in node_entries(node.base / "run")} & kinds
 
 
 def test_what_could_not_be_published_is_tried_again(

@@ -5,14 +5,16 @@ import os
 import re
 import signal
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bootseer.cli.node.status_commands import node_entries
 from tests.bootseer.served.preload.conftest import Node
 from tests.support.waiting import wait_for
 
+STEPS = ("at once", "a guard is there", "the program runs")
 # Says its number, and what it is told.
 WAITING = """
 import heavy, os, signal, sys, time
@@ -154,33 +156,46 @@ def test_workers_outlive_their_launcher_as_ordinary_ones_do(waiting: Node) -> No
     process = waiting.start()
     _forked(waiting, process)
     preloader, folder = waiting.preloader, waiting.run_folder
+    assert "preloader" in {one.kind for one in node_entries(waiting.folder / "run")}
     waiting.end_launcher()
     wait_for(lambda: _is_gone(preloader) and not folder.exists())
+    # Nor does the worker count as one.
+    assert "preloader" not in {one.kind for one in node_entries(waiting.folder / "run")}
     process.terminate()
     assert process.wait(60) == 9
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05])
-def test_a_preloader_killed_at_any_moment_costs_no_start(waiting: Node, delay_s: float) -> None:
+def _wait_for_step(step: str, preloader: int, ran: Path, process: "subprocess.Popen[str]") -> None:
+    children = Path(f"/proc/{preloader}/task/{preloader}/children")
+    has_come: dict[str, Callable[[], object]] = {
+        "at once": lambda: True,
+        "a guard is there": children.read_text,
+        "the program runs": ran.exists,
+    }
+    wait_for(lambda: has_come[step]() or process.poll() is not None, step, look_s=0.001)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_preloader_killed_at_each_step_costs_no_start(waiting: Node, step: str) -> None:
     """The program runs exactly once: forked, or ordinarily."""
-    waiting.write("program.py", "import heavy; print('ran')")
+    waiting.write("program.py", "import heavy; open('ran', 'a').close(); print('ran')")
     preloader = waiting.preloader
     process = waiting.start()
-    time.sleep(delay_s)
+    _wait_for_step(step, preloader, waiting.folder / "ran", process)
     os.kill(preloader, signal.SIGKILL)
     output, errors = process.communicate(timeout=60)
     assert (output, process.returncode) == ("ran\n", 0), errors
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.09])
-def test_a_stand_in_killed_at_any_moment_leaves_no_worker(waiting: Node, delay_s: float) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_a_stand_in_killed_at_each_step_leaves_no_worker(waiting: Node, step: str) -> None:
     waiting.write(
         "program.py",
         "import os, time; open('ran', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)",
     )
     preloader = waiting.preloader
     process = waiting.start()
-    time.sleep(delay_s)
+    _wait_for_step(step, preloader, waiting.folder / "ran", process)
     process.kill()
     process.wait(60)
     children = Path(f"/proc/{preloader}/task/{preloader}/children")
