@@ -16,7 +16,7 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, fro
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
 from bootseer.linux.locks import is_written
-from bootseer.linux.private_files import is_own, private_directory
+from bootseer.linux.private_files import is_own, private_directory, write_private_file
 from bootseer.linux.processes import ProcessId, name_of, notes, wait_readable
 from bootseer.linux.removal import remove_tree
 from bootseer.served.cover_users import serves_itself
@@ -36,6 +36,7 @@ from bootseer.served.folders import (
 
 _log = logging.getLogger(__name__)
 
+_SCRATCH = "scratch-path"
 _LOGS_KEPT = 20
 _BEING_MADE_S = 60.0
 _ENDED_KEPT_S = 3600.0
@@ -170,6 +171,8 @@ def sweep_one(directory: Path) -> bool:
                 _unmount_left_over(Path(state.directory))
             if state.scratch:
                 remove_scratch(Path(state.scratch))
+        elif (scratch := _announced_scratch(directory)) is not None:
+            remove_scratch(scratch)
         remove_mount_dir(directory)
     finally:
         os.close(lock)
@@ -210,6 +213,20 @@ def remove_scratch(directory: Path) -> None:
 
 # What the containers of one tree write lies apart, in folders that are called by the processes that
 # began them. One is over when that process has ended, and no other one has such a root.
+
+
+def announce_scratch(directory: Path, scratch: Path) -> None:
+    """Say in a server's folder, before there is a state, where the folder of what is written will
+    be made: who makes it may be killed before the server knows of it. Never raises."""
+    with contextlib.suppress(OSError):
+        write_private_file(directory / _SCRATCH, os.fsencode(scratch))
+
+
+def _announced_scratch(directory: Path) -> Path | None:
+    with contextlib.suppress(OSError):
+        path = Path(os.fsdecode((directory / _SCRATCH).read_bytes()))
+        return path if path.is_dir() else None
+    return None
 
 
 def make_own_scratch(scratch: Path) -> Path:

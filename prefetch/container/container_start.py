@@ -54,7 +54,7 @@ from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.background import ServerProcess
 from bootseer.served.cover_users import lingering
-from bootseer.served.ending import make_own_scratch
+from bootseer.served.ending import announce_scratch, make_own_scratch
 from bootseer.served.folders import RUN, is_alive, new_mount_dir
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names
@@ -268,6 +268,7 @@ def prepare_container(
             tree, root = state_dir / "tree", state_dir / "root"
             for path in (tree, root):
                 private_directory(path)
+            announce_scratch(state_dir, scratch)
             scratch = _make_scratch(scratch, state_dir)
             options = replace(
                 options,
