@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -122,12 +122,16 @@ class Node:
             left = left or [*self.processes().values()] or [*self.mounts()]
             if not left:
                 return
-            assert time.monotonic() < deadline_s, (left, self._states(), self._waiting())
+            assert time.monotonic() < deadline_s, (left, self.states(), self._waiting())
             time.sleep(0.05)
 
-    def _states(self) -> list[str]:
+    def states(self) -> list[str]:
         """What each folder of a server says of it."""
-        return [path.read_text() for path in (self.base / "run/mounts").glob("*/state.json")]
+        found = []
+        for path in (self.base / "run/mounts").glob("*/state.json"):
+            with suppress(OSError):
+                found.append(path.read_text())
+        return found
 
     def _waiting(self) -> list[str]:
         """What each thread of this node waits for in the kernel."""
@@ -139,14 +143,41 @@ class Node:
                     found.append(f"{pid} {line}: {name.strip()} in {where}")
         return found
 
+    def kill_at(self, process: "subprocess.Popen[str]", step: str) -> None:
+        """Kill a start as soon as it has come to a step, one of STEPS, or has ended before.
+
+        A folder that was being made is as it is a minute later.
+        """
+        has_come = STEPS[step]
+        waiting.wait_for(
+            lambda: has_come(self, process.pid) or process.poll() is not None, step, look_s=0.002
+        )
+        process.kill()
+        process.communicate(timeout=60)
+        self._age_unfinished()
+
+    def count_begun(self, stage: str, pid: int | str = "*") -> int:
+        """In how many starts, or in that of one process, a stage has begun."""
+        files = (self.base / "timeline").rglob(f"*-{pid}-*.jsonl")
+        return sum(f'"{stage}"' in path.read_text() for path in files)
+
+    def served_for(self, pid: int) -> list[dict[str, Any]]:
+        """What servers for one process say of themselves."""
+        found = [json.loads(text) for text in self.states()]
+        return [one for one in found if (one.get("user") or [0])[0] == pid]
+
     def kill_lingering(self) -> None:
         """Kill what mounts linger for; a folder that was being made is as it is a minute later."""
         for pid, line in self.processes().items():
             if "bootseer.launch.linger" in line:
                 os.kill(pid, signal.SIGKILL)
-        for folder in (self.base / "run/mounts").iterdir():
-            if not (folder / "state.json").exists():
-                os.utime(folder, (1, 1))
+        self._age_unfinished()
+
+    def _age_unfinished(self) -> None:
+        for folder in (self.base / "run/mounts").glob("*"):
+            with suppress(FileNotFoundError):
+                if not (folder / "state.json").exists():
+                    os.utime(folder, (1, 1))
 
     def sweep(self) -> None:
         """Whatever happened: end every process, take off every mount."""
@@ -169,6 +200,31 @@ class Node:
                 for scope in resource["scopeSpans"]:
                     found.update({span["name"]: span for span in scope["spans"]})
         return found
+
+
+def _is_command(pid: int) -> bool:
+    with suppress(OSError):
+        return b"bootseer" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+# What a start does one after the other, as it can be seen from outside.
+STEPS: dict[str, Callable[[Node, int], object]] = {
+    "nothing yet": lambda node, pid: True,
+    "its timeline": lambda node, pid: node.count_begun("start", pid),
+    "a server": lambda node, pid: node.served_for(pid),
+    "a mount": lambda node, pid: (
+        {one["directory"] for one in node.served_for(pid)}
+        & {str(mount.path) for mount in node.mounts()}
+    ),
+    "an image": lambda node, pid: node.count_begun("image", pid),
+    "a container's folder": lambda node, pid: any((node.base / "cache/containers").glob("*")),
+    "an environment": lambda node, pid: node.count_begun("environment", pid),
+    "the process that lingers": lambda node, pid: any(
+        one["purpose"] == "linger" for one in node.served_for(pid)
+    ),
+    "the command": lambda node, pid: _is_command(pid),
+}
 
 
 def _began_ns(timeline: str) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.bootseer.launch.harness import Node, attribute, node_at
 from tests.support.mounts.fuse_mount import require_root
+from tests.support.waiting import wait_for
 
 COUNTED = "echo ran >> ../count; mkdir -p env; echo {text} > env/{name}"
 
@@ -137,9 +138,11 @@ def test_an_input_that_is_missing_is_an_error(node: Node) -> None:
 
 
 def test_two_starts_at_once_run_the_setup_once(node: Node) -> None:
-    line = "echo ran >> ../count; sleep 1; mkdir -p env; echo done > env/x"
-    job = ("--setup", line, *TARGET, "--", "cat", "env/x")
+    line = "echo ran >> ../count; until [ -e ../go ]; do sleep 0.05; done; mkdir -p env"
+    job = ("--setup", f"{line}; echo done > env/x", *TARGET, "--", "cat", "env/x")
     started = [node.start(*job) for _ in range(3)]
+    wait_for(lambda: node.count_begun("environment") == 3, "all three")
+    (node.base.parent / "go").touch()
     for process in started:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "done\n"), err
@@ -151,7 +154,8 @@ def test_two_nodes_at_once_run_the_setup_once(node: Node, tmp_path: Path) -> Non
         pytest.skip("no user namespaces here")
     target = tmp_path / "target"
     target.mkdir()
-    line = f"echo ran >> $COUNT; sleep 1; echo done > {target}/x"
+    go = tmp_path / "go"
+    line = f"echo ran >> $COUNT; until [ -e {go} ]; do sleep 0.05; done; echo done > {target}/x"
     with node_at(tmp_path / "second", node.store) as second:
         started = []
         for one in (node, second):
@@ -167,6 +171,11 @@ def test_two_nodes_at_once_run_the_setup_once(node: Node, tmp_path: Path) -> Non
                     variables={"COUNT": str(tmp_path / "count"), "BOOTSEER_NODE": one.base.name},
                 )
             )
+        wait_for(
+            lambda: node.count_begun("environment") == second.count_begun("environment") == 1,
+            "both",
+        )
+        go.touch()
         for process in started:
             out, err = process.communicate(timeout=60)
             assert (process.returncode, out) == (0, "done\n"), err

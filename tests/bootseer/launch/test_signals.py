@@ -2,10 +2,8 @@
 
 import os
 import pty
-import random
 import signal
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,6 +66,42 @@ def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
     asked = node.run("--", "env", "python3", "-c", _ASK, prefix=IGNORING)
     # Of SIGPIPE Python itself says so, for its own sake.
     assert asked.stdout.split() == ["True", "True", "False", "True"]
+
+
+@pytest.mark.fuse
+def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: str) -> None:
+    """Ctrl-C would end mounts, and what makes them, with whatever the terminal runs."""
+    require_fuse()
+    arguments = ("--checkpoint", f"{silent_url}:{node.base}/mnt", "--", "true")
+    deadline = {"BOOTSEER_DEADLINE": "60"}
+    with node.start(*arguments, variables=deadline, start_new_session=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+        def are_apart() -> bool:
+            found = [int(pid) for pid in children.read_text().split()]
+            return bool(found) and process.pid not in map(_session, found)
+
+        # Its only child is the process that mounts, for as long as the storage is silent.
+        waiting.wait_for(are_apart, "a session of the process that mounts")
+        process.terminate()
+        finish(process)
+    node.wait_clean()
+    checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
+    command = ("--", "sh", "-c", ": > up; exec sleep 600")
+    with node.start(*checkpoint, *command, start_new_session=True) as process:
+        wait_for(node.base / "up")
+        servers = node.processes().keys() - {process.pid}
+        assert servers
+        assert process.pid not in map(_session, servers)
+        process.kill()
+        finish(process)
+    node.wait_clean()
+
+
+def _session(pid: int) -> int:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return 0
 
 
 @pytest.mark.fuse
@@ -198,7 +232,7 @@ def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Si
 
 
 @pytest.mark.fuse
-def test_kill_9_at_any_moment(node: Node, store_url: str) -> None:
+def test_kill_9_at_each_step(node: Node, store_url: str) -> None:
     """What is left goes by itself, but for what a set-up itself does; the next start works."""
     require_fuse()
     mount = node.base / "mnt"
@@ -207,17 +241,15 @@ def test_kill_9_at_any_moment(node: Node, store_url: str) -> None:
         *("--setup", "mkdir -p env && echo data > env/x", "--target", "env"),
         *("--", "sh", "-c", "cat env/x && echo $$ > mnt/file && cat mnt/file"),
     )
-    chosen = random.Random(1)
-    for round_number in range(15):
+    steps = ("nothing yet", "its timeline", "an environment", "a server", "a mount", "the command")
+    # The environment is made in the first ones, and found in the others.
+    for round_number, step in enumerate((*steps, *steps)):
         with node.start(*arguments) as process:
-            # A whole start takes about half a second.
-            time.sleep(chosen.uniform(0.04, 0.05) * (round_number + 1))
-            process.kill()
-            process.communicate(timeout=60)
+            node.kill_at(process, step)
         if round_number % 3 == 2:
             # At once, while the servers of the killed one are still going.
             done = node.run(*arguments)
-            assert done.returncode == 0, done.stderr
+            assert done.returncode == 0, (step, done.stderr)
             assert done.stdout.startswith("data\n")
     node.wait_clean()
     left = [path for path in (Path(store_url.removeprefix("file://"))).rglob("*") if path.is_file()]

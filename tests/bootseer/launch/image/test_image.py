@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +171,15 @@ def test_a_signal_while_the_image_is_pulled(node: Node, image: Image) -> None:
     node.wait_clean()
 
 
-def test_kill_9_at_any_moment(node: Node, shell_image: Image, tmp_path: Path) -> None:
+def test_kill_9_at_each_step(node: Node, shell_image: Image, tmp_path: Path) -> None:
     job = (
         *("--image", shell_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "echo data > env", "--target", "/job", "--", "cat", "env"),
     )
-    for delay_s in (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3):
+    steps = ("its timeline", "a server", "an image", "a mount", "a container's folder")
+    for step in (*steps, "an environment", "the command"):
         with node.start(*job) as process:
-            time.sleep(delay_s)
-            process.kill()
-            process.communicate(timeout=30)
+            node.kill_at(process, step)
     done = node.run(*job)
     assert (done.returncode, done.stdout) == (0, "data\n"), done.stderr
     node.wait_clean()

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -88,13 +87,12 @@ def test_it_is_let_go_when_that_is_asked_for_and_by_itself(one: Node) -> None:
     assert _done(one, "--for", "1s")[0] == 2
 
 
-def test_killed_at_any_moment(one: Node) -> None:
+def test_killed_at_each_step(one: Node) -> None:
     """The next start finds what it needs, or makes it; nothing of it stays for ever."""
-    for delay_s in (0.1, 0.2, 0.3, 0.4, 0.6, 1.0):
+    steps = ("nothing yet", "its timeline", "an environment", "a server", "a mount")
+    for step in (*steps, "the process that lingers"):
         with _standby(one, *_options(one), "--for", "10m") as process:
-            time.sleep(delay_s)
-            process.kill()
-            process.communicate(timeout=60)
+            one.kill_at(process, step)
         one.kill_lingering()
         started = one.run(*_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
         assert (started.returncode, started.stdout) == (0, "a\n1\n"), started.stderr

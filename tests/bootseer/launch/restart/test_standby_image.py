@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -82,14 +81,12 @@ def test_it_is_let_go(one: Node, known_image: Image) -> None:
     one.wait_clean()
 
 
-def test_killed_at_any_moment(one: Node, known_image: Image) -> None:
+def test_killed_at_each_step(one: Node, known_image: Image) -> None:
     """The next start finds what it needs, or makes it; nothing of it stays for ever."""
     options = _options(one, known_image)
-    for delay_s in (0.3, 0.6, 1.0, 1.5):
+    for step in ("a server", "a mount", "an environment", "the process that lingers"):
         with _standby(one, *options, "--for", "10m") as process:
-            time.sleep(delay_s)
-            process.kill()
-            process.communicate(timeout=60)
+            one.kill_at(process, step)
         one.kill_lingering()
         started = one.run(*options, "--", "sh", "-c", SHOW)
         assert (started.returncode, started.stdout) == (0, "set-up\n1\n"), started.stderr
