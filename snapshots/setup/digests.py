@@ -10,6 +10,8 @@ from msgspec import Struct
 
 # The limits for files that were not declared: a word of the command may happen to name a data set.
 GUESSED_BYTES_MAX = 256 * 1024 * 1024
+# Of a word of which nobody knows whether it is read. The key is open then, mostly.
+WORD_BYTES_MAX = 16 * 1024 * 1024
 _GUESSED_FILES_MAX = 20_000
 _GUESSED_NAMES_MAX = 200_000
 _READ_BYTES = 1024 * 1024
@@ -42,11 +44,13 @@ def bytes_digest(data: bytes) -> InputDigest:
     return InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
 
 
-def file_digest(path: Path, *, limited: bool, before_bytes: int = 0) -> InputDigest:
-    """The digest of a file's content; `limited`: of a guessed file, of which the size and the end
-    count if it is large, or if all guessed files are by now (`before_bytes`). Raises: OSError."""
+def file_digest(path: Path, *, limit_bytes: int | None = None) -> InputDigest:
+    """The digest of a file's content. Of one beyond the limit its size and its end count.
+
+    Raises: OSError.
+    """
     size_bytes = path.stat().st_size
-    if limited and max(size_bytes, before_bytes) > GUESSED_BYTES_MAX:
+    if limit_bytes is not None and size_bytes > limit_bytes:
         found = bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
         return InputDigest(f"end {found.value}", is_rough=True)
     return InputDigest(_content_digest(path))

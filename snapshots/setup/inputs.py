@@ -18,6 +18,8 @@ from bootseer.base.redact import without_users
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.setup.digests import (
+    GUESSED_BYTES_MAX,
+    WORD_BYTES_MAX,
     InputDigest,
     bytes_digest,
     file_digest,
@@ -270,7 +272,9 @@ class _Collector:
                 digest = tree_digest(path, tops, limited=not is_declared)
                 self._has_directory = True
             elif stat.S_ISREG(mode):
-                digest = self._digest(name, path, is_list=is_list, limited=not is_declared)
+                limit_bytes = WORD_BYTES_MAX if wanted else GUESSED_BYTES_MAX
+                limit = None if is_declared else limit_bytes
+                digest = self._digest(name, path, is_list=is_list, limit_bytes=limit)
             else:
                 return
         except OSError as error:
@@ -300,7 +304,9 @@ class _Collector:
             return True
         return False
 
-    def _digest(self, name: str, path: Path, *, is_list: bool, limited: bool) -> InputDigest:
+    def _digest(
+        self, name: str, path: Path, *, is_list: bool, limit_bytes: int | None
+    ) -> InputDigest:
         if is_list or name.endswith(_REQUIREMENTS):
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
             if text is not None:
@@ -309,9 +315,11 @@ class _Collector:
                 found = self._lines[name] = read_requirements(public)
                 text = found.text if is_list else public
                 return bytes_digest(text.encode("utf-8", "surrogateescape"))
-        if limited:
+        if limit_bytes is not None:
             self._guessed_bytes += path.stat().st_size
-        return file_digest(path, limited=limited, before_bytes=self._guessed_bytes)
+            if self._guessed_bytes > GUESSED_BYTES_MAX:
+                limit_bytes = 0
+        return file_digest(path, limit_bytes=limit_bytes)
 
     def _text(self, name: str, bytes_max: int) -> str | None:
         """A file's text; None where it is none, too large, or cannot be read."""
@@ -346,10 +354,8 @@ class _Collector:
         if name.startswith("~"):
             self._opaque.append(name)  # the home of another user
             return []
-        if match := _BRACES.search(name):
-            before, after = name[: match.start()], name[match.end() :]
-            names = [f"{before}{one}{after}" for one in match[1].split(",")[:_GLOB_FILES_MAX]]
-            return [path for one in names for path in self._expanded(one)]
+        if _BRACES.search(name):
+            return [path for one in self._without_braces(name) for path in self._expanded(one)]
         if not ("*" in name or "?" in name or "[" in name):
             return [name]
         fixed, _, pattern = re.split(r"[*?\[]", name)[0].rpartition("/")
@@ -363,6 +369,24 @@ class _Collector:
             self._opaque.append(name)
         found = found[:_GLOB_FILES_MAX]
         return [os.path.join(fixed, path) if fixed else str(path) for path in found]
+
+    def _without_braces(self, name: str) -> list[str]:
+        """The words that a shell makes of one with `{a,b}`."""
+        found = [name]
+        while match := _BRACES.search(found[0]):
+            inner = match[1].split(",")
+            if len(found) * len(inner) > _GLOB_FILES_MAX:
+                self._opaque.append(name)
+                return []
+            texts = found
+            found = []
+            for text in texts:
+                # The same place in all of them: they differ in front of it.
+                each = _BRACES.search(text)
+                if each is not None:
+                    before, after = text[: each.start()], text[each.end() :]
+                    found += [f"{before}{one}{after}" for one in each[1].split(",")]
+        return found
 
     def _follow_list(self, name: str, found: Requirements, *, is_indexed: bool) -> None:
         """Adds what a requirements file includes. Any text file may pass here: no errors."""

@@ -53,18 +53,18 @@ from bootseer.snapshots.setup.reading.wrappers import unwrapped
 
 # Modules of Python that read what they are given, at most.
 _OWN_MODULES = {"venv", "virtualenv", "ensurepip", "compileall", "site", "sysconfig"}
+# Variables of the shell for its working directory: paths are relative to that here.
+_OWN_FOLDERS = {"PWD": ".", "OLDPWD": COMPUTED}
 _DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 # Variables that decide which programs run, or what these load.
 _SEARCH_VARIABLES = {
-    "PATH",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "BASH_ENV",
-    "ENV",
-    "IFS",
+    *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV", "IFS"),
+    *("HOME", "CDPATH", "PWD"),
 }
+_NOTHING = Hints()
 _DEPTH_MAX = 8
+_COMMANDS_MAX = 5000
+_PATH_MAX = 4096
 _SPREAD_MAX = 8
 _STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
@@ -104,16 +104,22 @@ class _Reader:
     """Goes through a script in its order."""
 
     def __init__(self, parent: "_Reader | None" = None) -> None:
-        self.hints = Hints()
+        self._found: list[Hints] = []
         self._depth: int = parent._depth + 1 if parent else 0
         self._state: _State = parent._state.copy() if parent else _State()
         self._assigned: dict[str, list[str]] = dict(parent._assigned) if parent else {}
         self._functions: set[str] = set(parent._functions) if parent else set()
         self._folders: list[str] = list(parent._folders) if parent else []
 
+    @property
+    def hints(self) -> Hints:
+        """All that was found."""
+        return merged(*self._found)
+
     def add(self, hints: Hints) -> None:
         """Add hints of a command that runs in the present directory."""
-        self.hints = merged(self.hints, hints)
+        if hints != _NOTHING:
+            self._found.append(hints)
 
     def opaque(self, what: str) -> None:
         """Add something that was not understood."""
@@ -127,6 +133,9 @@ class _Reader:
         found = parse(text)
         if found.odd:
             self.opaque(found.odd)
+        if len(found.events) > _COMMANDS_MAX:
+            self.opaque("a very long shell script")
+            return
         self._collect(found.events)
         stack: list[tuple[Block, _State]] = []
         is_function = False
@@ -262,6 +271,9 @@ class _Reader:
     def _values(self, word: str, within: tuple[str, ...]) -> list[str]:
         found = [word]
         for mark, name, default in marks(word):
+            if name in _OWN_FOLDERS and name not in self._assigned:
+                found = [one.replace(mark, _OWN_FOLDERS[name]) for one in found]
+                continue
             if not name or name not in self._assigned or name in within or len(within) > 4:
                 continue
             values = []
@@ -293,11 +305,11 @@ class _Reader:
             else:
                 self._note(Hints(words=named_words(words)))
         if name in _SEARCH_VARIABLES and not self._is_search_path(values, name):
-            self.opaque(f"the programs in {name}")
+            self.opaque(name)
 
     def _is_search_path(self, values: Sequence[str], name: str) -> bool:
         """Return whether a value adds nothing but folders of environments that are made here."""
-        made = {f"{one}/bin" for one in self.hints.environment_dirs}
+        made = {f"{one}/bin" for found in self._found for one in found.environment_dirs}
         parts = {part for value in values for part in value.split(":")}
         return name == "PATH" and parts <= made | {variable(name)}
 
@@ -384,6 +396,8 @@ class _Reader:
         folder = plain[0] if plain else variable("HOME")
         if COMPUTED in folder:
             self.opaque("a cd to where the shell computes")
+        elif len(state.directory) + len(folder) > _PATH_MAX:
+            self.opaque("a cd to a very long path")
         else:
             state.directory = posixpath.join(state.directory, folder)
 

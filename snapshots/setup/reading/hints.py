@@ -2,6 +2,7 @@
 
 import posixpath
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -62,13 +63,22 @@ class Hints(Struct, frozen=True):
     directories: tuple[str, ...] = ()
     """Directories in which `scripts` and `programs` may run."""
 
+    @property
+    def runs_files(self) -> bool:
+        """Whether there are scripts or programs."""
+        return bool(self.scripts or self.programs)
 
-def merged(one: Hints, other: Hints) -> Hints:
-    """What both say, in this order."""
+
+_NOTHING = Hints()
+
+
+def merged(*hints: Hints) -> Hints:
+    """What all of them say, in this order."""
     values: dict[str, Any] = {}
     for name in Hints.__struct_fields__:
-        a, b = getattr(one, name), getattr(other, name)
-        values[name] = a or b if isinstance(a, bool) else tuple(dict.fromkeys(a + b))
+        found = [getattr(one, name) for one in hints]
+        is_flag = isinstance(getattr(_NOTHING, name), bool)
+        values[name] = any(found) if is_flag else tuple(dict.fromkeys(chain.from_iterable(found)))
     return Hints(**values)
 
 
@@ -108,7 +118,7 @@ def moved_to(hints: Hints, directory: str) -> Hints:
                 )
             )
         ),
-        directories=(directory, *moved(hints.directories)),
+        directories=(directory, *moved(hints.directories)) if hints.runs_files else (),
         lock_files=moved(hints.lock_files),
         spec_files=moved(hints.spec_files),
     )

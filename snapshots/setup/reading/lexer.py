@@ -19,6 +19,7 @@ _MARK = re.compile(r"\x01([^\x01-\x03]*)(?:\x03([^\x01-\x03]*))?\x02")
 _OPERATOR_LIST = "&>> <<- <<< ;;& && || ;; ;& |& &> >> >& >| <& <> << ; & | ( ) < >"
 _OPERATORS = _OPERATOR_LIST.split()
 REDIRECTIONS = frozenset(one for one in _OPERATORS if "<" in one or ">" in one)
+_TOKENS_MAX = 20_000
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`\x01-\x03]+")
 _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*):?[-=]([^$`'\"\\{}]*)")
@@ -100,6 +101,9 @@ class _Lexer:
         is_glued = False
         awaits_delimiter = ""
         while self.at < len(text):
+            if len(self.tokens) > _TOKENS_MAX:
+                self.odd = "a very long shell script"
+                return
             char = text[self.at]
             if char in " \t\r" or text.startswith("\\\n", self.at):
                 self.at += 1 + (char == "\\")

@@ -89,6 +89,7 @@ PROJECT_TOOLS = {
 _LOCKED_VERBS = {"sync", "install"}
 _UPGRADES = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
 _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
+_CONDA_READS_NOTHING = {"list", "info", "clean", "search", "compare", "deactivate"}
 _TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
 _KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | VENV_VALUE_OPTIONS
 # conda's own list, where `conda env` is given none.
@@ -140,7 +141,8 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
     # Options that are in no table may name files.
     odd = [word for word in words if word.startswith("-") and not _is_known(word)]
-    return replace(_hints_of_tool(tool, program, words), words=named_words(odd))
+    hints = _hints_of_tool(tool, program, words)
+    return replace(hints, words=named_words(words if hints.opaque else odd))
 
 
 def _is_known(option: str) -> bool:
@@ -196,6 +198,8 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         changes = bool(_CONDA_VERBS.intersection(words[:1]))
         # A new one without -p has a name, on the command line or in environment.yml.
         is_named = bool(option_values(words, {"-n", "--name"})) or "create" in words[:2]
+        verbs = [word for word in words if not word.startswith("-")][:1]
+        opaque = " ".join((tool, *verbs))
         lists = option_values(words, {"-f", "--file"})
         if not lists and {"create", "update"}.intersection(words[1:2]) and words[0] == "env":
             lists = list(_CONDA_LISTS)
@@ -206,7 +210,7 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             files=tuple(dict.fromkeys((*option_values(words, _FILE_OPTIONS), *lists))),
             requirements=tuple(specs) if changes and "--offline" not in words else (),
             spec_files=tuple(lists) if changes and "--offline" not in words else (),
-            opaque=("conda run",) if words[:1] == ["run"] else (),
+            opaque=() if changes or _CONDA_READS_NOTHING.intersection(verbs) else (opaque,),
             tools=("conda",),
             uses_conda=changes and not prefixes and not is_named,
             names_conda_environment=changes and not prefixes and is_named,

@@ -15,7 +15,6 @@ from bootseer.snapshots.setup.reading.lexer import REDIRECTIONS, Token, lex
 SHELLS = {"sh", "bash", "dash", "zsh", "ash", "ksh"}
 _SHELL_VALUE_OPTIONS = {"--rcfile", "--init-file"}
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^]]*\])?\+?=", re.DOTALL)
-_TOKENS_MAX = 50_000
 _SEPARATORS = {";", "&", "\n", "&&", "||", "|", "|&", ";;", ";&", ";;&"}
 _CASE_ENDS = {";;", ";&", ";;&"}
 
@@ -106,8 +105,6 @@ def read_shell(words: Sequence[str]) -> Shell:
 def parse(text: str) -> Script:
     """Return the commands of a script."""
     tokens, odd = lex(text)
-    if len(tokens) > _TOKENS_MAX:
-        tokens, odd = tokens[:_TOKENS_MAX], odd or "the rest of a very long shell script"
     parser = _Parser()
     at = 0
     while at < len(tokens):

@@ -14,7 +14,7 @@ from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup import digests
+from bootseer.snapshots.setup import inputs
 from bootseer.snapshots.setup.request import Request, Resolved, resolve
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
@@ -122,7 +122,7 @@ def test_no_name_of_a_folder_hides_what_was_declared(tmp_path: Path, folder: str
 
 
 def test_large_files_decide_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "GUESSED_BYTES_MAX", 100_000)
+    monkeypatch.setattr(inputs, "GUESSED_BYTES_MAX", 100_000)
     keys = set()
     for text in (b"1", b"2"):
         (tmp_path / "big.whl").write_bytes(b"x" * 200_000 + text)
@@ -252,6 +252,14 @@ def test_variables_in_requirements_decide(tmp_path: Path) -> None:
         ("cd beside; uv sync --frozen", True),
         ("cd locked; uv sync --upgrade", True),
         ("ls; pip install a==1", False),
+        ('pip install -r "$PWD/exact.txt"', False),
+        ('cd locked; pip install -r "$PWD/exact.txt"', False),
+        ('pip install -r "$OLDPWD/exact.txt"', True),
+        ("conda activate x; pip install a==1", True),
+        ("conda install -p /opt/x --offline a; conda clean -a", False),
+        ("pip install -r {exact,offline}.txt", False),
+        ("./folder.sh", False),
+        ("HOME=/x pip install a==1", True),
         ("ls > list; pip install a==1", True),
         ("./unknown.sh", True),
         ("python3 make.py", True),
@@ -263,6 +271,10 @@ def test_what_may_change_without_notice_is_told(
     (tmp_path / "project").mkdir()
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked/uv.lock").touch()
+    _script(
+        tmp_path / "folder.sh",
+        'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\npip install -r "$HERE/exact.txt"',
+    )
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside/uv.lock").write_text('source = { directory = "../locked" }\n')
     (tmp_path / "remote.txt").write_text("-r https://host/exact.txt\n")
