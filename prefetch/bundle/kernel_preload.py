@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Buffer
+from bootseer.linux.processes import KILLED_S
 from bootseer.prefetch.bundle import name_walk
 from bootseer.prefetch.bundle.preload_plan import PreloadPlan, PreloadWindow
 from bootseer.prefetch.cache.image_stream import ImageStream
@@ -97,21 +98,23 @@ class KernelPreload:
     def _walk(self, root: int) -> None:
         command = [sys.executable, "-I", "-S", name_walk.__file__, str(root)]
         try:
-            with subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[root],
                 cwd="/",
-            ) as process:
-                os.close(root)
-                root = -1
-                try:
-                    process.communicate(b"\0".join(self._plan.names), timeout=_WALK_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        except OSError as error:
+            )
+            os.close(root)
+            root = -1
+            try:
+                process.communicate(b"\0".join(self._plan.names), timeout=_WALK_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                # It may wait for a file system that does not answer: nobody waits for it.
+                process.wait(KILLED_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
             _log.debug("the names of a bundle are not looked up before the start asks: %s", error)
         finally:
             if root >= 0:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from bootseer.base.documents import from_line, to_line
 from bootseer.base.json_errors import Failure, error_of, failure_of
 from bootseer.linux import namespaces
+from bootseer.linux.processes import kill_child
 from bootseer.prefetch.container import signals
 
 _REPORT_BYTES_MAX = 1 << 16
@@ -50,8 +51,7 @@ def try_in_child(work: Callable[[], object]) -> None:
     pid, report = _start(traced)
     _, status = os.waitpid(pid, 0)
     if os.WIFSTOPPED(status):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        kill_child(pid)
     _raise_child_error(report)
 
 

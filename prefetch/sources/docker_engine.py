@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -15,10 +16,15 @@ from bootseer.errors import InvalidInputError, NotFoundError, UnavailableError, 
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.sources.docker_archive import open_docker_archive
 from bootseer.prefetch.sources.model import ImageSource
+from bootseer.prefetch.sources.read_ahead import ReadAhead
+
+if TYPE_CHECKING:
+    from docker.client import DockerClient
 
 _CHUNK_BYTES = 2**20
 _DEADLINE_S = 60
-"""Per answer of the engine, not for the whole image; the SDK applies it to each read."""
+"""Per answer of the engine, not for the whole image; the SDK applies it to each read. What sends a
+byte now and then is ended by `ReadAhead`, which waits 300 s for each MiB."""
 
 
 def open_docker_image(name: str, work_dir: Path) -> ImageSource:
@@ -40,8 +46,9 @@ def open_docker_image(name: str, work_dir: Path) -> ImageSource:
         try:
             client = DockerClient.from_env(timeout=_DEADLINE_S)
             stack.callback(client.close)
-            image = client.images.get(name)
-            path = _copy(image.save(_CHUNK_BYTES, named=True), name, work_dir, stack)
+            ahead = ReadAhead(_saved(client, name), "docker-save")
+            stack.callback(ahead.close)
+            path = _copy(iter(lambda: ahead.read(_CHUNK_BYTES), b""), name, work_dir, stack)
         except ImageNotFound as error:
             raise NotFoundError(
                 f"the Docker engine has no image {name!r}; docker pull it first"
@@ -56,6 +63,10 @@ def open_docker_image(name: str, work_dir: Path) -> ImageSource:
         source = open_docker_archive(path)
         keep = stack.pop_all()
         return replace(source, reference=_with_tag(name), release=keep.close)
+
+
+def _saved(client: "DockerClient", name: str) -> Iterator[bytes]:
+    yield from client.images.get(name).save(_CHUNK_BYTES, named=True)
 
 
 def _copy(chunks: Iterator[bytes], name: str, work_dir: Path, stack: ExitStack) -> Path:

@@ -86,7 +86,7 @@ class ReadAhead:
                     self._on_wait()
                 if time.monotonic() > deadline_s:
                     raise DeadlineError(
-                        f"a layer's source sent nothing for {_WAIT_S:.0f} s"
+                        f"the source of an image sent nothing, or too little, for {_WAIT_S:.0f} s"
                     ) from None
                 continue
             if isinstance(item, bytes):

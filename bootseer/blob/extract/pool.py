@@ -7,12 +7,14 @@ a second one, of its own, brings what tasks need.
 
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import select
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ import bootseer
 from bootseer.base.documents import from_line
 from bootseer.blob.extract import process as worker
 from bootseer.errors import UnavailableError
-from bootseer.linux.processes import KILLED_S, reap
+from bootseer.linux import processes
 
 # Tasks that are ready or under way, for each worker: enough that it never waits for the next.
 _AHEAD = 3
@@ -41,6 +43,8 @@ _STARTER = (
     "import sys; sys.path += sys.argv[1:]; from bootseer.blob.extract import process; "
     "process.main()"
 )
+
+_log = logging.getLogger(__name__)
 
 OnReport = Callable[[int, dict[str, Any]], None]
 
@@ -161,15 +165,22 @@ class Pool:
                 yield task, from_line(body, dict[str, Any]) if body else {}
 
     def close(self) -> None:
-        """Nothing is written any more when this returns. Idempotent."""
+        """Kill the workers. Nothing is written any more when this returns, unless a worker waits
+        for a file system that does not answer: a warning says so, and nobody waits for it.
+        Idempotent."""
         self._is_stopped = True
         self._room.put(0)
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        ends_s = time.monotonic() + processes.KILLED_S
         for pid in self._pids:
-            # One in a call of a dead file system ends when that gives up.
-            reap(pid, KILLED_S)
+            if processes.reap(pid, max(0.0, ends_s - time.monotonic())) is None:
+                _log.warning(
+                    "the process %d, which writes files, was killed and has not ended: its file "
+                    "system does not answer",
+                    pid,
+                )
         self._pids.clear()
         if self._feeder is not None:
             # What it waits for has a deadline.

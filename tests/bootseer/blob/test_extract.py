@@ -261,6 +261,37 @@ def test_a_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
     assert not _children() - before
 
 
+def test_a_worker_that_cannot_be_killed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that waits for a file system that does not answer."""
+    _many_files(tmp_path / "in")
+    tree, _ = packed(tmp_path / "in")
+    before = _children()
+    kill, spared = os.kill, set[int]()
+
+    def spare(pid: int, number: int) -> None:
+        if number == signal.SIGKILL:
+            spared.add(pid)
+            number = signal.SIGSTOP
+        kill(pid, number)
+
+    def read(number: int, offset: int, length: int) -> bytes:
+        raise UnavailableError("the store is gone")
+
+    monkeypatch.setattr("bootseer.linux.processes.KILLED_S", 0.5)
+    monkeypatch.setattr(os, "kill", spare)
+    try:
+        with pytest.raises(UnavailableError, match="gone"):
+            extract(tree, read, tmp_path / "out", processes=2)
+        assert spared == _children() - before
+        assert caplog.text.count("has not ended") == len(spared) == 2
+    finally:
+        for pid in spared:
+            kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def test_where_no_process_can_be_started_one_writes_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

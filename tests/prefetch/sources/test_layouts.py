@@ -1,11 +1,14 @@
 """OCI layouts and archives: what is opened, under which name, and what is refused."""
 
+import contextlib
 import gc
 import gzip
+import http.server
 import io
 import json
 import os
 import tarfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 from bootseer.errors import (
     BootseerError,
     CorruptError,
+    DeadlineError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
@@ -360,6 +364,51 @@ def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidInputError, match="name"):
         opened("docker://", tmp_path)
     assert not (tmp_path / "work").exists() or not list((tmp_path / "work").iterdir())
+
+
+class DrippingEngine(http.server.BaseHTTPRequestHandler):
+    """A Docker engine that sends a byte of an image now and then, and never ends."""
+
+    over = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path.endswith("/get"):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not self.over.wait(0.02):
+                    self.wfile.write(b"x")
+            return
+        document = {"ApiVersion": "1.43", "Id": "sha256:" + "7" * 64, "RepoTags": ["tool:1"]}
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_docker_engine_that_drips_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.prefetch.sources.read_ahead._WAIT_S", 1.0)
+    DrippingEngine.over.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), DrippingEngine)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{server.server_address[1]}")
+    try:
+        with pytest.raises(DeadlineError, match="too little"):
+            opened("docker://tool:1", tmp_path)
+        assert list((tmp_path / "work").iterdir()) == []
+    finally:
+        DrippingEngine.over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(60)
 
 
 def test_a_layer_as_umoci_inserts_it_ends_with_its_last_byte(tmp_path: Path) -> None:
