@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +18,9 @@ from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.catalogue import find_image, load_tree
+from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from tests.support.images.building import Layout, Member, write_layout
@@ -129,6 +132,30 @@ def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: 
         publish_node_image(node.settings, index)
     # The second one finds the layer in the store, and that it has just these frames.
     assert [fetched_bytes(node, layout) > 0 for node in nodes] == [False, False, True]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="issue 29: a node compresses every layer that another one published, to compare frames",
+)
+def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = random.Random(5).choices([b"layer ", b"frame ", b"digest "], k=5_000)
+    layers = [[Member(f"file-{number}", data=b"".join(words))] for number in range(3)]
+    layout = write_layout(tmp_path / "image", layers)
+    packings: list[str | None] = []
+
+    def counting(*arguments: Any, diff_id: str | None = None) -> LayerTree:
+        packings.append(diff_id)
+        return pack_layer(*arguments, diff_id=diff_id)
+
+    monkeypatch.setattr("bootseer.prefetch.publish.publish_image.pack_layer", counting)
+    nodes = [Node(tmp_path / f"node-{number}", tmp_path / "store") for number in range(4)]
+    indexes = [node.start(f"oci:{layout.directory}")[0].record.index_digest for node in nodes]
+    for node, index in zip(nodes, indexes, strict=True):
+        publish_node_image(node.settings, index)
+    assert len(packings) == 3
 
 
 def test_frames_of_another_packer_are_fetched(tmp_path: Path, layout: Layout) -> None:
