@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from bootseer.blob.tree import Blob
+from bootseer.errors import from_oserror
 from bootseer.linux.private_files import make_private_directory, private_opener
 from bootseer.prefetch.cache.stream_keys import frames_key
 
@@ -27,11 +28,16 @@ class ClaimsMark:
     """Names and validity of what is claimed for one image of one store."""
 
     def __init__(self, folder: Path, claimant: str) -> None:
-        """`folder` is the one with the streams; `claimant` is `stream_keys.claimant_of`'s."""
+        """`folder` is the one with the streams; `claimant` is `stream_keys.claimant_of`'s.
+        Raises: BootseerError."""
         hex_digits = hashlib.sha256(claimant.encode("ascii")).hexdigest()
         self._path = folder / f"claimed-{hex_digits}.refuted"
         self._claimant = claimant
-        self._mark = self._read()
+        try:
+            self._mark = self._read()
+        except OSError as error:
+            # Without it, names of streams with wrong bytes might be used once more.
+            raise from_oserror(error, f"read {self._path}") from error
 
     def key(self, blob: Blob) -> str:
         """Return the key of the stream that holds the claimed bytes of `blob`."""
@@ -41,7 +47,13 @@ class ClaimsMark:
     @property
     def is_refuted(self) -> bool:
         """Whether a process has found claimed bytes wrong since this object was made."""
-        return self._read() != self._mark
+        try:
+            found = self._read()
+        except OSError as error:
+            _log.debug("cannot look whether claims were refuted: %s", error)
+            return False
+        # None: somebody has removed the cache.
+        return found not in ("", self._mark)
 
     def refute(self) -> None:
         """Tell all processes of the node, durably. Never raises: on a full disk none is told."""
@@ -68,8 +80,9 @@ class ClaimsMark:
             _log.warning("other servers of the image are not told that bytes are wrong: %s", error)
 
     def _read(self) -> str:
+        """The mark; "" where there is none. Raises: OSError."""
         try:
             with open(self._path, "rb", opener=private_opener) as file:
                 return file.read(_MARK_BYTES).decode("ascii", "replace")
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return ""

@@ -90,12 +90,13 @@ def alone(path: Path, timeout_s: float, doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
     """Alone in opening, closing or removing the stream in `directory`, which is made if needed.
 
     Held for as long as a map is looked at or one fsync takes, never for a transfer.
+    Raises: TimeoutError where it is held for `timeout_s`; OSError.
     """
-    fd = lock_file(directory / "lock", LOCK_S)
+    fd = lock_file(directory / "lock", timeout_s)
     try:
         yield
     finally:

@@ -104,7 +104,8 @@ class NodeCache:
     # ---- streams of images ----------------------------------------------------------------
 
     def claims_mark(self, claimant: str) -> ClaimsMark:
-        """Return the mark of the image `claimant` (`stream_keys.claimant_of`) as it is now."""
+        """Return the mark of the image `claimant` (`stream_keys.claimant_of`) as it is now.
+        Raises: BootseerError."""
         return ClaimsMark(self._directory, claimant)
 
     def open_image(
@@ -176,9 +177,9 @@ class NodeCache:
         """Have what the node has of these streams of an image on the disk, and marked so, unless
         somebody uses them; claims that are all proven by now are removed. Never raises: what is not
         marked is verified after a reboot."""
-        mark = self.claims_mark(claimant)
         for blob in blobs:
             with contextlib.suppress(BootseerError):
+                mark = self.claims_mark(claimant)
                 claimed = self._path(mark.key(blob))
                 if claimed.is_dir() and self._is_all_proven(blob, claimed):
                     self._remove(claimed)

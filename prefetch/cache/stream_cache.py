@@ -67,7 +67,7 @@ class StreamCache:
         self._reopening = threading.Lock()
         self._before: tuple[Presence, StreamCheck] | None = None
         try:
-            self._present, self._check = self._open_files()
+            self._present, self._check = self._open_files(LOCK_S)
         except OSError as error:
             if error.errno not in NO_DISK:
                 raise from_oserror(error, f"open the cache in {directory}") from error
@@ -75,16 +75,17 @@ class StreamCache:
 
     # ---- opening --------------------------------------------------------------------------
 
-    def _open_files(self) -> tuple[Presence, StreamCheck]:
-        """Raises: OSError; then nothing is open."""
+    def _open_files(self, timeout_s: float) -> tuple[Presence, StreamCheck]:
+        """Raises: TimeoutError where others hold the lock for `timeout_s`; OSError. Nothing is open
+        then."""
         try:
-            with locked(self.directory):
+            with locked(self.directory, timeout_s):
                 self._data_fd = os.open(self.directory / "data", OPEN_FLAGS, 0o600)
                 self._sums_fd = os.open(self.directory / "sums", OPEN_FLAGS | os.O_APPEND, 0o600)
                 opened = self._open_present(self._boot)
                 try:
                     # Held for as long as we use the stream; see `close` and `NodeCache.trim`.
-                    lock_within(self._data_fd, LOCK_S, is_shared=True)
+                    lock_within(self._data_fd, timeout_s, is_shared=True)
                 except BaseException:
                     for part in opened:
                         part.close()
@@ -161,7 +162,8 @@ class StreamCache:
             self._again_s = time.monotonic() + _TRY_AGAIN_S
             if self._data_fd < 0 and not self._is_closed:
                 before = self._present, self._check
-                present, self._check = self._open_files()
+                # A reader waits for this: what others are doing here is not waited for.
+                present, self._check = self._open_files(0)
                 # Last: a reader that finds something here asks the check that belongs to it.
                 self._present = present
                 # A reader may use these still: closed at the end.

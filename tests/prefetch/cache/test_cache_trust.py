@@ -314,6 +314,23 @@ def test_a_right_bundle_is_believed_after_a_wrong_one(
     again.close()
 
 
+def test_a_cache_that_is_removed_refutes_nothing(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = image.streams(tmp_path / "cache")
+    replay = image.replay(streams, *wrong_bundle(image, monkeypatch))
+    replay.start()
+    wait_for(lambda: replay.is_over)
+    read_big(image, streams, 8192, 100)
+    streams.close()
+    again = image.streams(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    caplog.clear()
+    again.look_for_refutation()
+    assert caplog.records == []
+    again.close()
+
+
 def test_what_was_refuted_does_not_come_back_with_a_crash_of_the_machine(
     image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
