@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from bootseer.prefetch.container import extracted
 from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
-from bootseer.store import open_store
+from bootseer.store import Store, open_store
 from tests.support.mounts.image_mounts import index, settings_at, skip_unless_root
 
 
@@ -68,6 +69,28 @@ def test_a_record_with_a_stolen_identity_brings_no_other_image(
         publish_image(store, replace(evil, identity=good.identity))
     assert words(settings, "evil") == {"evil", "20"}
     assert words(settings, "good") == {"good", "20"}
+
+
+@pytest.mark.xfail(
+    strict=True, reason="issue 29: an image that cannot be mounted is read in one thread"
+)
+def test_the_store_is_read_in_several_threads(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = plain(tmp_path, "root", "word")
+    for number in range(8):
+        (root / f"large{number}").write_bytes(os.urandom(2 * 2**20))
+    index(settings, root, "image")
+    first, together = threading.Semaphore(2), threading.Barrier(2)
+    read = Store.read
+
+    def reading(self: Store, key: str, *arguments: Any) -> bytes:
+        if key.startswith("blobs/") and first.acquire(blocking=False):
+            together.wait(5)
+        return read(self, key, *arguments)
+
+    monkeypatch.setattr(Store, "read", reading)
+    assert words(settings, "image") == {"word", "20"}
 
 
 @pytest.mark.root
