@@ -56,7 +56,8 @@ class MountState(Struct, frozen=True):
     """The process id of the server; of the supervisor, where there is one."""
     started_ns: int
     purpose: str
-    """The kind of thing that is served: "mount" (an image), "snapshot", and those above."""
+    """The kind of thing that is served: "mount" (an image), "environment", "containerd" (an image
+    for it), and those above."""
     scratch: str = ""
     """A folder of the run's own, removed with it."""
     pid_started: str = ""

@@ -38,7 +38,8 @@ from bootseer.served.folders import (
 _KINDS = {
     "mount": "image",
     RUN: "container",
-    "snapshot": "environment",
+    "environment": "environment",
+    "containerd": "containerd image",
     "link": "linked tree",
     CHECKPOINT: "checkpoints",
     PUBLISH: "publisher",
@@ -64,9 +65,6 @@ class Known(Struct, frozen=True):
     def kind(self) -> str:
         """For people."""
         kind = _KINDS.get(self.state.purpose, self.state.purpose)
-        directory = Path(self.state.directory)
-        if kind == "environment" and directory.parent.name != self.state.id:
-            return "containerd image"
         if kind == "linked tree" and not self.state.index_digest:
             return "own view"
         return kind

@@ -14,7 +14,7 @@ from bootseer.settings.config import Settings
 SUBTYPE = "bootseer-image"
 """The subtype of the FUSE mount."""
 
-ENVIRONMENT = "snapshot"
+ENVIRONMENT = "environment"
 """The purpose of a mount that serves an environment."""
 
 RECORD_MODES = ("auto", "always", "never")

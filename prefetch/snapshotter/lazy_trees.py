@@ -26,7 +26,8 @@ from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 
-PURPOSE = "snapshot"
+PURPOSE = "containerd"
+"""The purpose of a mount that serves an image for containerd."""
 
 _FRESH_S = 60.0
 """A mount is of the start of the container that is made so soon after it."""

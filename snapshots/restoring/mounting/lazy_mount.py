@@ -50,7 +50,7 @@ class MountOutcome(Struct, frozen=True):
 def name_of(target: bytes) -> str:
     """What a target's tree is called where images have references: bundles of environments at the
     same path may serve each other."""
-    return f"{ENVIRONMENT}/{text_of(target).strip('/')}"
+    return f"snapshot/{text_of(target).strip('/')}"
 
 
 def mount_snapshot(

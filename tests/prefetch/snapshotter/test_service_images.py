@@ -7,12 +7,13 @@ from pathlib import Path
 
 import grpc
 
-from bootseer.blob.keys import index_key
+from bootseer.blob.keys import blob_key, index_key
 from bootseer.prefetch.index.chains import chain_ids, chain_key, publish_chain_index, read_chain
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, WORKLOAD_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
-from bootseer.served.folders import live_mounts
+from bootseer.served.folders import live_mounts, log_path
+from bootseer.served.status import known_servers
 from bootseer.store import open_store
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 from tests.support.containers.containerd_node import Node
@@ -173,6 +174,25 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(fresh: Node, tmp_path: Pat
     # And when the store is back, it works.
     (tmp_path / "elsewhere").rename(store)
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
+
+
+def test_a_damaged_image_is_not_noted_as_an_environment(fresh: Node, tmp_path: Path) -> None:
+    """A note is for the next start of an environment, which looks at it; no container does."""
+    record = add_image(fresh, tmp_path)
+    pull(fresh)
+    lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
+    store = Path(fresh.settings.store_url.removeprefix("file://"))
+    for layer in record.layers:
+        blob = store / blob_key(layer.blob_digest)
+        blob.chmod(0o600)
+        blob.write_bytes(bytes(blob.stat().st_size))
+    assert checksums_outside([lower / "etc/base"]) == ["EIO"]
+    (found,) = [one for one in known_servers(fresh.settings.run_dir) if one.is_running]
+    assert found.kind == "containerd image"
+    assert not (fresh.settings.cache_dir / "damaged").exists()
+    # And its server says where the damage is.
+    log = log_path(fresh.settings.run_dir, found.state.id).read_text()
+    assert blob_key(record.layers[0].blob_digest) in log
 
 
 def test_a_pulled_image_is_mounted_before_it_is_started(tmp_path: Path) -> None:
