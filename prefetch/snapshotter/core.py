@@ -286,11 +286,14 @@ class Snapshotter:
             due = [chain_id for chain_id, due_s in self._due.items() if due_s <= now_s]
             for chain_id in due:
                 del self._due[chain_id]
-        # Without a linger they would be taken off at once.
-        for chain_id in due if self._linger_s else ():
+        for chain_id in due:
             # Each by itself: the others are due all the same.
             try:
+                # Brings the index to this node.
                 key = self._tree_key(chain_id, self._settings.workload)
+                if not self._linger_s:
+                    # It would be taken off at once.
+                    continue
                 with self._lazy_trees.using(key, chain_id):
                     _log.info("mounted %s, which has been pulled", chain_id)
             except (BootseerError, OSError) as error:
