@@ -1,6 +1,7 @@
 """Several starts of one job: listed, compared, looked back on, watched."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from bench.profile.generate import Fault, Recipe, node_name, tracks
 from bench.profile.timelines import write_timelines
 from bootseer.cli import cli
+from bootseer.errors import InvalidInputError
 from bootseer.profile.model.analysis import StartModel, WhatIf
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import Repeated, compare_starts, look_back
@@ -25,7 +27,7 @@ _SLOW = Fault(node_name(2), "slow disk", 3.0)
 def _run(folder: Path, *arguments: str) -> str:
     done = CliRunner().invoke(cli, ["--timeline-dir", str(folder), *arguments])
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.stdout
 
 
 @pytest.fixture
@@ -154,3 +156,37 @@ def test_watch_follows_a_start_until_it_is_ready(tmp_path: Path) -> None:
     assert "3 node(s), 6 process(es) ready" in shown
     document = json.loads(_run(other, "watch", "j", "--json"))
     assert document["ready_count"] == 6
+
+
+def _watched(folder: Path, *, since_s: float = 0.0) -> str:
+    """What `watch` says of a start on whose timelines nothing was written for so long."""
+    now = time.time()
+    for path in folder.rglob("*.jsonl"):
+        os.utime(path, (now - since_s, now - since_s))
+    done = CliRunner().invoke(cli, ["--timeline-dir", str(folder), "watch", "j"])
+    assert done.exit_code == 0, done.output
+    return done.stderr
+
+
+def test_watch_says_why_it_ends(tmp_path: Path) -> None:
+    """A start that had failed, or whose job never said that it is ready, was followed for ten
+    minutes, and whoever watched was not told that it was over."""
+    write_timelines(tmp_path / "ready", Recipe(2, 1), job="j")
+    assert "the start is over: 2 process(es) are ready" in _watched(tmp_path / "ready")
+    timeline = Timeline.start(
+        tmp_path / "failed", job="j", submission="s", attempt=0, node="n", rank=0
+    )
+    with pytest.raises(InvalidInputError), timeline.span("start"):
+        raise InvalidInputError("no such image")
+    failed = _watched(tmp_path / "failed")
+    assert "the start has failed on n: InvalidInputError: no such image" in failed
+    timeline = Timeline.start(
+        tmp_path / "silent", job="j", submission="s", attempt=0, node="n", rank=0
+    )
+    timeline.span("image").end()
+    assert "nothing is under way" in _watched(tmp_path / "silent", since_s=100)
+    timeline = Timeline.start(
+        tmp_path / "hung", job="j", submission="s", attempt=0, node="n", rank=0
+    )
+    timeline.span("image")
+    assert "nothing is under way" in _watched(tmp_path / "hung", since_s=1000)
