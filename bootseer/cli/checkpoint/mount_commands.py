@@ -132,10 +132,12 @@ def mount(
     force: bool,
     timeout: float,
     as_json: bool,
-) -> None:
+) -> int:
     """Mount the checkpoints at URL on DIRECTORY.
 
-    Returns once the mount works; a process in the background serves it. Large files are striped
+    Returns once the mount works; a process in the background serves it. With --foreground it exits
+    with 1 and names them when files were still being written at its end: nothing of those is kept.
+    Large files are striped
     over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
     What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
     """
@@ -147,10 +149,10 @@ def mount(
 
     if status:
         _show_status(places, as_json)
-        return
+        return 0
     if restart:
         _restart(places, timeout, force, as_json)
-        return
+        return 0
     if len(places) != 2:
         raise click.UsageError("Missing argument: give a URL and the directory to mount it on.")
     url, directory = places[0], Path(places[1])
@@ -186,8 +188,7 @@ def mount(
                 say(made_sentence(url))
             notify("READY=1")
 
-        _warn_unwritten(serve_checkpoints(spec, ready))
-        return
+        return _warn_unwritten(serve_checkpoints(spec, ready))
     mounted = mount_checkpoints(spec)
     if mounted.root_was_made:
         say(made_sentence(url))
@@ -205,6 +206,7 @@ def mount(
         click.echo(
             f"{public_url(url)} is mounted on {mounted.directory} (log: {mounted.log})", err=True
         )
+    return 0
 
 
 def protect(directory: Path) -> None:

@@ -8,7 +8,7 @@ import logging
 import sys
 
 from bootseer.base.documents import from_line
-from bootseer.errors import exit_code_of
+from bootseer.errors import EXIT_FAILURE, exit_code_of
 from bootseer.fuse.striped.mounted.life.serve import go_on, serve_checkpoints
 from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan
 from bootseer.served.background import Report
@@ -22,16 +22,21 @@ def _serve(line: bytes, report: Report) -> None:
 
 
 def main() -> int:
-    """The exit code: 0 after an unmount."""
+    """Return the exit code: 0 after an unmount, 1 where files were still being written."""
     if sys.argv[1] != RESUME:
         return run_server("the mount's server", _serve)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        go_on(int(sys.argv[2]))
+        unwritten = go_on(int(sys.argv[2]))
     except Exception as error:
         logging.getLogger(__name__).exception("the mount ended")
         return exit_code_of(error)
-    return 0
+    # Of a mount in the foreground, whose exit code somebody reads.
+    for path in unwritten:
+        logging.getLogger(__name__).warning(
+            "%s was still being written: nothing of it is kept", path
+        )
+    return EXIT_FAILURE if unwritten else 0
 
 
 if __name__ == "__main__":

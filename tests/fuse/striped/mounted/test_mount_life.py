@@ -97,6 +97,34 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
     assert_only_the_old_file(tmp_path, url)
 
 
+def test_a_mount_in_the_foreground_fails_where_files_were_not_finished(
+    tmp_path: Path, mountpoint: Path, url: str
+) -> None:
+    """It ended with 0, so that whoever had started it took the checkpoint for saved."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "bootseer", "--run-dir", str(run_dir), "checkpoint", "mount"]
+    with subprocess.Popen(
+        [*command, "--foreground", "--timeout", "1", url, str(mountpoint)],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            assert server.stderr is not None
+            lines = iter(server.stderr.readline, "")
+            assert any("is mounted on" in line for line in lines)
+            writer = start_slow_writer(mountpoint)
+            server.terminate()
+            said = server.stderr.read()
+            assert server.wait(120) == 1
+            end(writer)
+            assert "old was still being written: nothing of it is kept" in said
+            assert "new was still being written: nothing of it is kept" in said
+        finally:
+            server.kill()
+            run(["umount", "-l", mountpoint])
+    assert_only_the_old_file(tmp_path, url)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_writer_that_is_killed_leaves_the_old_file(
     tmp_path: Path, mountpoint: Path, local_url: str, number: int
