@@ -345,3 +345,58 @@ def test_the_threads_of_a_failed_file_end(world: World, operation: str) -> None:
         return [thread for thread in threads if thread.name.startswith("stripe-part")]
 
     wait_for(lambda: not left(), "the end of the parts' threads")
+
+
+class Panic(BaseException):
+    """What an extension written in Rust raises when it panics."""
+
+
+def test_a_panic_in_the_last_close_leaves_no_open_file(world: World) -> None:
+    file = world.driver.open("f", os.O_WRONLY | os.O_TRUNC)
+
+    def panic(operation: str, path: str) -> None:
+        if operation == "rename":
+            raise Panic
+
+    world.backend.rules.append(panic)
+    world.driver.fs.release(*file, 0)
+    world.assert_old_is_whole()
+    assert world.driver.fs.figures().files_open == 0
+    stopped: list[bool] = []
+    assert world.driver.fs.stop_if_quiet(lambda: stopped.append(True))
+    assert stopped
+
+
+def test_a_rename_that_the_storage_refuses_publishes_nothing(world: World) -> None:
+    world.driver.mkdir("d")
+    file = world.driver.open("f", os.O_WRONLY | os.O_TRUNC)
+    world.driver.pwrite(file, 0, b"new")
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "create" and path.startswith("d/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    world.backend.rules.append(refuse)
+    with refused_with(errno.EACCES):
+        world.driver.rename("f", "d/f")
+    assert world.elsewhere.read("f") == OLD
+    assert world.elsewhere.names("d") == []
+    # The writer goes on, under the name that it had.
+    world.driver.pwrite(file, 3, b" and more")
+    world.driver.close(file)
+    assert world.elsewhere.read("f") == b"new and more"
+
+
+def test_an_unlink_that_the_storage_refuses_loses_no_writer(world: World) -> None:
+    file = world.driver.open("f", os.O_WRONLY | os.O_TRUNC)
+    world.driver.pwrite(file, 0, b"new")
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "delete" and path == "f":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    world.backend.rules.append(refuse)
+    with refused_with(errno.EACCES):
+        world.driver.unlink("f")
+    world.driver.close(file)
+    assert world.elsewhere.read("f") == b"new"

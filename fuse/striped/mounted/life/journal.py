@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,19 @@ VERSION = 1
 # It is written anew when it has outgrown what it would hold then, by far.
 _SMALL_BYTES = 4 * 2**20
 _GROWTH = 4
+# One that could not be written is begun anew no sooner than this after that.
+_RETRY_S = 10.0
+_NEW = ".journal-new"
 
 Record = Mapping[str, Any]
 
 
 class Journal:
-    """An open journal. What cannot be written ends it: the mount works on, without a successor."""
+    """An open journal.
+
+    What cannot be written ends it: the mount works on, without a successor, until it can be begun
+    anew (`is_outgrown`).
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -42,22 +50,22 @@ class Journal:
         self._fresh_bytes: int | None = None
         """How long it was when it was started; None while it is being."""
         self._layouts: set[str] = set()
+        self._failed_s: float | None = None
+        """When it could not be written, by the monotonic clock."""
 
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
         """What is added within takes the place of all that was there. Never raises by itself."""
-        temporary = self._path.with_suffix(".journal-new")
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            self._give_up(error)
-            yield
-            return
+        temporary = self._path.with_suffix(_NEW)
         self.close()
-        self._fd = fd
         self._bytes = 0
         self._fresh_bytes = None
         self._layouts.clear()
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._fd = os.open(temporary, flags, 0o600)
+        except OSError as error:
+            self._give_up(error)
         self.add({"version": VERSION})
         yield
         self._fresh_bytes = self._bytes
@@ -72,8 +80,11 @@ class Journal:
         if self._fd < 0:
             return
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        left = memoryview(line)
         try:
-            os.write(self._fd, line)
+            # A disk that is nearly full takes a part of it.
+            while left:
+                left = left[os.write(self._fd, left) :]
         except OSError as error:
             self._give_up(error)
         self._bytes += len(line)
@@ -93,12 +104,17 @@ class Journal:
     @property
     def is_outgrown(self) -> bool:
         """Whether it should be started anew with what still holds."""
-        if self._fd < 0 or self._fresh_bytes is None:
+        if self._fresh_bytes is None:
+            return False
+        if self._failed_s is not None:
+            return time.monotonic() - self._failed_s >= _RETRY_S
+        if self._fd < 0:
             return False
         return self._bytes > max(_SMALL_BYTES, _GROWTH * self._fresh_bytes)
 
     def close(self) -> None:
         """Add no more; what is there stays. Idempotent."""
+        self._failed_s = None
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -106,8 +122,11 @@ class Journal:
     def _give_up(self, error: OSError) -> None:
         _log.warning("%s: %s; a restarted server will not know what is open", self._path, error)
         self.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        self._failed_s = time.monotonic()
+        # What it holds is not true any more.
+        for path in (self._path, self._path.with_suffix(_NEW)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 _FORM: Form[Record] = Form(type=dict[str, Any], what="a journal", size_max=2**30)

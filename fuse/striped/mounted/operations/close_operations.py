@@ -95,7 +95,7 @@ class CloseOperations(MountTables):
         with self._lock:
             self._nodes.close(handle)
             node.seen_s = 0.0
-            if node.is_local and node.writer() is None:
+            if node.is_local and not node.is_unpublished:
                 self._leave_name(node)
             file, handle.file = handle.file, None
         if file is not None:

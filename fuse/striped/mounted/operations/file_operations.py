@@ -95,7 +95,7 @@ class FileOperations(CloseOperations):
             if is_reader and self._passes_files and known.was_passed and flags & os.O_DIRECT:
                 self._renew(known)
                 raise refuse(errno.ESTALE, path)
-            if known.is_local and known.writer() is None:
+            if known.is_local and not known.is_unpublished:
                 # Its writer has just been killed, or has failed.
                 raise refuse(errno.ESTALE, path)
         if not is_reader:

@@ -84,7 +84,9 @@ class Node(Struct, eq=False):
     @property
     def is_unpublished(self) -> bool:
         """Whether the file exists in this mount alone, because somebody writes it here."""
-        return self.is_local and self.writer() is not None
+        return self.is_local and any(
+            handle.writer is not None and not handle.was_killed for handle in self.handles
+        )
 
 
 class Handle(Struct, eq=False):

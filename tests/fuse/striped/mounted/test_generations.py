@@ -195,10 +195,15 @@ def test_a_refused_write_changes_nothing_for_readers(
 
 
 @OLD_FILES
-def test_cut_to_nothing_a_writer_reads_back_no_bytes_of_before(folder: Path, old: bytes) -> None:
+@pytest.mark.parametrize("adds", [False, True], ids=["cut", "added to and cut"])
+def test_cut_to_nothing_a_writer_reads_back_no_bytes_of_before(
+    folder: Path, old: bytes, adds: bool
+) -> None:
     path = folder / "f"
     path.write_bytes(old)
     with opened(path, os.O_RDWR) as file:
+        if adds:
+            os.pwrite(file, b"more", len(old))
         os.ftruncate(file, 0)
         assert os.pread(file, 100, 0) == b""
         os.write(file, NEW[: 9 * MIB])
@@ -324,16 +329,18 @@ def test_an_unlinked_file_is_read_back_by_who_has_it_open(
 
 
 @OLD_FILES
-def test_a_reader_keeps_its_file_through_any_renames(here: Path, old: bytes) -> None:
+@pytest.mark.parametrize("how", [0, os.O_DIRECT], ids=["cached", "direct"])
+def test_a_reader_keeps_its_file_through_any_renames(here: Path, old: bytes, how: int) -> None:
     (here / "d").mkdir()
     path = here / "d" / "f"
     path.write_bytes(old)
-    with opened(path, os.O_RDONLY) as file:
+    # The kernel reads an ordinary file of this node past the server, but not with O_DIRECT.
+    with opened(path, os.O_RDONLY | how) as file:
         mapped = mmap.mmap(file, 0, prot=mmap.PROT_READ)
         path.rename(here / "d" / "f.1")
         path.write_bytes(b"another")
         (here / "d" / "f.1").rename(here / "d" / "f.2")
-        with opened(here / "d" / "f.2", os.O_RDONLY) as second:
+        with opened(here / "d" / "f.2", os.O_RDONLY | how) as second:
             assert os.pread(second, len(old), 0) == old
         (here / "d").rename(here / "e")
         (here / "e" / "f.2").rename(here / "e" / "f.3")
@@ -351,7 +358,8 @@ def test_readers_of_an_ordinary_file_keep_it(folder: Path, change: str) -> None:
     """What has its name is stored in the same place."""
     (folder / "f").write_bytes(SMALL)
     (folder / "g").write_bytes(b"g" * len(SMALL))
-    with opened(folder / "f", os.O_RDONLY) as file:
+    # Not past the server, as the kernel would read it.
+    with opened(folder / "f", os.O_RDONLY | os.O_DIRECT) as file:
         if change == "overwritten":
             (folder / "f").write_bytes(b"f" * len(SMALL))
         elif change == "renamed over":

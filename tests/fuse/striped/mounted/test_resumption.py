@@ -2,10 +2,14 @@
 
 import errno
 import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bootseer.fuse.kernel.operations import ROOT_NODE
+from bootseer.fuse.striped.mounted.life import journal
 from tests.fuse.striped.support.harness import CALLER, UNIT, Restartable, refused_with
 
 
@@ -68,4 +72,46 @@ def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
     assert here.read("c") == b"other"
     with refused_with(errno.EIO):
         here.fs.fsync(CALLER, *file, False)
+    here.fs.destroyed()
+
+
+def test_a_journal_that_a_full_disk_has_torn_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a line is written, and the next line would follow it."""
+    monkeypatch.setattr(journal, "_RETRY_S", 0.0)
+    here = Restartable(tmp_path)
+    here.write("a", b"content")
+    files = [here.open("a", os.O_RDONLY)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "journal").stat().st_size + 10, hard))
+    try:
+        files.append(here.open("a", os.O_RDONLY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    files.append(here.open("a", os.O_RDONLY))
+    here.journal.close()
+    here = Restartable(tmp_path)
+    for file in files:
+        assert here.pread(file, 0, 9) == b"content"
+    here.fs.destroyed()
+
+
+def test_a_writer_that_was_about_to_open_goes_on_with_the_next_server(tmp_path: Path) -> None:
+    """The kernel looks the name up again before it opens a file for writing."""
+    here = Restartable(tmp_path)
+    here.write("a", b"old")
+    steps: list[Callable[[], object]] = [lambda: None, lambda: here.node("a")]
+    for number, step in enumerate(steps):
+        with refused_with(errno.ESTALE):
+            here.fs.open(CALLER, here.node("a"), os.O_WRONLY | os.O_TRUNC)
+        step()
+        here.journal.close()
+        here = Restartable(tmp_path)
+        node = here.node("a")
+        assert node != ROOT_NODE
+        handle = here.fs.open(CALLER, node, os.O_WRONLY | os.O_TRUNC).handle
+        here.pwrite((node, handle), 0, b"new%d" % number)
+        here.close((node, handle))
+        assert here.read("a") == b"new%d" % number
     here.fs.destroyed()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.fuse.kernel.operations import ROOT_NODE
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.mounted.operations.nodes import Node
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.view import FileView
@@ -261,3 +263,40 @@ def test_a_late_close_does_not_hide_a_truncation(
     done.set()
     close.join(60)
     assert one.size("f") == 5
+
+
+def test_what_is_shown_is_at_most_a_second_old(tmp_path: Path, two: Driver) -> None:
+    """The kernel keeps it for as long as it is told, and asks again then."""
+    now_s = 100.0
+    storage = storage_on(tmp_path / "stored")
+    fs = StripedFileSystem(storage.tree, storage.budget, storage.settings, clock=lambda: now_s)
+    two.write("f", b"old")
+    listing = fs.opendir(CALLER, ROOT_NODE, 0).handle
+    now_s = 100.75
+    seen = fs.lookup(CALLER, ROOT_NODE, b"f")
+    assert seen.attributes is not None
+    # It was taken from the listing.
+    assert seen.entry_ttl_s == seen.attributes_ttl_s == 0.25
+    two.write("f", b"newer")
+    assert fs.getattr(CALLER, seen.attributes.node, None)[1] == 0.25
+    now_s = 101.0
+    again = fs.lookup(CALLER, ROOT_NODE, b"f")
+    assert again.attributes is not None
+    assert (again.attributes.size_bytes, again.attributes_ttl_s) == (5, 1.0)
+    fs.releasedir(ROOT_NODE, listing)
+    fs.destroyed()
+    storage.close()
+
+
+def test_two_writers_of_a_new_name_see_their_own_sizes(one: Driver) -> None:
+    first = one.open("f", os.O_RDWR | os.O_CREAT)
+    second = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    one.pwrite(second, 0, b"second")
+    assert one.fs.getattr(CALLER, first[0], None)[0].size_bytes == 0
+    assert one.fs.getattr(CALLER, second[0], None)[0].size_bytes == 6
+    one.pwrite(first, 0, b"1")
+    assert one.fs.getattr(CALLER, first[0], None)[0].size_bytes == 1
+    one.close(first)
+    assert one.read("f") == b"1"
+    one.close(second)
+    assert one.read("f") == b"second"
