@@ -72,6 +72,7 @@ _USUAL_VARIABLES = {
     *("OPTARG", "OPTIND"),
 }
 _SHOWN_MAX = 5
+_FOUND_MAX = 50
 # Of a program whose output is read. Nothing that is asked here says as much.
 _OUTPUT_BYTES_MAX = 1024 * 1024
 
@@ -255,7 +256,8 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
         find,
     )
     if inputs.found:
-        report(f"inputs named in the command or the environment: {', '.join(inputs.found)}")
+        found = _some(inputs.found, _FOUND_MAX)
+        report(f"inputs named in the command or the environment: {found}")
     # What is not understood may use any of them.
     tools = TOOLS if inputs.opaque else inputs.tools
     prefix = interpreter.prefix if interpreter else ""
@@ -378,6 +380,6 @@ def _looked_up(inputs: Inputs, environ: Mapping[str, str]) -> tuple[str, ...]:
     return () if is_fixed else inputs.open_requirements
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN_MAX
-    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+def _some(names: Sequence[str], shown_max: int = _SHOWN_MAX) -> str:
+    more = len(names) - shown_max
+    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
