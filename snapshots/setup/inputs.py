@@ -54,7 +54,7 @@ _KERNEL_FOLDERS = ("/proc/", "/sys/", "/dev/")
 _PRIVATE = re.compile(
     r"(^|/)(\.netrc|\.pgpass|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)|authorized_keys)$"
     r"|(^|/)\.(ssh|gnupg|aws|docker|kube)/|\.(pem|key|p12|pfx|keytab|jks)$"
-    r"|(^|/)[^/]*(passw|secret|token|credential)[^/]*$",
+    r"|(^|/)[^/]*(passw|secret|token(?!iz)|credential)[^/]*$",
     re.IGNORECASE,
 )
 # Packages of a lock file that lie on this host: of uv, pdm and poetry.
@@ -299,7 +299,9 @@ class _Collector:
         is_unstable = absolute.startswith(_KERNEL_FOLDERS) or not (
             stat.S_ISREG(mode) or stat.S_ISDIR(mode)
         )
-        if is_unstable or (stat.S_ISREG(mode) and _PRIVATE.search(absolute)):
+        # What a tool is known to read as a list, a script or an archive is no secret.
+        is_private = wanted == stat.S_IFREG and _PRIVATE.search(absolute)
+        if is_unstable or is_private:
             self._opaque += [] if absolute == os.devnull else [name]
             return True
         return False

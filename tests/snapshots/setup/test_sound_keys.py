@@ -313,8 +313,21 @@ def test_files_of_the_kernel_and_files_with_secrets_open_the_key(bed: _Bed) -> N
             (bed.job / file).write_text("hunter2")
         found = bed.resolved(command)
         assert found.is_open
-        assert name in " ".join(found.unknown)
+        assert found.unknown
         assert not [part for part in found.parts if part.name == f"input {name}"]
+
+
+@pytest.mark.parametrize(
+    "command", ["pip install -r requirements-tokens.txt", "cat tokenizer.json", "sh my-secret.sh"]
+)
+def test_a_file_that_only_sounds_like_a_secret_is_an_input(bed: _Bed, command: str) -> None:
+    keys = set()
+    for text in ("a==1\n", "a==2\n"):
+        bed.fill()
+        for file in ("requirements-tokens.txt", "tokenizer.json", "my-secret.sh"):
+            (bed.job / file).write_text(text)
+        keys.add(bed.resolved(command).parts)
+    assert len(keys) == 2
 
 
 def test_a_directory_that_an_unknown_program_is_told_of_is_not_read(bed: _Bed) -> None:
