@@ -1,0 +1,371 @@
+"""The exerciser's coordinator: two mounts of one folder, worker processes, and a model beside them.
+
+It never touches a mount itself, so that it can always end what hangs. Every sequence of operations
+is drawn from the seed and its number, and works in a folder of its own.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from bootseer.errors import BusyError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
+from bootseer.linux.processes import wait_ended
+from bootseer.served.status import find_known
+from bootseer.store import open_backend
+from tests.fuse.striped.exerciser import worker
+from tests.fuse.striped.exerciser.model import Answer, DeviationError, Model, Operation
+from tests.fuse.striped.exerciser.operations import WEIGHTS, Chooser
+from tests.fuse.striped.support.mounting import checkpoints
+from tests.support.waiting import wait_for
+
+UNIT_BYTES = 64 * 2**10
+"""Files of more than this are striped: small, so that a sequence takes little time."""
+LENGTH = 80
+"""Operations of one sequence."""
+_ANSWER_S = 120.0
+_PROCESSES = ("A0", "A1", "A2", "B0", "B1")
+"""The first letter is the mount. Those with a 0 only look, and are never killed."""
+
+
+class HangError(Exception):
+    """A process did not answer."""
+
+
+class SequenceError(Exception):
+    """A sequence of operations that shows a deviation."""
+
+    def __init__(self, operations: Sequence[Operation], why: str) -> None:
+        super().__init__(why)
+        self.operations = list(operations)
+        self.why = why
+
+    def __str__(self) -> str:
+        return "\n".join([*map(json.dumps, self.operations), self.why])
+
+
+class Process:
+    """The coordinator's end of one worker process."""
+
+    def __init__(self, channel: socket.socket, popen: "subprocess.Popen[bytes] | None") -> None:
+        self._channel = channel
+        self._lines = channel.makefile("rb")
+        self._popen = popen
+        self.pid = 0
+        self.name = ""
+        self.is_alive = True
+
+    def greet(self) -> None:
+        """Read which process this is."""
+        greeting = json.loads(self._lines.readline())
+        self.name, self.pid = greeting["name"], greeting["pid"]
+
+    def ask(self, request: Mapping[str, Any]) -> Answer:
+        """Let the process do something. Raises: HangError."""
+        try:
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+            line = self._lines.readline()
+        except TimeoutError:
+            raise HangError(f"process {self.name} did not answer {request}") from None
+        except OSError:
+            line = b""
+        if line:
+            return dict(json.loads(line))
+        self._wait()
+        self.is_alive = False
+        return {"died": self._popen.returncode if self._popen is not None else "a signal"}
+
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Let the process do something of which no answer is wanted."""
+        self._channel.sendall(json.dumps(request).encode() + b"\n")
+
+    def end(self, *, is_killed: bool) -> None:
+        """Kill the process, or let it exit; its files are closed then. Raises: HangError."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        with contextlib.suppress(OSError):
+            if is_killed:
+                os.kill(self.pid, signal.SIGKILL)
+            else:
+                self.tell({"do": "exit"})
+        self._wait()
+        self._lines.close()
+        self._channel.close()
+
+    def _wait(self) -> None:
+        if self._popen is not None:
+            try:
+                self._popen.wait(_ANSWER_S)
+            except subprocess.TimeoutExpired:
+                raise HangError(f"process {self.name} does not end") from None
+            return
+        try:
+            has_ended = wait_ended(self.pid, _ANSWER_S)
+        except ProcessLookupError:
+            return
+        if not has_ended:
+            raise HangError(f"process {self.name} does not end")
+
+
+class Site:
+    """Two mounts of one folder, and the processes that use them."""
+
+    def __init__(self, folder: Path, url: str, mounted: Mapping[str, MountedCheckpoints]) -> None:
+        self.mounted = dict(mounted)
+        self.can_restart = _can_restart()
+        self.backend = open_backend(url)
+        self.processes: dict[str, Process] = {}
+        self._address = str(folder / "socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._address)
+        self._listener.listen()
+        self._listener.settimeout(_ANSWER_S)
+
+    def start(self, name: str) -> None:
+        """Start a process."""
+        command = [sys.executable, "-I", worker.__file__, self._address, name]
+        self._accept(subprocess.Popen(command, cwd="/"))
+
+    def fork(self, who: str, child: str) -> Answer:
+        """Let a process fork; its child is a process of its own then."""
+        answer = self.processes[who].ask({"do": "fork", "child": child})
+        if "ok" in answer:
+            self._accept(None)
+        return answer
+
+    def _accept(self, popen: "subprocess.Popen[bytes] | None") -> None:
+        channel, _ = self._listener.accept()
+        channel.settimeout(_ANSWER_S)
+        process = Process(channel, popen)
+        process.greet()
+        self.processes[process.name] = process
+
+    def end(self, who: str, *, is_killed: bool) -> None:
+        """End a process."""
+        self.processes.pop(who).end(is_killed=is_killed)
+
+    def restart(self, mount: str, how: str) -> Answer:
+        """Replace the server's process of a mount."""
+        made = self.mounted[mount]
+        before = made.worker_pid
+        if how == "kill":
+            os.kill(before, signal.SIGKILL)
+            wait_for(lambda: made.worker_pid != before, "another worker")
+            return {"ok": None}
+        try:
+            restart_checkpoints(made.run_dir, made.directory, timeout_s=0.0, force=how == "force")
+        except BusyError as error:
+            return {"busy": str(error)}
+        return {"ok": None}
+
+    def wait_for_releases(self, mount: str, count: int) -> None:
+        """Until the server knows that no more than `count` files are open."""
+        made = self.mounted[mount]
+
+        def is_known() -> bool:
+            known = find_known(made.run_dir, made.directory)
+            return known is not None and known.ask("status")["files_open"] == count
+
+        wait_for(is_known, f"{count} files are open in mount {mount}: this", timeout_s=_ANSWER_S)
+
+    def reset(self) -> None:
+        """End all processes, and begin anew."""
+        for name in list(self.processes):
+            self.end(name, is_killed=True)
+        for mount in self.mounted:
+            self.wait_for_releases(mount, 0)
+
+    def close(self) -> None:
+        """End all processes; those that hang end with their mounts."""
+        for process in self.processes.values():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
+        for made in self.mounted.values():
+            mount = mounts.find_mount(made.directory)
+            if mount is not None:
+                mounts.abort_connection(mount.device_minor, mount.path)
+        for name in list(self.processes):
+            with contextlib.suppress(HangError):
+                self.end(name, is_killed=True)
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _can_restart() -> bool:
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    return release >= (6, 9)
+
+
+@contextlib.contextmanager
+def open_site(folder: Path, url: str) -> Iterator[Site]:
+    """Mount `url` twice below `folder`."""
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for mount in ("A", "B"):
+            directory = folder / mount
+            directory.mkdir()
+            made[mount] = stack.enter_context(
+                checkpoints(folder, directory, url, stripe_unit_bytes=UNIT_BYTES, stripe_count=3)
+            )
+        yield stack.enter_context(Site(folder, url, made))
+
+
+class Run:
+    """One sequence of operations, in a folder of its own, with a model of it."""
+
+    def __init__(self, site: Site, folder: str) -> None:
+        self._site = site
+        self._folder = folder
+        self.model = Model(site.mounted, UNIT_BYTES)
+        self.done: list[Operation] = []
+        for name in (*_PROCESSES, *site.processes):
+            if name not in site.processes:
+                site.start(name)
+            self.model.begin(name, name[0])
+        answer = self._site.processes["A0"].ask({"do": "mkdir", "path": self._path("A", "")})
+        if "ok" not in answer:
+            raise AssertionError(f"no folder to work in: {answer}")
+
+    def _path(self, mount: str, path: str) -> str:
+        return str(self._site.mounted[mount].directory / self._folder / path)
+
+    def perform(self, operation: Operation) -> None:
+        """Do one operation, and judge it. Raises: SequenceError."""
+        self.done.append(operation)
+        try:
+            begun_s = time.monotonic()
+            answer = self._act(operation)
+            self.model.apply(operation, answer, begun_s, time.monotonic())
+            self._find_out()
+        except (DeviationError, HangError) as error:
+            raise SequenceError(self.done, f"{type(error).__name__}: {error}") from None
+        for name in _PROCESSES:
+            # Who was killed is followed by another one.
+            if name not in self._site.processes:
+                self._site.start(name)
+                self.model.begin(name, name[0])
+
+    def _act(self, operation: Operation) -> Answer:
+        do = operation["do"]
+        if do == "restart":
+            return self._site.restart(operation["mount"], operation["how"])
+        who = operation["who"]
+        if do == "fork":
+            return self._site.fork(who, operation["child"])
+        if do in ("kill", "exit"):
+            self._site.end(who, is_killed=do == "kill")
+            return {"ok": None}
+        request = {n: v for n, v in operation.items() if n not in ("who", "target_is_file")}
+        for name in ("path", "source", "target"):
+            if name in request:
+                request[name] = self._path(who[0], request[name])
+        return self._site.processes[who].ask(request)
+
+    def _find_out(self) -> None:
+        """Ask another node what the last operation has left open."""
+        for mount in sorted(self.model.needs_releases):
+            self._site.wait_for_releases(mount, self.model.open_count(mount))
+        self.model.needs_releases.clear()
+        for path in list(self.model.open_questions):
+            mount = self.model.asked_by
+            who = next(f"{other}0" for other in self.model.mounts if other != mount)
+            request = {"do": "peek", "path": self._path(who[0], path)}
+            self.model.answer(path, self._site.processes[who].ask(request))
+
+    def finish(self) -> None:
+        """Close all files, and compare what every node sees. Raises: SequenceError."""
+        for who in list(self.model.processes):
+            if "." in who:
+                self.perform({"do": "exit", "who": who})
+        for who in list(self.model.processes):
+            for slot in sorted(self.model.mapped(who)):
+                self.perform({"do": "unmap", "who": who, "slot": slot})
+            for slot in sorted(self.model.slots(who)):
+                self.perform({"do": "close", "who": who, "slot": slot})
+        for mount in self.model.mounts:
+            self._site.wait_for_releases(mount, 0)
+        for mount in self.model.mounts:
+            for directory in sorted(self.model.dirs):
+                self.perform({"do": "list", "who": f"{mount}0", "path": directory})
+            for path in sorted(self.model.files):
+                self.perform({"do": "peek", "who": f"{mount}0", "path": path})
+        self._site.backend.delete(self._folder, recursive=True)
+
+
+_numbers = itertools.count()
+
+
+def run_random(
+    site: Site, seed: str, *, length: int = LENGTH, weights: Mapping[str, float] = WEIGHTS
+) -> int:
+    """Run the sequence of a seed; the number of operations done. Raises: SequenceError."""
+    run = Run(site, f"s{next(_numbers)}")
+    if not site.can_restart:
+        weights = {name: weight for name, weight in weights.items() if name != "restart"}
+    chooser = Chooser(random.Random(seed), run.model, weights)
+    for path in ("d", "e"):
+        run.perform({"do": "mkdir", "who": "A0", "path": path})
+    for _ in range(length):
+        run.perform(chooser.draw())
+    run.finish()
+    return len(run.done)
+
+
+def run_again(site: Site, operations: Sequence[Operation]) -> None:
+    """Run a sequence that is known, without what makes no sense in it. Raises: SequenceError."""
+    run = Run(site, f"s{next(_numbers)}")
+    for operation in operations:
+        if run.model.permits(operation):
+            run.perform(operation)
+    run.finish()
+
+
+def shrink(folder: Path, url: str, failure: SequenceError, until_s: float) -> SequenceError | None:
+    """Look for a shorter sequence that fails; None where it does not fail again.
+
+    Mounts of its own, below `folder`, serve all attempts.
+    """
+    with open_site(folder, url) as site:
+        best = _failure(site, failure.operations)
+        if best is None:
+            return None
+        step = max(1, len(best.operations) // 2)
+        while step:
+            at = 0
+            while at < len(best.operations):
+                if time.monotonic() > until_s:
+                    return best
+                shorter = [*best.operations[:at], *best.operations[at + step :]]
+                found = _failure(site, shorter)
+                if found is not None and len(found.operations) < len(best.operations):
+                    best = found
+                else:
+                    at += step
+            step //= 2
+        return best
+
+
+def _failure(site: Site, operations: Sequence[Operation]) -> SequenceError | None:
+    try:
+        run_again(site, operations)
+    except SequenceError as failure:
+        site.reset()
+        return failure
+    return None

@@ -1,0 +1,1066 @@
+"""An in-memory model of a checkpoint tree that several nodes have mounted.
+
+Pure: no I/O, and the time is an argument. `Model.apply` takes one operation with what the real
+mount answered, raises `DeviationError` where docs/SEMANTICS.md does not allow that answer, and
+changes the state of the model accordingly. Where the page leaves a choice (a write that may be
+refused, a name that may be a second old) the model allows each of them, and believes the answer.
+What an operation leaves open for readers to find out stands in `Model.open_questions` until
+`answer` is called.
+"""
+
+import errno
+import hashlib
+import os
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+STALE_S = 1.0
+"""How old names and attributes of another node's changes may be."""
+GRACE_S = 29.0
+"""After this a reader of what another node replaced may get EIO; a second less than promised."""
+
+Operation = dict[str, Any]
+Answer = dict[str, Any]
+
+
+class DeviationError(AssertionError):
+    """The mount has done what docs/SEMANTICS.md does not allow."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """Content that a name had, from one replacement to the next."""
+
+    content: bytes
+    is_striped: bool | None
+    """None where the page leaves it open."""
+
+
+@dataclass(eq=False)
+class Writer:
+    """What one open file description has written."""
+
+    content: bytearray
+    base: Generation | None = None
+    """What it adds to."""
+    published: Generation | None = None
+    unsure_before: int = 0
+    """A write or truncation before this offset may be refused."""
+    sent: int = 0
+    """Reading back before this offset may be refused until the next publication."""
+    announced: int = 0
+    is_dirty: bool = True
+    wrote: set[str] = field(default_factory=set)
+    """The processes that have changed something since it was published last."""
+    errors: frozenset[int] = frozenset()
+    """Not empty: it has failed, and each later call gives one of these."""
+    is_detached: bool = False
+    was_killed: bool = False
+    """A process that wrote was killed, and another one has a copy of the descriptor."""
+    was_restarted: bool = False
+
+    @property
+    def size(self) -> int:
+        return max(len(self.content), self.announced)
+
+    def bytes_at(self, offset: int, length: int) -> bytes:
+        whole = bytes(self.content).ljust(self.size, b"\0")
+        return whole[offset : offset + length]
+
+
+@dataclass(eq=False)
+class Description:
+    """An open file description: one open(2), and all copies of its descriptor."""
+
+    mount: str
+    name: str | None
+    """The name of what is written through it; None when that is gone."""
+    flags: int
+    generation: Generation | None = None
+    """What it reads."""
+    writer: Writer | None = None
+    base: Generation | None = None
+    """What it adds to, before it writes."""
+    holders: set[tuple[str, str]] = field(default_factory=set)
+    maps: set[tuple[str, str]] = field(default_factory=set)
+    made_the_name: bool = False
+    was_flushed: bool = False
+    """A copy was closed, and nothing was written since."""
+    is_superseded: bool = False
+    """Emptied only, and somebody else opened it to write since."""
+    lost_s: float | None = None
+    """When another node replaced or removed what it reads."""
+
+    @property
+    def reads(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_WRONLY
+
+    @property
+    def writes(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def is_unfinished(self) -> bool:
+        writer = self.writer
+        return (
+            writer is not None and writer.is_dirty and not writer.errors and not writer.is_detached
+        )
+
+    @property
+    def only_empties(self) -> bool:
+        return self.is_unfinished and self.writer is not None and not self.writer.wrote
+
+
+@dataclass
+class _Past:
+    """A name as it was before a change."""
+
+    until_s: float
+    mount: str
+    """Which node has changed it."""
+    path: str
+    was: Generation | str | None
+    """"dir" for a directory."""
+
+
+def content(seed: int, size: int) -> bytes:
+    """Return the bytes that an operation with this seed writes."""
+    return random.Random(seed).randbytes(size)
+
+
+def described(data: bytes) -> list[Any]:
+    """Return what a worker tells of bytes that it has read."""
+    return [len(data), hashlib.blake2b(data, digest_size=16).hexdigest()]
+
+
+def parent_of(path: str) -> str:
+    """Return the directory part of a path, "" for the root."""
+    return path.rpartition("/")[0]
+
+
+class Model:
+    """Names, generations and open files, as every node must see them."""
+
+    def __init__(self, mounts: Iterable[str], unit_bytes: int) -> None:
+        self.mounts = tuple(mounts)
+        self.unit_bytes = unit_bytes
+        self.files: dict[str, Generation] = {}
+        self.dirs: set[str] = {""}
+        self.processes: dict[str, str] = {}
+        """Name of each living process, and its mount."""
+        self.descriptions: list[Description] = []
+        self.open_questions: dict[str, list[Generation | None]] = {}
+        """Names of which the last operation may or may not have changed the content."""
+        self.needs_releases: set[str] = set()
+        """Mounts whose server must hear of closed files before the next look is exact."""
+        self._past: list[_Past] = []
+        self._begun_s = self._ended_s = 0.0
+
+    # ---- for who chooses operations -------------------------------------------------------
+
+    def slots(self, who: str) -> dict[str, Description]:
+        """Return the open descriptors of a process."""
+        return {
+            slot: one for one in self.descriptions for holder, slot in one.holders if holder == who
+        }
+
+    def mapped(self, who: str) -> dict[str, Description]:
+        """Return the mappings of a process."""
+        return {
+            slot: one for one in self.descriptions for holder, slot in one.maps if holder == who
+        }
+
+    def open_count(self, mount: str) -> int:
+        """Return how many files are open in a mount."""
+        return sum(one.mount == mount for one in self.descriptions)
+
+    def at(self, mount: str, path: str) -> list[Description]:
+        """Return the open files of a mount that write, or will write, a name."""
+        return [
+            one
+            for one in self.descriptions
+            if one.mount == mount and one.writes and one.name == path
+        ]
+
+    def children(self, path: str) -> set[str]:
+        """Return the names in a directory that every node sees."""
+        start = path + "/" if path else ""
+        return {
+            name[len(start) :]
+            for name in (*self.files, *self.dirs)
+            if name.startswith(start) and name != path and "/" not in name[len(start) :]
+        }
+
+    def permits(self, operation: Operation) -> bool:
+        """Return whether the operation makes sense now, and the page says what comes of it."""
+        do, who = operation["do"], operation.get("who", "")
+        if do == "restart":
+            return True
+        if who not in self.processes:
+            return False
+        mount, slot = self.processes[who], operation.get("slot")
+        slots = self.slots(who)
+        if do == "open":
+            return slot not in slots and self._may_open(mount, operation)
+        if do in ("look", "unmap"):
+            return slot in self.mapped(who)
+        if do == "map":
+            one = slots.get(slot or "")
+            return (
+                one is not None
+                and not one.writes
+                and one.generation is not None
+                and len(one.generation.content) > 0
+                and operation["new"] not in self.mapped(who)
+            )
+        if do == "dup":
+            return slot in slots and operation["new"] not in slots
+        if do == "write":
+            one = slots.get(slot or "")
+            return one is not None and (not one.writes or operation["size"] > 0)
+        if slot is not None:
+            return slot in slots
+        if do == "fork":
+            return operation["child"] not in self.processes
+        if do == "truncate":
+            return not self.at(mount, operation["path"]) and operation["path"] not in self.dirs
+        if do == "mkdir":
+            return parent_of(operation["path"]) in self.dirs
+        if do in ("rename", "rmdir", "unlink"):
+            return self._may_change(mount, operation)
+        return True
+
+    def _may_open(self, mount: str, operation: Operation) -> bool:
+        path = operation["path"]
+        if path in self.dirs:
+            return False
+        if parent_of(path) not in self.dirs and operation["flags"] & os.O_CREAT:
+            # Another node may take the folder to be there for a second.
+            return False
+        writes = operation["flags"] & os.O_ACCMODE != os.O_RDONLY
+        return not writes or not any(
+            one.only_empties and one.was_flushed for one in self.at(mount, path)
+        )
+
+    def _may_change(self, mount: str, operation: Operation) -> bool:
+        """Leave out what the page does not decide: folders that another node is working in, and
+        names that several files in the making would be published under."""
+        if operation["do"] == "unlink":
+            return operation["path"] not in self.dirs
+        if operation["do"] == "rmdir":
+            return not self._others_inside(mount, operation["path"])
+        source, target = operation["source"], operation["target"]
+        if target not in self.files and target not in self.dirs:
+            # Files and folders never get each other's names.
+            is_file_name = source not in self.dirs
+            if is_file_name != operation["target_is_file"]:
+                return False
+            if parent_of(target) not in self.dirs:
+                return False
+        moves_directories = source in self.dirs or target in self.dirs
+        if moves_directories and any(self._others_inside(mount, d) for d in (source, target)):
+            return False
+        moving = [one for one in self.at(mount, source) if one.writer is not None]
+        return len(moving) <= 1 and not any(
+            one.writer is not None and (one.writer.errors or self._stale(one) != {False})
+            for one in moving
+        )
+
+    def _others_inside(self, mount: str, directory: str) -> bool:
+        """Whether another node has a file of the directory open, also one that is gone."""
+        return any(
+            one.mount != mount and (one.name is None or one.name.startswith(directory + "/"))
+            for one in self.descriptions
+        )
+
+    # ---- applying -------------------------------------------------------------------------
+
+    def apply(
+        self, operation: Operation, answer: Answer, begun_s: float = 0.0, ended_s: float = 0.0
+    ) -> None:
+        """Judge the answer to an operation, and go on from it. Raises: DeviationError."""
+        self._begun_s, self._ended_s = begun_s, ended_s
+        arguments = {name: value for name, value in operation.items() if name != "do"}
+        if "died" in answer and operation["do"] not in ("kill", "exit"):
+            raise DeviationError(f"the process died with {answer['died']}")
+        getattr(self, f"_do_{operation['do']}")(answer, **arguments)
+
+    def answer(self, path: str, answer: Answer) -> None:
+        """Take what another node's `peek` says of an open question. Raises: DeviationError."""
+        choices = self.open_questions.pop(path)
+        for choice in choices:
+            if choice is None:
+                fits = answer.get("errno") == errno.ENOENT
+            else:
+                fits = _shows(answer, choice.content)
+            if fits:
+                break
+        else:
+            raise DeviationError(f"{path} is none of what it may be: {answer}, {_sizes(choices)}")
+        if choice is not self.files.get(path):
+            self._replace(self.asked_by, path, choice)
+            for one in self.descriptions:
+                writer = one.writer
+                if writer is not None and writer is self._asking and choice is not None:
+                    self._note_published(one, choice)
+
+    asked_by = ""
+    """The mount whose operation has left a question open."""
+    _asking: Writer | None = None
+
+    # ---- judging --------------------------------------------------------------------------
+
+    def _refused(
+        self, answer: Answer, errors: Iterable[int] = (), *, must_fail: bool = False
+    ) -> bool:
+        """Whether the call was refused, as it may be. Raises: DeviationError."""
+        allowed = sorted(set(errors))
+        names = [errno.errorcode[code] for code in allowed]
+        if "errno" not in answer:
+            if must_fail:
+                raise DeviationError(f"succeeded with {answer.get('ok')!r}; expected {names}")
+            return False
+        if answer["errno"] not in allowed:
+            got = errno.errorcode.get(answer["errno"], answer["errno"])
+            raise DeviationError(
+                f"failed with {got}; expected {'' if must_fail else 'success or '}{names}"
+            )
+        return True
+
+    def _expect_value(self, answer: Answer, allowed: Iterable[Any], what: str) -> None:
+        choices = list(allowed)
+        if answer["ok"] not in choices:
+            raise DeviationError(f"{what} is {answer['ok']!r}; expected one of {choices!r}")
+
+    def _local(self, mount: str, path: str) -> set[bool]:
+        """Whether a name that is not published exists in a mount: one answer, or both."""
+        found: set[bool] = set()
+        for one in self.at(mount, path):
+            if one.writer is None:
+                continue
+            writer = one.writer
+            is_sure = one.made_the_name and not (
+                writer.errors or writer.was_killed or writer.was_restarted or not writer.is_dirty
+            )
+            found.add(True)
+            if is_sure:
+                return {True}
+        return found | {False}
+
+    def _exists(self, mount: str, path: str) -> set[bool]:
+        return {True} if path in self.files else self._local(mount, path)
+
+    def _were(self, mount: str, path: str) -> Iterator[Generation | str | None]:
+        """What a node may still take a name for."""
+        yield from (past.was for past in self._recent(mount) if past.path == path)
+
+    def _recent(self, mount: str) -> Iterator[_Past]:
+        """The changes that a node may not have seen yet."""
+        for past in self._past:
+            if past.mount != mount and self._begun_s <= past.until_s + STALE_S:
+                yield past
+
+    def _stale(self, one: Description) -> set[bool]:
+        """Whether somebody replaced what a writer adds to: one answer, or both."""
+        writer = one.writer
+        base = writer.base if writer is not None else one.base
+        if (writer is not None and writer.is_detached) or one.name is None:
+            return {False}
+        current = self.files.get(one.name)
+        if writer is not None and writer.published is not None:
+            if current is writer.published:
+                return {False}
+            return {True} if base is not None else {True, False}
+        if base is None or current is base:
+            return {False}
+        return {True}
+
+    # ---- changes --------------------------------------------------------------------------
+
+    def _replace(self, mount: str, path: str, new: Generation | None) -> None:
+        old = self.files.get(path)
+        self._past = [p for p in self._past if p.until_s + STALE_S >= self._begun_s]
+        self._past.append(_Past(self._ended_s, mount, path, old))
+        if new is None:
+            self.files.pop(path, None)
+        else:
+            self.files[path] = new
+        if old is None or old is new:
+            return
+        for one in self.descriptions:
+            holds = one.generation is old or one.base is old
+            if one.writer is not None:
+                holds = holds or old in (one.writer.base, one.writer.published)
+            if holds and one.mount != mount and one.lost_s is None:
+                one.lost_s = self._begun_s
+
+    def _note_published(self, one: Description, generation: Generation) -> None:
+        writer = one.writer
+        assert writer is not None
+        writer.published = generation
+        writer.content = bytearray(generation.content)
+        writer.announced = 0
+        writer.is_dirty = writer.was_killed = False
+        writer.wrote.clear()
+        writer.sent = 0
+        if generation.is_striped is not False:
+            writer.unsure_before = len(generation.content)
+
+    def _made(self, writer: Writer) -> Generation:
+        data = bytes(writer.content).ljust(writer.size, b"\0")
+        is_striped: bool | None = len(data) > self.unit_bytes
+        origin = writer.published or writer.base
+        if not is_striped and (writer.unsure_before or (origin and origin.is_striped is not False)):
+            is_striped = None
+        return Generation(data, is_striped)
+
+    def _publish(self, one: Description) -> None:
+        writer = one.writer
+        assert writer is not None
+        if not writer.is_dirty or writer.is_detached or one.name is None:
+            if writer.is_detached:
+                writer.sent = 0
+                writer.wrote.clear()
+            return
+        generation = self._made(writer)
+        self._replace(one.mount, one.name, generation)
+        self._note_published(one, generation)
+
+    def _ask(self, one: Description) -> None:
+        """Leave it to a look from another node whether this was published."""
+        writer = one.writer
+        assert writer is not None
+        if one.name is None or writer.is_detached:
+            return
+        self.asked_by, self._asking = one.mount, writer
+        self.open_questions[one.name] = [self.files.get(one.name), self._made(writer)]
+
+    def _publishing_errors(self, one: Description) -> tuple[set[int], bool]:
+        """The errors that a publication may end with, and whether it must fail."""
+        writer = one.writer
+        assert writer is not None
+        if writer.errors:
+            return set(writer.errors), True
+        if not writer.is_dirty or writer.is_detached:
+            return set(), False
+        if writer.announced - len(writer.content) > self.unit_bytes:
+            return {errno.EOPNOTSUPP}, True
+        stale = self._stale(one)
+        return ({errno.ESTALE} if True in stale else set()), False not in stale
+
+    def _fail(self, writer: Writer, *codes: int) -> None:
+        writer.errors = frozenset(codes)
+
+    # ---- opening and closing --------------------------------------------------------------
+
+    def _do_open(self, answer: Answer, who: str, slot: str, path: str, flags: int) -> None:
+        mount = self.processes[who]
+        exists = self._exists(mount, path)
+        if parent_of(path) not in self.dirs:
+            self._refused(answer, {errno.ENOENT}, must_fail=True)
+            return
+        if flags & os.O_CREAT and flags & os.O_EXCL:
+            errors, must_fail = {errno.EEXIST} if True in exists else set(), False not in exists
+        elif flags & os.O_CREAT:
+            errors, must_fail = set(), False
+        else:
+            errors, must_fail = {errno.ENOENT} if False in exists else set(), True not in exists
+        if self._refused(answer, errors, must_fail=must_fail):
+            return
+        current = self.files.get(path)
+        one = Description(mount, path, flags, holders={(who, slot)})
+        if one.writes:
+            if flags & os.O_TRUNC:
+                for other in self.at(mount, path):
+                    other.is_superseded = True
+            if current is None or flags & os.O_TRUNC:
+                one.writer = Writer(bytearray())
+                one.made_the_name = current is None
+            else:
+                one.base = current
+        if one.writer is None:
+            one.generation = current
+        self.descriptions.append(one)
+
+    def _do_dup(self, answer: Answer, who: str, slot: str, new: str) -> None:
+        self._refused(answer)
+        self.slots(who)[slot].holders.add((who, new))
+
+    def _do_close(self, answer: Answer, who: str, slot: str) -> None:
+        one = self.slots(who)[slot]
+        errors, must_fail = self._close_errors(one, who)
+        failed = self._refused(answer, errors, must_fail=must_fail)
+        self._drop(one, {(who, slot)}, who, code=answer["errno"] if failed else None)
+
+    def _close_errors(self, one: Description, who: str) -> tuple[set[int], bool]:
+        writer = one.writer
+        if writer is None:
+            return set(), False
+        if not writer.errors and who not in writer.wrote:
+            return set(), False
+        errors, must_fail = self._publishing_errors(one)
+        if writer.wrote - {who}:
+            must_fail = must_fail and bool(writer.errors)
+        return errors, must_fail
+
+    def _drop(
+        self,
+        one: Description,
+        holders: set[tuple[str, str]],
+        who: str,
+        *,
+        code: int | None = None,
+        is_killed: bool = False,
+    ) -> None:
+        """A process lets go of descriptors."""
+        one.holders -= holders
+        one.was_flushed = True
+        writer = one.writer
+        is_last = not one.holders and not one.maps
+        if writer is not None:
+            if code is not None:
+                self._fail(writer, code)
+            if not is_last and is_killed:
+                writer.was_killed = writer.was_killed or who in writer.wrote
+            elif not writer.errors and not (is_killed and is_last):
+                self._closed(one, writer, who, is_last=is_last)
+            if is_last:
+                self.needs_releases.add(one.mount)
+        if is_last:
+            self.descriptions.remove(one)
+
+    def _closed(self, one: Description, writer: Writer, who: str, *, is_last: bool) -> None:
+        if who in writer.wrote and not writer.wrote - {who} and not writer.was_killed:
+            self._publish(one)
+        elif not writer.is_dirty or not (writer.wrote or is_last):
+            return
+        elif who in writer.wrote or (is_last and (writer.was_killed or self._unsure(one))):
+            self._ask(one)
+        elif is_last:
+            # Nobody can be told of a failure then.
+            if self._publishing_errors(one)[0]:
+                self._ask(one)
+            else:
+                self._publish(one)
+
+    def _unsure(self, one: Description) -> bool:
+        assert one.writer is not None
+        return one.is_superseded or one.writer.was_restarted
+
+    # ---- writing --------------------------------------------------------------------------
+
+    def _begin_writing(self, one: Description, *, is_empty: bool = False) -> set[int]:
+        """Make the writer of a file that is opened to add to; the errors that this may give."""
+        if one.writer is not None:
+            return set()
+        base = one.base
+        stale = True in self._stale(one) or one.lost_s is not None
+        if is_empty or base is None:
+            one.writer = Writer(bytearray(), is_dirty=False)
+        else:
+            length = len(base.content)
+            unsure = 0 if base.is_striped is False else length
+            one.writer = Writer(bytearray(base.content), base, unsure_before=unsure, is_dirty=False)
+        if one.name is None:
+            one.writer.is_detached = True
+        return {errno.EIO, errno.ESTALE} if stale else set()
+
+    def _do_write(
+        self, answer: Answer, who: str, slot: str, offset: int | None, size: int, seed: int
+    ) -> None:
+        one = self.slots(who)[slot]
+        if not one.writes:
+            self._refused(answer, {errno.EBADF}, must_fail=True)
+            return
+        errors = self._begin_writing(one)
+        writer = one.writer
+        assert writer is not None
+        if writer.errors:
+            self._refused(answer, writer.errors, must_fail=True)
+            return
+        at = writer.size if offset is None else offset
+        gap = at - len(writer.content)
+        if at < writer.unsure_before or gap > self.unit_bytes:
+            errors = errors | {errno.EOPNOTSUPP}
+        if self._refused(answer, errors):
+            self._fail(writer, answer["errno"])
+            return
+        if answer["ok"] != size:
+            raise DeviationError(f"{answer['ok']} of {size} bytes were written")
+        data = content(seed, size)
+        writer.content += bytes(max(0, gap))
+        writer.content[at : at + size] = data
+        self._changed(one, who)
+        while len(writer.content) - writer.sent > self.unit_bytes:
+            writer.sent += self.unit_bytes
+        writer.unsure_before = max(writer.unsure_before, writer.sent)
+
+    def _changed(self, one: Description, who: str) -> None:
+        assert one.writer is not None
+        one.writer.is_dirty = True
+        one.writer.wrote.add(who)
+        one.was_flushed = False
+
+    def _do_ftruncate(self, answer: Answer, who: str, slot: str, size: int) -> None:
+        one = self.slots(who)[slot]
+        if not one.writes:
+            self._refused(answer, {errno.EBADF, errno.EINVAL}, must_fail=True)
+            return
+        had_writer = one.writer is not None
+        was = len(one.base.content) if one.base is not None else 0
+        errors = self._begin_writing(one, is_empty=size == 0)
+        writer = one.writer
+        assert writer is not None
+        if writer.errors:
+            self._refused(answer, writer.errors, must_fail=True)
+            return
+        if size and size < min(writer.unsure_before, writer.size):
+            errors = errors | {errno.EOPNOTSUPP}
+        if self._refused(answer, errors):
+            if answer["errno"] != errno.EOPNOTSUPP:
+                self._fail(writer, answer["errno"])
+            return
+        if size == writer.size and (had_writer or size == was):
+            return
+        if size == 0:
+            writer.content.clear()
+            writer.base = None
+            if writer.published is not None:
+                # From here on it is a new file, which replaces whatever is there.
+                writer.published = None
+            writer.unsure_before = writer.sent = writer.announced = 0
+        else:
+            del writer.content[size:]
+            writer.announced = size
+            writer.sent = min(writer.sent, len(writer.content))
+        self._changed(one, who)
+
+    def _do_truncate(self, answer: Answer, who: str, path: str, size: int) -> None:
+        mount = self.processes[who]
+        current = self.files.get(path)
+        if current is None:
+            exists = self._local(mount, path)
+            self._refused(answer, {errno.ENOENT}, must_fail=True not in exists)
+            return
+        length = len(current.content)
+        is_refused = (size < length and size and current.is_striped is not False) or (
+            size - length > self.unit_bytes
+        )
+        if self._refused(answer, {errno.EOPNOTSUPP} if is_refused else set()):
+            return
+        if size != length:
+            data = current.content[:size].ljust(size, b"\0")
+            writer = Writer(bytearray(data), current if size else None)
+            self._replace(mount, path, self._made(writer))
+
+    def _do_fsync(self, answer: Answer, who: str, slot: str) -> None:
+        one = self.slots(who)[slot]
+        if one.writer is None:
+            self._refused(answer)
+            return
+        errors, must_fail = self._publishing_errors(one)
+        if self._refused(answer, errors, must_fail=must_fail):
+            self._fail(one.writer, answer["errno"])
+            return
+        self._publish(one)
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def _sizes_here(self, mount: str, path: str) -> set[int]:
+        """The sizes that a name may show to those on the node that writes it."""
+        return {one.writer.size for one in self.at(mount, path) if one.writer is not None} | (
+            {0} if self._local(mount, path) != {False} and path not in self.files else set()
+        )
+
+    def _do_stat(self, answer: Answer, who: str, path: str) -> None:
+        mount = self.processes[who]
+        if path in self.dirs:
+            was_not = any(was != "dir" for was in self._were(mount, path))
+            self._refused(answer, {errno.ENOENT} if was_not else set())
+            return
+        exists = self._exists(mount, path)
+        were = list(self._were(mount, path))
+        errors = {errno.ENOENT} if False in exists or None in were else set()
+        must_fail = True not in exists and not any(was is not None for was in were)
+        if self._refused(answer, errors, must_fail=must_fail):
+            return
+        if "dir" in were:
+            return
+        sizes = self._sizes_here(mount, path)
+        sizes |= {len(was.content) for was in were if isinstance(was, Generation)}
+        if path in self.files:
+            sizes.add(len(self.files[path].content))
+        self._expect_value(answer, sorted(sizes), "the size")
+
+    def _do_peek(self, answer: Answer, who: str, path: str) -> None:
+        mount = self.processes[who]
+        current = self.files.get(path)
+        if current is not None:
+            self._refused(answer)
+            self._expect_shown(answer, [current.content])
+            return
+        local = self._local(mount, path)
+        errors = {errno.ENOENT} if False in local else set()
+        if self._refused(answer, errors, must_fail=True not in local):
+            return
+        if answer["ok"].get("errno") != errno.EOPNOTSUPP:
+            self._expect_shown(answer, self._unpublished(mount, path))
+
+    def _unpublished(self, mount: str, path: str) -> list[bytes]:
+        """What a file that no other node sees may look like here."""
+        writers = [one.writer for one in self.at(mount, path) if one.writer is not None]
+        return [b"", *(writer.bytes_at(0, writer.size) for writer in writers)]
+
+    def _expect_shown(self, answer: Answer, allowed: list[bytes]) -> None:
+        if any(_shows(answer, data) for data in allowed):
+            return
+        raise DeviationError(f"it shows {answer['ok']}; expected {_sizes(allowed)}")
+
+    def _do_fstat(self, answer: Answer, who: str, slot: str) -> None:
+        one = self.slots(who)[slot]
+        self._refused(answer)
+        if one.writer is not None:
+            if not one.writer.errors and not one.writer.was_restarted:
+                self._expect_value(answer, [one.writer.size], "the size")
+        elif one.generation is not None:
+            self._expect_value(answer, [len(one.generation.content)], "the size")
+
+    def _do_read(self, answer: Answer, who: str, slot: str, offset: int, length: int) -> None:
+        one = self.slots(who)[slot]
+        if not one.reads:
+            self._refused(answer, {errno.EBADF}, must_fail=True)
+            return
+        writer = one.writer
+        if writer is not None:
+            self._read_back(answer, one, writer, offset, length)
+            return
+        if one.generation is None:
+            return
+        if not self._refused(answer, self._reading_errors(one)):
+            data = one.generation.content[offset : offset + length]
+            self._expect_value(answer, [described(data)], "what is read")
+
+    def _read_back(
+        self, answer: Answer, one: Description, writer: Writer, offset: int, length: int
+    ) -> None:
+        if writer.errors:
+            return
+        data = writer.bytes_at(offset, length)
+        errors = self._reading_errors(one)
+        stored = writer.published or writer.base
+        stored_bytes = len(stored.content) if stored is not None else 0
+        if writer.is_dirty and offset < writer.sent and stored_bytes < writer.sent:
+            errors = errors | {errno.EOPNOTSUPP}
+        if writer.was_restarted and writer.is_detached:
+            errors = errors | {errno.ESTALE, errno.EOPNOTSUPP}
+        if not self._refused(answer, errors):
+            self._expect_value(answer, [described(data)], "what is read back")
+
+    def _reading_errors(self, one: Description) -> set[int]:
+        is_late = one.lost_s is not None and self._ended_s > one.lost_s + GRACE_S
+        return {errno.EIO} if is_late else set()
+
+    def _do_map(self, answer: Answer, who: str, slot: str, new: str) -> None:
+        one = self.slots(who)[slot]
+        assert one.generation is not None
+        self._refused(answer)
+        self._expect_value(answer, [len(one.generation.content)], "the length")
+        one.maps.add((who, new))
+
+    def _do_look(self, answer: Answer, who: str, slot: str, offset: int, length: int) -> None:
+        one = self.mapped(who)[slot]
+        assert one.generation is not None
+        self._refused(answer)
+        data = one.generation.content[offset : offset + length]
+        self._expect_value(answer, [described(data)], "what is mapped")
+
+    def _do_unmap(self, answer: Answer, who: str, slot: str) -> None:
+        one = self.mapped(who)[slot]
+        self._refused(answer)
+        one.maps.discard((who, slot))
+        if not one.maps and not one.holders:
+            self.descriptions.remove(one)
+
+    def _do_list(self, answer: Answer, who: str, path: str) -> None:
+        mount = self.processes[who]
+        if path not in self.dirs:
+            was = "dir" in self._were(mount, path)
+            self._refused(answer, {errno.ENOENT}, must_fail=not was)
+            return
+        if self._refused(answer, {errno.ENOENT} if None in self._were(mount, path) else set()):
+            return
+        start = path + "/" if path else ""
+        sure = self.children(path)
+        maybe: set[str] = set()
+        for one in self.descriptions:
+            name = one.name
+            if one.mount != mount or not one.writes or name is None or parent_of(name) != path:
+                continue
+            if name not in self.files:
+                exists = self._local(mount, name)
+                (sure if exists == {True} else maybe).add(name[len(start) :])
+        for past in self._recent(mount):
+            if past.path and parent_of(past.path) == path:
+                maybe.add(past.path[len(start) :])
+        shown = set(answer["ok"])
+        if not sure - maybe <= shown <= sure | maybe:
+            raise DeviationError(f"the names are {sorted(shown)}; expected {sorted(sure)}")
+
+    # ---- names ----------------------------------------------------------------------------
+
+    def _detach(self, one: Description) -> None:
+        """The name that this writes is gone, or another file's now."""
+        if one.writer is None and one.base is not None:
+            self._begin_writing(one)
+        if one.writer is not None:
+            one.writer.is_detached = True
+        one.name = None
+
+    def _do_unlink(self, answer: Answer, who: str, path: str) -> None:
+        mount = self.processes[who]
+        exists = self._exists(mount, path)
+        errors = {errno.ENOENT} if False in exists else set()
+        if self._refused(answer, errors, must_fail=True not in exists):
+            return
+        for one in self.at(mount, path):
+            self._detach(one)
+        if path in self.files:
+            self._replace(mount, path, None)
+
+    def _do_mkdir(self, answer: Answer, who: str, path: str) -> None:
+        mount = self.processes[who]
+        if parent_of(path) not in self.dirs:
+            self._refused(answer, {errno.ENOENT}, must_fail=True)
+            return
+        exists = path in self.dirs or path in self.files
+        stale = any(was is not None for was in self._were(mount, path))
+        errors = {errno.EEXIST} if exists or stale else set()
+        if not self._refused(answer, errors, must_fail=exists):
+            self._past.append(_Past(self._ended_s, mount, path, None))
+            self.dirs.add(path)
+
+    def _do_rmdir(self, answer: Answer, who: str, path: str) -> None:
+        mount = self.processes[who]
+        if path not in self.dirs:
+            self._refused(answer, {errno.ENOENT}, must_fail=True)
+            return
+        unfinished = [
+            self._local(mount, one.name)
+            for one in self.descriptions
+            if one.mount == mount and one.writes and one.name and parent_of(one.name) == path
+        ]
+        local = any(True in exists for exists in unfinished)
+        must_fail = bool(self.children(path)) or {True} in unfinished
+        errors = {errno.ENOTEMPTY} if must_fail or local else set()
+        if not self._refused(answer, errors, must_fail=must_fail):
+            self._past.append(_Past(self._ended_s, mount, path, "dir"))
+            self.dirs.discard(path)
+
+    def _do_rename(
+        self,
+        answer: Answer,
+        who: str,
+        source: str,
+        target: str,
+        replace: bool,
+        target_is_file: bool,
+    ) -> None:
+        mount = self.processes[who]
+        is_dir = source in self.dirs
+        exists = {True} if is_dir else self._exists(mount, source)
+        if source == target:
+            self._refused(answer, {errno.ENOENT, errno.EEXIST})
+            return
+        errors, must_fail = self._renaming_errors(mount, source, target, is_dir, replace)
+        if False in exists:
+            errors = errors | {errno.ENOENT}
+            must_fail = must_fail or True not in exists
+        stale = [*self._were(mount, source), *self._were(mount, target)]
+        if stale:
+            # The kernel judges by what it knows of both names.
+            errors = errors | {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT}
+        if self._refused(answer, errors, must_fail=must_fail):
+            return
+        if is_dir:
+            self._move_directory(mount, source, target)
+        else:
+            self._move_file(mount, source, target)
+
+    def _renaming_errors(
+        self, mount: str, source: str, target: str, is_dir: bool, replace: bool
+    ) -> tuple[set[int], bool]:
+        errors: set[int] = set()
+        if not replace and (target in self.dirs or target in self.files):
+            errors.add(errno.EEXIST)
+        if not replace and target not in self.files and True in self._local(mount, target):
+            if self._local(mount, target) == {True}:
+                errors.add(errno.EEXIST)
+            else:
+                return {errno.EEXIST}, False
+        unfinished = [one for one in self.at(mount, source) if one.is_unfinished]
+        if is_dir:
+            if target.startswith(source + "/"):
+                errors.add(errno.EINVAL)
+            if target in self.files or True in self._local(mount, target):
+                errors.add(errno.ENOTDIR)
+            if self.children(target):
+                errors |= {errno.ENOTEMPTY, errno.EEXIST}
+            if any(
+                one.mount == mount
+                and one.is_unfinished
+                and one.name is not None
+                and one.name.startswith((source + "/", target + "/"))
+                for one in self.descriptions
+            ):
+                errors |= {errno.EBUSY, errno.ENOTEMPTY}
+            return errors, bool(errors)
+        if target in self.dirs:
+            errors |= {errno.EISDIR, errno.ENOTEMPTY} if self.children(target) else {errno.EISDIR}
+            if parent_of(source) == target or source.startswith(target + "/"):
+                errors.add(errno.ENOTEMPTY)
+        if errors:
+            if parent_of(source) != parent_of(target):
+                errors.add(errno.EXDEV)
+            return errors, True
+        if parent_of(source) == parent_of(target):
+            return set(), False
+        kinds = {self.files[source].is_striped} if source in self.files else set()
+        for one in unfinished:
+            assert one.writer is not None
+            kinds.add(self._made(one.writer).is_striped)
+        if kinds == {True}:
+            return {errno.EXDEV}, True
+        return ({errno.EXDEV} if kinds - {False} else set()), False
+
+    def _move_file(self, mount: str, source: str, target: str) -> None:
+        moving = self.at(mount, source)
+        for one in self.at(mount, target):
+            self._detach(one)
+        for one in moving:
+            if one.is_unfinished:
+                self._publish(one)
+        moved = self.files.get(source)
+        if moved is None:
+            raise DeviationError("a file that nobody has published was renamed")
+        self._replace(mount, target, moved)
+        self._replace(mount, source, None)
+        for one in moving:
+            one.name = target
+        for one in self.descriptions:
+            # The file is still there, under another name.
+            if one.generation is moved:
+                one.lost_s = one.lost_s if one.mount != mount else None
+
+    def _move_directory(self, mount: str, source: str, target: str) -> None:
+        until = self._ended_s
+        if target in self.dirs:
+            self._past.append(_Past(until, mount, target, "dir"))
+        else:
+            self._past.append(_Past(until, mount, target, None))
+
+        def moved(path: str) -> str:
+            return target + path[len(source) :]
+
+        for path in sorted(self.dirs):
+            if path == source or path.startswith(source + "/"):
+                self._past.append(_Past(until, mount, path, "dir"))
+                self._past.append(_Past(until, mount, moved(path), None))
+                self.dirs.discard(path)
+                self.dirs.add(moved(path))
+        for path in sorted(self.files):
+            if path.startswith(source + "/"):
+                self._past.append(_Past(until, mount, path, self.files[path]))
+                self._past.append(_Past(until, mount, moved(path), None))
+                self.files[moved(path)] = self.files.pop(path)
+        for one in self.descriptions:
+            if one.mount == mount and (one.name or "").startswith(source + "/"):
+                one.name = moved(one.name or "")
+
+    # ---- processes and servers ------------------------------------------------------------
+
+    def begin(self, who: str, mount: str) -> None:
+        """A process without open files."""
+        self.processes[who] = mount
+
+    def _do_fork(self, answer: Answer, who: str, child: str) -> None:
+        self._refused(answer)
+        self.processes[child] = self.processes[who]
+        for one in self.descriptions:
+            one.holders |= {(child, slot) for holder, slot in one.holders if holder == who}
+            one.maps |= {(child, slot) for holder, slot in one.maps if holder == who}
+
+    def _do_spawn(self, answer: Answer, who: str, inherits: bool) -> None:
+        self._refused(answer)
+        for one in self.slots(who).values():
+            one.was_flushed = True
+
+    def _do_exit(self, answer: Answer, who: str) -> None:
+        self._end(who, is_killed=False)
+
+    def _do_kill(self, answer: Answer, who: str) -> None:
+        self._end(who, is_killed=True)
+
+    def _end(self, who: str, *, is_killed: bool) -> None:
+        for one in list(self.descriptions):
+            one.maps = {(holder, slot) for holder, slot in one.maps if holder != who}
+            mine = {(holder, slot) for holder, slot in one.holders if holder == who}
+            if mine:
+                if not is_killed:
+                    self._end_writing(one, who)
+                self._drop(one, mine, who, is_killed=is_killed)
+            elif not one.holders and not one.maps:
+                self.descriptions.remove(one)
+        del self.processes[who]
+
+    def _end_writing(self, one: Description, who: str) -> None:
+        """A process ends that may have a writer which fails then, of which nobody hears."""
+        writer = one.writer
+        if writer is None or writer.errors:
+            return
+        errors, must_fail = self._close_errors(one, who)
+        if must_fail:
+            self._fail(writer, *errors)
+        elif errors:
+            self._ask(one)
+            writer.is_dirty = False
+
+    def _do_restart(self, answer: Answer, mount: str, how: str) -> None:
+        """`how`: "kill", "force" or "wait"."""
+        unfinished = {
+            one.name for one in self.descriptions if one.mount == mount and one.is_unfinished
+        }
+        if "busy" in answer:
+            if how != "wait" or not unfinished:
+                raise DeviationError(f"the server does not restart: {answer['busy']}")
+            return
+        for one in self.descriptions:
+            writer = one.writer
+            if one.mount != mount or writer is None:
+                continue
+            if writer.errors:
+                self._fail(writer, *writer.errors, errno.EIO, errno.ESTALE)
+            elif writer.is_detached:
+                dirty = {errno.EIO} if writer.wrote else set()
+                self._fail(writer, errno.ESTALE, *dirty)
+            elif writer.wrote:
+                self._fail(writer, errno.EIO)
+            else:
+                writer.was_restarted = True
+                if not writer.is_dirty:
+                    writer.base = writer.base or writer.published
+                    writer.unsure_before = max(writer.unsure_before, len(writer.content))
+
+
+def _shows(answer: Answer, data: bytes) -> bool:
+    return answer.get("ok") == {"size": len(data), "read": described(data)}
+
+
+def _sizes(choices: Iterable[Any]) -> list[Any]:
+    """What a message says of contents."""
+    found: list[Any] = []
+    for choice in choices:
+        data = choice.content if isinstance(choice, Generation) else choice
+        found.append(described(data) if isinstance(data, bytes) else data)
+    return found

@@ -1,0 +1,273 @@
+"""Random choice of the exerciser's operations. Pure: draws from a generator and a model."""
+
+import os
+import random
+from collections.abc import Mapping
+
+from tests.fuse.striped.exerciser.model import Description, Model, Operation
+
+_FILES = ["a", "b", "c", "d/a", "d/b", "e/a", "d/e/a"]
+_FILE_WEIGHTS = [8, 5, 2, 4, 2, 2, 1]
+_DIRECTORIES = ["d", "e", "d/e"]
+_DIRECTORY_WEIGHTS = [4, 2, 1]
+_TRIES = 200
+_OPEN_MAX = 5
+"""How many files a process has open at once."""
+_FORKS_MAX = 2
+
+WEIGHTS: Mapping[str, float] = {
+    "open": 20,
+    "write": 18,
+    "peek": 12,
+    "stat": 8,
+    "fstat": 6,
+    "read": 10,
+    "list": 4,
+    "close": 12,
+    "dup": 2,
+    "fsync": 5,
+    "ftruncate": 4,
+    "truncate": 4,
+    "rename": 10,
+    "unlink": 4,
+    "mkdir": 2,
+    "rmdir": 2,
+    "map": 5,
+    "look": 7,
+    "unmap": 2,
+    "fork": 3,
+    "spawn": 3,
+    "exit": 2,
+    "kill": 2,
+    "restart": 0.25,
+}
+"""How often each kind of operation is chosen, in relation to the others."""
+
+
+class Chooser:
+    """Draws operations that make sense in the model's state."""
+
+    def __init__(
+        self, generator: random.Random, model: Model, weights: Mapping[str, float] = WEIGHTS
+    ) -> None:
+        self._random = generator
+        self._model = model
+        self._kinds = list(weights)
+        self._weights = list(weights.values())
+        self._count = 0
+
+    def draw(self) -> Operation:
+        """Return the next operation."""
+        for _ in range(_TRIES):
+            (do,) = self._random.choices(self._kinds, self._weights)
+            operation = getattr(self, f"_{do}")(do)
+            if operation is not None and self._model.permits(operation):
+                return dict(operation)
+        raise AssertionError("no operation is possible")
+
+    # ---- arguments ------------------------------------------------------------------------
+
+    def _who(self) -> str:
+        return self._random.choice([one for one in self._model.processes if one[1:] != "0"])
+
+    def _new(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}{self._count}"
+
+    def _file(self) -> str:
+        return self._random.choices(_FILES, _FILE_WEIGHTS)[0]
+
+    def _directory(self) -> str:
+        return self._random.choices(_DIRECTORIES, _DIRECTORY_WEIGHTS)[0]
+
+    def _size(self) -> int:
+        unit = self._model.unit_bytes
+        sizes = [1, 700, unit - 1, unit, unit + 1, 2 * unit, 3 * unit + 5, 5 * unit + 17]
+        return self._random.choice([*sizes, self._random.randint(1, 6 * unit)])
+
+    def _slot(self, who: str) -> tuple[str, Description] | None:
+        slots = self._model.slots(who)
+        return self._random.choice(sorted(slots.items(), key=lambda s: s[0])) if slots else None
+
+    def _at_slot(self, do: str) -> Operation | None:
+        who = self._who()
+        found = self._slot(who)
+        return {"do": do, "who": who, "slot": found[0]} if found else None
+
+    # ---- operations -----------------------------------------------------------------------
+
+    def _open(self, do: str) -> Operation | None:
+        who = self._who()
+        if len(self._model.slots(who)) >= _OPEN_MAX:
+            return None
+        flags = self._random.choice(
+            [
+                os.O_RDONLY,
+                os.O_RDONLY,
+                os.O_RDONLY,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+                os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+                os.O_RDWR | os.O_CREAT,
+                os.O_RDWR,
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+                os.O_RDWR | os.O_APPEND,
+                os.O_RDWR | os.O_CREAT | os.O_EXCL,
+            ]
+        )
+        return {
+            "do": do, "who": who, "slot": self._new("f"), "path": self._file(), "flags": flags
+        }  # fmt: skip
+
+    def _write(self, do: str) -> Operation | None:
+        operation = self._at_slot(do)
+        if operation is None:
+            return None
+        one = self._model.slots(operation["who"])[operation["slot"]]
+        if not one.writes and self._random.random() < 0.9:
+            return None
+        offset: int | None = None
+        if not one.flags & os.O_APPEND:
+            writer = one.writer
+            end = writer.size if writer is not None else 0
+            if writer is None and one.base is not None:
+                end = len(one.base.content)
+            offset = end
+            luck = self._random.random()
+            if writer is not None and writer.announced > len(writer.content):
+                offset = len(writer.content)
+            elif luck < 0.1:
+                offset = self._random.randint(0, end)
+            elif luck < 0.15:
+                offset = end + self._random.choice([1, 100, self._model.unit_bytes])
+        return {
+            **operation,
+            "offset": offset,
+            "size": self._size(),
+            "seed": self._random.randrange(2**30),
+        }
+
+    def _peek(self, do: str) -> Operation | None:
+        # Those that only look look more often, each from a node of its own.
+        looking = [one for one in self._model.processes if one[1:] == "0"]
+        who = self._random.choice([*looking, self._who()])
+        return {"do": do, "who": who, "path": self._file()}
+
+    def _stat(self, do: str) -> Operation | None:
+        operation = self._peek(do)
+        if operation is not None and self._random.random() < 0.1:
+            operation["path"] = self._directory()
+        return operation
+
+    def _list(self, do: str) -> Operation | None:
+        path = self._random.choice(["", "", self._directory()])
+        return {**(self._peek(do) or {}), "path": path}
+
+    def _range(self, length: int) -> dict[str, int]:
+        if self._random.random() < 0.4:
+            return {"offset": 0, "length": 2**40}
+        offset = self._random.randint(0, length)
+        return {"offset": offset, "length": self._random.choice([1, 5000, 200_000])}
+
+    def _fstat(self, do: str) -> Operation | None:
+        return self._at_slot(do)
+
+    def _read(self, do: str) -> Operation | None:
+        operation = self._at_slot(do)
+        if operation is None:
+            return None
+        one = self._model.slots(operation["who"])[operation["slot"]]
+        if not one.reads and self._random.random() < 0.9:
+            return None
+        length = len(one.generation.content) if one.generation is not None else 0
+        if one.writer is not None:
+            length = one.writer.size
+        return {**operation, **self._range(length)}
+
+    def _close(self, do: str) -> Operation | None:
+        return self._at_slot(do)
+
+    def _fsync(self, do: str) -> Operation | None:
+        return self._at_slot(do)
+
+    def _dup(self, do: str) -> Operation | None:
+        operation = self._at_slot(do)
+        return {**operation, "new": self._new("f")} if operation else None
+
+    def _ftruncate(self, do: str) -> Operation | None:
+        operation = self._at_slot(do)
+        if operation is None:
+            return None
+        one = self._model.slots(operation["who"])[operation["slot"]]
+        if not one.writes:
+            return None
+        return {**operation, "size": self._new_size(one.writer.size if one.writer else 0)}
+
+    def _new_size(self, size: int) -> int:
+        return self._random.choice([0, 0, max(0, size - 1), size, size + 1000, self._size()])
+
+    def _truncate(self, do: str) -> Operation | None:
+        path = self._file()
+        current = self._model.files.get(path)
+        size = self._new_size(len(current.content) if current else 0)
+        return {"do": do, "who": self._who(), "path": path, "size": size}
+
+    def _unlink(self, do: str) -> Operation | None:
+        return {"do": do, "who": self._who(), "path": self._file()}
+
+    def _mkdir(self, do: str) -> Operation | None:
+        return {"do": do, "who": self._who(), "path": self._directory()}
+
+    def _rmdir(self, do: str) -> Operation | None:
+        return {"do": do, "who": self._who(), "path": self._directory()}
+
+    def _rename(self, do: str) -> Operation | None:
+        is_dir = self._random.random() < 0.2
+        target_is_file = not is_dir if self._random.random() < 0.9 else is_dir
+        return {
+            "do": do,
+            "who": self._who(),
+            "source": self._directory() if is_dir else self._file(),
+            "target": self._file() if target_is_file else self._directory(),
+            "replace": self._random.random() < 0.85,
+            "target_is_file": target_is_file,
+        }
+
+    def _map(self, do: str) -> Operation | None:
+        operation = self._at_slot(do)
+        return {**operation, "new": self._new("m")} if operation else None
+
+    def _look(self, do: str) -> Operation | None:
+        who = self._who()
+        mapped = self._model.mapped(who)
+        if not mapped:
+            return None
+        slot = self._random.choice(sorted(mapped))
+        one = mapped[slot]
+        length = len(one.generation.content) if one.generation is not None else 0
+        return {"do": do, "who": who, "slot": slot, **self._range(length)}
+
+    def _unmap(self, do: str) -> Operation | None:
+        who = self._who()
+        mapped = sorted(self._model.mapped(who))
+        return {"do": do, "who": who, "slot": self._random.choice(mapped)} if mapped else None
+
+    def _fork(self, do: str) -> Operation | None:
+        who = self._who()
+        forks = sum("." in one for one in self._model.processes)
+        if forks >= _FORKS_MAX or "." in who:
+            return None
+        return {"do": do, "who": who, "child": f"{who}.{self._new('')}"}
+
+    def _spawn(self, do: str) -> Operation | None:
+        return {"do": do, "who": self._who(), "inherits": self._random.random() < 0.4}
+
+    def _exit(self, do: str) -> Operation | None:
+        return {"do": do, "who": self._who()}
+
+    def _kill(self, do: str) -> Operation | None:
+        return {"do": do, "who": self._who()}
+
+    def _restart(self, do: str) -> Operation | None:
+        how = self._random.choice(["kill", "kill", "force", "wait"])
+        return {"do": do, "mount": self._random.choice(self._model.mounts), "how": how}
