@@ -76,9 +76,14 @@ test-slurm: $(VENV)/ready $(VENV)/formats
 
 # Jobs of several users while processes are killed and frozen, disks fill, stores vanish and HDFS loses
 # servers. It goes on where an earlier one was stopped: SOAK_FOLDER keeps its state.
+# Before that, random operations on two mounts of one folder, and of one folder of an HDFS, against a
+# model of what they promise.
 SOAK_MINUTES ?= 60
+EXERCISER_MINUTES ?= 20
 SOAK_FOLDER ?= $(or $(TMPDIR),/tmp)/bootseer-soak
 soak: system-test $(VENV)/ready
+	for storage in folder hdfs; do \
+		$(BIN)/python -m tests.fuse.striped.exerciser --minutes $(EXERCISER_MINUTES) --storage $$storage || exit 1; done
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) --folder $(SOAK_FOLDER)
 
 lint: $(VENV)/ready

@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--sequences", type=int, help="end after so many")
-    parser.add_argument("--seed", default="1")
+    parser.add_argument("--seed", default=str(time.time_ns() % 10**6), help="default: another one")
     parser.add_argument("--first", type=int, default=0, help="the number of the first sequence")
     parser.add_argument("--length", type=int, default=LENGTH, help="operations of a sequence")
     parser.add_argument("--storage", choices=["folder", "hdfs"], default="folder")
@@ -53,6 +53,7 @@ def main() -> int:
         weights = {name: WEIGHTS[name] for name in arguments.only.split(",")}
     for name in filter(None, arguments.without.split(",")):
         weights = {kept: weight for kept, weight in weights.items() if kept != name}
+    print(f"seed {arguments.seed}, on {arguments.storage}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="bootseer-exerciser-"))
     begun_s = time.monotonic()
     number, count = arguments.first, 0

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bootseer.errors import BusyError
+from bootseer.errors import BusyError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.linux.processes import wait_ended
@@ -34,7 +34,9 @@ UNIT_BYTES = 64 * 2**10
 """Files of more than this are striped: small, so that a sequence takes little time."""
 LENGTH = 80
 """Operations of one sequence."""
-_ANSWER_S = 120.0
+_ANSWER_S = 60.0
+_LOG_LINES = 8
+_LINE_CHARS = 300
 _PROCESSES = ("A0", "A1", "A2", "B0", "B1")
 """The first letter is the mount. Those with a 0 only look, and are never killed."""
 
@@ -176,9 +178,20 @@ class Site:
 
         def is_known() -> bool:
             known = find_known(made.run_dir, made.directory)
-            return known is not None and known.ask("status")["files_open"] == count
+            with contextlib.suppress(UnavailableError, DeadlineError):
+                return known is not None and bool(known.ask("status")["files_open"] == count)
+            return False  # another process of the server has just begun
 
         wait_for(is_known, f"{count} files are open in mount {mount}: this", timeout_s=_ANSWER_S)
+
+    def log_ends(self) -> str:
+        """Return the last lines of both servers' logs."""
+        found = []
+        for mount, made in self.mounted.items():
+            with contextlib.suppress(OSError):
+                lines = made.log.read_text(encoding="utf-8", errors="replace").splitlines()
+                found += [f"log of {mount}: {line[:_LINE_CHARS]}" for line in lines[-_LOG_LINES:]]
+        return "\n".join(found)
 
     def reset(self) -> None:
         """End all processes, and begin anew."""
@@ -255,7 +268,8 @@ class Run:
             self.model.apply(operation, answer, begun_s, time.monotonic())
             self._find_out()
         except (DeviationError, HangError) as error:
-            raise SequenceError(self.done, f"{type(error).__name__}: {error}") from None
+            why = f"{type(error).__name__}: {error}\n{self._site.log_ends()}"
+            raise SequenceError(self.done, why) from None
         for name in _PROCESSES:
             # Who was killed is followed by another one.
             if name not in self._site.processes:

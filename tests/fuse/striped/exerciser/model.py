@@ -50,16 +50,22 @@ class Writer:
     """A write or truncation before this offset may be refused."""
     sent: int = 0
     """Reading back before this offset may be refused until the next publication."""
+    is_aligned: bool = True
+    """Whether it is sent in units from its beginning, so that `sent` is known."""
     announced: int = 0
     is_dirty: bool = True
     wrote: set[str] = field(default_factory=set)
     """The processes that have changed something since it was published last."""
     errors: frozenset[int] = frozenset()
     """Not empty: it has failed, and each later call gives one of these."""
+    doubts: frozenset[int] = frozenset()
+    """It may have failed with one of these when nobody was told."""
     is_detached: bool = False
     was_killed: bool = False
     """A process that wrote was killed, and another one has a copy of the descriptor."""
     was_restarted: bool = False
+    may_be_published: bool = False
+    """Whether all that was written may be published already, unseen."""
 
     @property
     def size(self) -> int:
@@ -90,6 +96,8 @@ class Description:
     """A copy was closed, and nothing was written since."""
     is_superseded: bool = False
     """Emptied only, and somebody else opened it to write since."""
+    refused: frozenset[int] = frozenset()
+    """What its first write was refused with; it has never begun to write."""
     lost_s: float | None = None
     """When another node replaced or removed what it reads."""
 
@@ -151,8 +159,10 @@ class Model:
         self.processes: dict[str, str] = {}
         """Name of each living process, and its mount."""
         self.descriptions: list[Description] = []
-        self.open_questions: dict[str, list[Generation | None]] = {}
+        self.open_questions: dict[str, list[tuple[Generation, Description]]] = {}
         """Names of which the last operation may or may not have changed the content."""
+        self.asked_by = ""
+        """The mount whose operation has left a question open."""
         self.needs_releases: set[str] = set()
         """Mounts whose server must hear of closed files before the next look is exact."""
         self._past: list[_Past] = []
@@ -220,6 +230,10 @@ class Model:
         if do == "write":
             one = slots.get(slot or "")
             return one is not None and (not one.writes or operation["size"] > 0)
+        if do == "ftruncate" and slot in slots and operation["size"] == 0:
+            # Whether that changes an empty file is not decided.
+            one = slots[slot]
+            return one.writer is not None or one.base is None or len(one.base.content) > 0
         if slot is not None:
             return slot in slots
         if do == "fork":
@@ -289,26 +303,24 @@ class Model:
 
     def answer(self, path: str, answer: Answer) -> None:
         """Take what another node's `peek` says of an open question. Raises: DeviationError."""
-        choices = self.open_questions.pop(path)
-        for choice in choices:
-            if choice is None:
-                fits = answer.get("errno") == errno.ENOENT
-            else:
-                fits = _shows(answer, choice.content)
-            if fits:
-                break
+        asked = self.open_questions.pop(path)
+        current = self.files.get(path)
+        if current is None:
+            is_unchanged = answer.get("errno") == errno.ENOENT
         else:
-            raise DeviationError(f"{path} is none of what it may be: {answer}, {_sizes(choices)}")
-        if choice is not self.files.get(path):
-            self._replace(self.asked_by, path, choice)
-            for one in self.descriptions:
-                writer = one.writer
-                if writer is not None and writer is self._asking and choice is not None:
-                    self._note_published(one, choice)
-
-    asked_by = ""
-    """The mount whose operation has left a question open."""
-    _asking: Writer | None = None
+            is_unchanged = _shows(answer, current.content)
+        if is_unchanged:
+            if len(asked) == 1 and asked[0][0].content != (current and current.content):
+                assert asked[0][1].writer is not None
+                asked[0][1].writer.may_be_published = False
+            return
+        for generation, one in asked:
+            if _shows(answer, generation.content):
+                self._replace(one.mount, path, generation)
+                self._note_published(one, generation)
+                return
+        choices = [current, *(generation for generation, _ in asked)]
+        raise DeviationError(f"{path} is none of what it may be: {answer}, {_sizes(choices)}")
 
     # ---- judging --------------------------------------------------------------------------
 
@@ -387,6 +399,9 @@ class Model:
             self.files.pop(path, None)
         else:
             self.files[path] = new
+            for one in self.descriptions:
+                if one.name == path:
+                    one.made_the_name = False
         if old is None or old is new:
             return
         for one in self.descriptions:
@@ -402,11 +417,12 @@ class Model:
         writer.published = generation
         writer.content = bytearray(generation.content)
         writer.announced = 0
-        writer.is_dirty = writer.was_killed = False
+        writer.is_dirty = writer.was_killed = writer.may_be_published = False
         writer.wrote.clear()
         writer.sent = 0
         if generation.is_striped is not False:
             writer.unsure_before = len(generation.content)
+            writer.is_aligned = False
 
     def _made(self, writer: Writer) -> Generation:
         data = bytes(writer.content).ljust(writer.size, b"\0")
@@ -434,8 +450,9 @@ class Model:
         assert writer is not None
         if one.name is None or writer.is_detached:
             return
-        self.asked_by, self._asking = one.mount, writer
-        self.open_questions[one.name] = [self.files.get(one.name), self._made(writer)]
+        writer.may_be_published = True
+        self.asked_by = one.mount
+        self.open_questions.setdefault(one.name, []).append((self._made(writer), one))
 
     def _publishing_errors(self, one: Description) -> tuple[set[int], bool]:
         """The errors that a publication may end with, and whether it must fail."""
@@ -444,11 +461,12 @@ class Model:
         if writer.errors:
             return set(writer.errors), True
         if not writer.is_dirty or writer.is_detached:
-            return set(), False
+            return set(writer.doubts), False
         if writer.announced - len(writer.content) > self.unit_bytes:
             return {errno.EOPNOTSUPP}, True
         stale = self._stale(one)
-        return ({errno.ESTALE} if True in stale else set()), False not in stale
+        errors = {errno.ESTALE} if True in stale else set()
+        return errors | writer.doubts, False not in stale
 
     def _fail(self, writer: Writer, *codes: int) -> None:
         writer.errors = frozenset(codes)
@@ -497,9 +515,9 @@ class Model:
     def _close_errors(self, one: Description, who: str) -> tuple[set[int], bool]:
         writer = one.writer
         if writer is None:
-            return set(), False
+            return set(one.refused), False
         if not writer.errors and who not in writer.wrote:
-            return set(), False
+            return set(writer.doubts), False
         errors, must_fail = self._publishing_errors(one)
         if writer.wrote - {who}:
             must_fail = must_fail and bool(writer.errors)
@@ -513,8 +531,9 @@ class Model:
         *,
         code: int | None = None,
         is_killed: bool = False,
+        is_settled: bool = False,
     ) -> None:
-        """A process lets go of descriptors."""
+        """A process lets go of descriptors. `is_settled`: what that publishes is known."""
         one.holders -= holders
         one.was_flushed = True
         writer = one.writer
@@ -524,15 +543,20 @@ class Model:
                 self._fail(writer, code)
             if not is_last and is_killed:
                 writer.was_killed = writer.was_killed or who in writer.wrote
-            elif not writer.errors and not (is_killed and is_last):
+            elif not is_settled and not writer.errors and not (is_killed and is_last):
                 self._closed(one, writer, who, is_last=is_last)
             if is_last:
                 self.needs_releases.add(one.mount)
         if is_last:
             self.descriptions.remove(one)
+            for other in self.at(one.mount, one.name or ""):
+                # Whether the name is shown then, where it is not published, is not promised.
+                other.made_the_name = False
 
     def _closed(self, one: Description, writer: Writer, who: str, *, is_last: bool) -> None:
-        if who in writer.wrote and not writer.wrote - {who} and not writer.was_killed:
+        if writer.may_be_published:
+            self._ask(one)
+        elif who in writer.wrote and not writer.wrote - {who} and not writer.was_killed:
             self._publish(one)
         elif not writer.is_dirty or not (writer.wrote or is_last):
             return
@@ -563,6 +587,7 @@ class Model:
             length = len(base.content)
             unsure = 0 if base.is_striped is False else length
             one.writer = Writer(bytearray(base.content), base, unsure_before=unsure, is_dirty=False)
+            one.writer.is_aligned = base.is_striped is False
         if one.name is None:
             one.writer.is_detached = True
         return {errno.EIO, errno.ESTALE} if stale else set()
@@ -574,18 +599,22 @@ class Model:
         if not one.writes:
             self._refused(answer, {errno.EBADF}, must_fail=True)
             return
+        had_writer = one.writer is not None
         errors = self._begin_writing(one)
         writer = one.writer
         assert writer is not None
         if writer.errors:
             self._refused(answer, writer.errors, must_fail=True)
             return
+        errors = errors | writer.doubts
         at = writer.size if offset is None else offset
         gap = at - len(writer.content)
         if at < writer.unsure_before or gap > self.unit_bytes:
             errors = errors | {errno.EOPNOTSUPP}
         if self._refused(answer, errors):
             self._fail(writer, answer["errno"])
+            if not had_writer and answer["errno"] in (errno.EIO, errno.ESTALE):
+                one.writer, one.refused = None, one.refused | {answer["errno"]}
             return
         if answer["ok"] != size:
             raise DeviationError(f"{answer['ok']} of {size} bytes were written")
@@ -595,11 +624,14 @@ class Model:
         self._changed(one, who)
         while len(writer.content) - writer.sent > self.unit_bytes:
             writer.sent += self.unit_bytes
+        if not writer.is_aligned:
+            writer.sent = len(writer.content)
         writer.unsure_before = max(writer.unsure_before, writer.sent)
 
     def _changed(self, one: Description, who: str) -> None:
         assert one.writer is not None
         one.writer.is_dirty = True
+        one.writer.may_be_published = False
         one.writer.wrote.add(who)
         one.was_flushed = False
 
@@ -616,11 +648,14 @@ class Model:
         if writer.errors:
             self._refused(answer, writer.errors, must_fail=True)
             return
+        errors = errors | writer.doubts
         if size and size < min(writer.unsure_before, writer.size):
             errors = errors | {errno.EOPNOTSUPP}
         if self._refused(answer, errors):
             if answer["errno"] != errno.EOPNOTSUPP:
                 self._fail(writer, answer["errno"])
+            if not had_writer:
+                one.writer, one.refused = None, one.refused | {answer["errno"]}
             return
         if size == writer.size and (had_writer or size == was):
             return
@@ -631,6 +666,7 @@ class Model:
                 # From here on it is a new file, which replaces whatever is there.
                 writer.published = None
             writer.unsure_before = writer.sent = writer.announced = 0
+            writer.is_aligned = True
         else:
             del writer.content[size:]
             writer.announced = size
@@ -658,13 +694,16 @@ class Model:
     def _do_fsync(self, answer: Answer, who: str, slot: str) -> None:
         one = self.slots(who)[slot]
         if one.writer is None:
-            self._refused(answer)
+            self._refused(answer, one.refused)
             return
         errors, must_fail = self._publishing_errors(one)
         if self._refused(answer, errors, must_fail=must_fail):
             self._fail(one.writer, answer["errno"])
             return
-        self._publish(one)
+        if one.writer.may_be_published:
+            self._ask(one)
+        else:
+            self._publish(one)
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -722,7 +761,8 @@ class Model:
         one = self.slots(who)[slot]
         self._refused(answer)
         if one.writer is not None:
-            if not one.writer.errors and not one.writer.was_restarted:
+            writer = one.writer
+            if not (writer.errors or writer.was_restarted or writer.was_killed):
                 self._expect_value(answer, [one.writer.size], "the size")
         elif one.generation is not None:
             self._expect_value(answer, [len(one.generation.content)], "the size")
@@ -738,7 +778,7 @@ class Model:
             return
         if one.generation is None:
             return
-        if not self._refused(answer, self._reading_errors(one)):
+        if not self._refused(answer, self._reading_errors(one) | one.refused):
             data = one.generation.content[offset : offset + length]
             self._expect_value(answer, [described(data)], "what is read")
 
@@ -1007,24 +1047,24 @@ class Model:
             one.maps = {(holder, slot) for holder, slot in one.maps if holder != who}
             mine = {(holder, slot) for holder, slot in one.holders if holder == who}
             if mine:
-                if not is_killed:
-                    self._end_writing(one, who)
-                self._drop(one, mine, who, is_killed=is_killed)
+                is_settled = not is_killed and self._end_writing(one, who)
+                self._drop(one, mine, who, is_killed=is_killed, is_settled=is_settled)
             elif not one.holders and not one.maps:
                 self.descriptions.remove(one)
         del self.processes[who]
 
-    def _end_writing(self, one: Description, who: str) -> None:
-        """A process ends that may have a writer which fails then, of which nobody hears."""
+    def _end_writing(self, one: Description, who: str) -> bool:
+        """Settle what becomes of a writer that may fail when a process ends: nobody hears of it."""
         writer = one.writer
         if writer is None or writer.errors:
-            return
+            return False
         errors, must_fail = self._close_errors(one, who)
         if must_fail:
             self._fail(writer, *errors)
         elif errors:
+            writer.doubts |= errors
             self._ask(one)
-            writer.is_dirty = False
+        return bool(errors)
 
     def _do_restart(self, answer: Answer, mount: str, how: str) -> None:
         """`how`: "kill", "force" or "wait"."""
