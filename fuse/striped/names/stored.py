@@ -90,15 +90,14 @@ class StoredFiles:
         if info.is_dir:
             return FileStatus(info.path, True, 0, info.modified_ns, "")
         known = self._know(info)
-        if known is None:
+        info, header = known.info, known.header
+        if info.is_dir:
+            return self.status_of(info)
+        if header is None:
             return FileStatus(
                 info.path, False, info.size_bytes, info.modified_ns, plain_identity(info)
             )
-        header = known.header
-        assert header is not None
-        return FileStatus(
-            info.path, False, header.size_bytes, known.info.modified_ns, header.generation
-        )
+        return FileStatus(info.path, False, header.size_bytes, info.modified_ns, header.generation)
 
     def view(self, path: str) -> FileView:
         """The current generation of the file at `path`, ready to be read."""
@@ -116,22 +115,23 @@ class StoredFiles:
     def view_of(self, info: FileInfo) -> FileView:
         """The generation that the stored file `info` is."""
         known = self._know(info, whole=True)
-        if known is None:
+        info, layout = known.info, known.layout
+        if info.is_dir:
+            raise refuse(errno.EISDIR, info.path)
+        if known.header is None:
             return plain_view(info.path, info)
-        layout = known.layout
         assert layout is not None
-        return FileView(
-            info.path, layout.generation, layout.size_bytes, known.info.modified_ns, layout
-        )
+        return FileView(info.path, layout.generation, layout.size_bytes, info.modified_ns, layout)
 
     def is_striped(self, info: FileInfo) -> bool:
         """Whether the stored file `info` is a layout."""
-        return self._know(info) is not None
+        return self._know(info).header is not None
 
-    def _know(self, info: FileInfo, *, whole: bool = False) -> _Known | None:
-        """What the layout file `info` says; None where it is an ordinary file."""
+    def _know(self, info: FileInfo, *, whole: bool = False) -> _Known:
+        """What the layout file `info` says, without a header where it is an ordinary file. What has
+        the name by now, where `info` was found to be older than that."""
         if not may_be_layout(info.size_bytes):
-            return None
+            return _Known(info, None, None)
         with self._lock:
             known = self._known.get(info.path)
             enough = known is not None and (
@@ -139,31 +139,37 @@ class StoredFiles:
             )
             if known is not None and known.info == info and enough:
                 self._known.move_to_end(info.path)
-                return known if known.header else None
+                return known
         known = self._probe(info, whole=whole)
         is_large = info.size_bytes > _PROBE_BYTES
         with self._lock:
             self._known[info.path] = replace(known, layout=None) if is_large else known
             while len(self._known) > _CACHED_LAYOUTS:
                 self._known.popitem(last=False)
-        return known if known.header else None
+        return known
 
     def _probe(self, info: FileInfo, *, whole: bool) -> _Known:
         for attempt in range(3):
             length = info.size_bytes if whole else min(info.size_bytes, _PROBE_BYTES)
             data = self._backend.read(info.path, 0, length)
+            header = layout = problem = None
             try:
                 header = decode_header(data, info.path)
-                layout = None
                 if header is not None and len(data) == info.size_bytes:
                     layout = decode_layout(data, info.path)
+            except CorruptError as error:
+                problem = error
+            if problem is None and len(data) == length:
                 return _Known(info, header, layout)
-            except CorruptError:
-                # Replaced between stat and read: look again, and believe it the last time.
-                again = self._backend.stat(info.path)
-                if attempt == 2 or again == info:
-                    raise
-                info = again
+            # Replaced since it was looked at or listed: look again, and believe it the last time.
+            again = self._backend.stat(info.path)
+            if attempt == 2 or again == info:
+                if problem is not None:
+                    raise problem
+                return _Known(info, header, layout)
+            info = again
+            if info.is_dir or not may_be_layout(info.size_bytes):
+                return _Known(info, None, None)
         raise AssertionError("unreachable")
 
     def forget(self, path: str) -> None:

@@ -148,6 +148,10 @@ class NameOperations(CloseOperations):
         if any(writer.needs_publishing for writer in inside):
             # Their parts lie in a folder that would move away under them.
             raise refuse(errno.EBUSY, source)
+        if taken is not None and taken.status.is_dir and self._is_folder(directory, text):
+            with self._lock:
+                if self._nodes.local_children(taken):
+                    raise refuse(errno.ENOTEMPTY, target)
         replaced = self._writers_of(target)
         moving = [w for w in writers if w.path == source and not w.has_failed]
         # What is written from the start is published under the new name only, so that a rename that
@@ -184,6 +188,11 @@ class NameOperations(CloseOperations):
         self._refresh_moved(known)
         for handle in handles:
             self._publish_moved(handle)
+
+    def _is_folder(self, directory: Node, name: str) -> bool:
+        with self._lock:
+            known = self._nodes.child(directory, name)
+            return known is not None and known.status.is_dir
 
     def _move_nodes(
         self, directory: Node, name: str, new_directory: Node, new_name: str, *, is_new: bool

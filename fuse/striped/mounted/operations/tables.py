@@ -240,6 +240,10 @@ class MountTables(Operations):
                 and path == (handle.base.path if handle.node.is_detached else handle.node.path)
             ]
         for handle in waiting:
+            assert handle.base is not None
+            if not self._is_current(handle.base.renamed(path)):
+                # Its file is gone already: a write says so, and a close without one need not.
+                continue
             # Where nothing can be added, its first write says so.
             with contextlib.suppress(BootseerError, OSError):
                 self._writer(handle)

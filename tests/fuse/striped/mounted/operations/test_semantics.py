@@ -206,6 +206,39 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
     assert two.read("f") == OLD
 
 
+def test_a_folder_with_an_unfinished_file_is_not_replaced(one: Driver) -> None:
+    """Found by the exerciser: the folder, and the file with it, was gone."""
+    one.mkdir("d")
+    one.mkdir("e")
+    file = one.open("d/f", os.O_WRONLY | os.O_CREAT)
+    with refused_with(errno.ENOTEMPTY):
+        one.rename("e", "d")
+    one.pwrite(file, 0, NEW)
+    one.close(file)
+    assert one.read("d/f") == NEW
+
+
+def test_a_close_without_a_write_succeeds_whatever_became_of_the_file(
+    one: Driver, two: Driver
+) -> None:
+    """Found by the exerciser: ESTALE, once the name of the file was given to another one."""
+    one.write("f", OLD)
+    one.write("other", b"other")
+    file = one.open("f", os.O_RDWR | os.O_APPEND)
+    two.write("f", NEW)
+    one.rename("other", "f")
+    one.close(file)
+    assert two.read("f") == b"other"
+
+
+def test_a_listed_size_is_one_that_the_file_had(one: Driver, two: Driver) -> None:
+    """Found by the exerciser: a listing names the layout's size, and the file is no layout now."""
+    two.write("f", OLD)
+    assert one.names("") == ["f"]
+    two.write("f", b"")
+    assert one.size("f") in (len(OLD), 0)
+
+
 def test_a_small_file_that_is_appended_to_can_be_renamed(one: Driver, two: Driver) -> None:
     one.write("log", b"first ")
     unwritten = one.open("log", os.O_WRONLY | os.O_APPEND)
