@@ -534,6 +534,7 @@ class Model:
         is_settled: bool = False,
     ) -> None:
         """A process lets go of descriptors. `is_settled`: what that publishes is known."""
+        had_closed = one.was_flushed
         one.holders -= holders
         one.was_flushed = True
         writer = one.writer
@@ -543,7 +544,10 @@ class Model:
                 self._fail(writer, code)
             if not is_last and is_killed:
                 writer.was_killed = writer.was_killed or who in writer.wrote
-            elif not is_settled and not writer.errors and not (is_killed and is_last):
+            elif is_killed and is_last:
+                if one.is_unfinished and had_closed and who not in writer.wrote:
+                    self._ask(one)  # others have finished with it
+            elif not is_settled and not writer.errors:
                 self._closed(one, writer, who, is_last=is_last)
             if is_last:
                 self.needs_releases.add(one.mount)
@@ -853,7 +857,10 @@ class Model:
     def _detach(self, one: Description) -> None:
         """The name that this writes is gone, or another file's now."""
         if one.writer is None and one.base is not None:
-            self._begin_writing(one)
+            # Where that was replaced before, its first write may say so.
+            doubts = self._begin_writing(one)
+            assert one.writer is not None
+            one.writer.doubts |= doubts
         if one.writer is not None:
             one.writer.is_detached = True
         one.name = None
