@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from bootseer.linux.processes import wait_readable
+from bootseer.linux.processes import ProcessId, stat_fields, wait_readable
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Python ignores these from its start on, and exec would hand that on.
@@ -108,7 +108,10 @@ def _freeze(pid: int) -> set[int]:
         found |= new
         for one in new:
             with contextlib.suppress(OSError):
-                os.kill(one, signal.SIGSTOP)
+                process = ProcessId.of(one)
+                # Since it was seen it may have ended, and its id be that of a stranger.
+                if int((stat_fields(one) or ["", "0"])[1]) in {pid, *found}:
+                    process.kill(signal.SIGSTOP)
     return found
 
 
