@@ -218,3 +218,12 @@ def test_late_is_four_times_slower_than_usual_or_silent(
         assert pace.is_late_alike(length, done, elapsed_s, silent_s) == (
             done < length and (silent or (is_over and done / elapsed_s < usual / 4))
         )
+
+
+def test_credit_for_second_requests_does_not_pile_up() -> None:
+    """After a quiet hour a storage that gets slow as a whole is not asked twice for everything."""
+    pace = Pace()
+    for _ in range(10_000):
+        pace.note(1 << 20, 0.1)
+        pace.note(1 << 20, 0.1, is_second=True)
+    assert sum(pace.spend() for _ in range(100)) == 8
