@@ -142,6 +142,15 @@ class PlacesFiles(Protocol):
 
 
 @runtime_checkable
+class WaitsForServers(Protocol):
+    """A backend that can wait for servers that are gone for longer than one call may take."""
+
+    def wait_for_servers(self, patience_s: float) -> None:
+        """Ask for so long, from now on, what changes nothing, or no more when it is done twice."""
+        ...
+
+
+@runtime_checkable
 class BuffersWrites(Protocol):
     """A backend whose client library holds much of files that are being written."""
 

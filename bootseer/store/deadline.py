@@ -11,6 +11,7 @@ millisecond and more. Thread-safe. A forked child starts with helpers of its own
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 from weakref import WeakSet
@@ -18,6 +19,8 @@ from weakref import WeakSet
 from bootseer.errors import DeadlineError, UnavailableError
 
 Result = TypeVar("Result")
+
+_LOOK_EVERY_S = 5.0
 
 
 class NoAnswerError(DeadlineError):
@@ -55,14 +58,25 @@ class Call(Generic[Result]):
             _HERE.call = None
             self._finished.release()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the call finished; gives up after `timeout_s` without progress."""
+    def wait(self, timeout_s: float, look: Callable[[], None] | None = None) -> bool:
+        """Whether the call finished; gives up after `timeout_s` without progress. Meanwhile `look`
+        is called now and then."""
         seen_count = 0
-        while not self._finished.acquire(timeout=timeout_s):
+        while not self._ends_within(timeout_s, look):
             if self.progress_count == seen_count:
                 return False
             seen_count = self.progress_count
         return True
+
+    def _ends_within(self, timeout_s: float, look: Callable[[], None] | None) -> bool:
+        if look is None:
+            return self._finished.acquire(timeout=timeout_s)
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            if self._finished.acquire(timeout=min(left_s, _LOOK_EVERY_S)):
+                return True
+            look()
+        return self._finished.acquire(blocking=False)
 
     def result(self) -> Result:
         """What the function returned or raised, after `wait` returned True."""
@@ -87,8 +101,14 @@ class DeadlineCaller:
         self._threads_count = 0
         self._busy_count = 0
 
-    def run(self, function: Callable[[Call[Result]], Result], timeout_s: float) -> Result:
-        """Return what `function` returns, or raise what it raises.
+    def run(
+        self,
+        function: Callable[[Call[Result]], Result],
+        timeout_s: float,
+        look: Callable[[], None] | None = None,
+    ) -> Result:
+        """Return what `function` returns, or raise what it raises. While it takes long, `look` is
+        called every few seconds, in the caller's thread.
 
         Raises: NoAnswerError when it made no progress for `timeout_s` (noticed at most twice
         as late), or found no free helper for as long; UnavailableError when no helper can be
@@ -98,7 +118,7 @@ class DeadlineCaller:
         self._find_helper()
         self._queue.put(call)  # type: ignore[arg-type]  # the queue never looks at the result
         try:
-            finished = call.wait(timeout_s)
+            finished = call.wait(timeout_s, look)
         except BaseException:  # KeyboardInterrupt in the waiting thread
             self._abandon(call)
             raise

@@ -71,6 +71,11 @@ class HdfsConnection(HdfsFolder):
         self._space = HdfsSpace(self._found)
         self._connect()
         self._mode_or_none: int | None = None
+        self._patience_s = 0.0
+
+    def wait_for_servers(self, patience_s: float) -> None:
+        """As `WaitsForServers.wait_for_servers`."""
+        self._patience_s = patience_s
 
     def _connect(self) -> None:
         self._pid = os.getpid()
@@ -130,15 +135,19 @@ class HdfsConnection(HdfsFolder):
         more than doing it once, here either, and it is done again where a NameNode was left
         meanwhile, or had no time to answer.
 
-        A NameNode that is not ready yet is waited for, until the deadline.
+        A NameNode that is not ready yet is waited for, until the deadline or as long as
+        `wait_for_servers` says.
         """
-        attempts = Attempts(UNTIL_DEADLINE, deadline_s or self.deadline_s)
+        deadline_s = deadline_s or self.deadline_s
+        attempts = Attempts(UNTIL_DEADLINE, self._patience_s or deadline_s)
         while True:
             try:
                 return self._run_once(work, verb, path, deadline_s, is_question=is_question)
             except UnavailableError as error:
                 cause = error.__cause__
-                may_repeat = is_not_serving(cause) or (is_question and is_unanswered(cause))
+                is_gone = isinstance(cause, OSError) and not isinstance(cause, BootseerError)
+                was_lost = is_gone or is_unanswered(cause)
+                may_repeat = is_not_serving(cause) or (is_question and was_lost)
                 pause_s = attempts.pause_s(error) if may_repeat else None
                 if pause_s is None:
                     raise
@@ -149,11 +158,17 @@ class HdfsConnection(HdfsFolder):
         work: Callable[[Call[Result]], Result],
         verb: str,
         path: str,
-        deadline_s: float | None,
+        deadline_s: float,
         *,
         is_question: bool,
     ) -> Result:
         self._notice_fork()
+        refusal: OSError | None = None
+
+        def look() -> None:
+            nonlocal refusal
+            refusal = self._found.refusal() or refusal
+
         what = f"{verb} {self.name(path)}"
         order = self._order
 
@@ -165,12 +180,14 @@ class HdfsConnection(HdfsFolder):
 
         # Only what the work raised is its failure: a signal that ends the waiting passes.
         try:
-            return self._caller.run(translated, deadline_s or self.deadline_s)
+            return self._caller.run(translated, deadline_s, look)
         except DeadlineError as error:
-            if refusal := self._found.refusal():
+            look()
+            if refusal is not None:
+                # Also where it is back by now: hdfs-native may be long in noticing.
                 raise UnavailableError(
-                    f"cannot {what}: no NameNode takes connections ({refusal}), for "
-                    f"{deadline_s or self.deadline_s:g} s"
+                    f"cannot {what}: within {deadline_s:g} s no NameNode took a connection "
+                    f"({refusal})"
                 ) from refusal
             if self._found.has_left(order):
                 self._leave(order)

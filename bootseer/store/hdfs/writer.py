@@ -31,10 +31,13 @@ from bootseer.store.hdfs.connection import HdfsConnection, begin_direct
 from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
 from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
-from bootseer.transfer.policy import OUTAGE_DEADLINES, UNTIL_DEADLINE, Attempts
+from bootseer.transfer.policy import Attempts, Policy
 
 logger = logging.getLogger(__name__)
 
+# Some 15 s, not counting what each call waits for a NameNode: whoever writes a part of a checkpoint
+# then begins another file, on other DataNodes.
+_AGAIN = Policy(attempts=12)
 # A call takes a fraction of a second at this size, so each one is progress for the deadline.
 _PIECE_BYTES = 2 << 20
 # Kept for another try: more than a pipeline has under way (80 packets of 64 KiB) and a piece.
@@ -160,7 +163,7 @@ class HdfsWriter(Writer):
         """Bring the file to where it should be, and close it or leave it open."""
         # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
         # not be reported yet.
-        attempts = Attempts(UNTIL_DEADLINE, OUTAGE_DEADLINES * self._connection.deadline_s)
+        attempts = Attempts(_AGAIN)
         end_s = time.monotonic() + self._connection.deadline_s
         kept_bytes = 0
         while True:
