@@ -7,23 +7,25 @@ was listed stays. What nevertheless was needed a moment later is found by a thir
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from msgspec import Struct
 
 from bootseer.blob.keys import blob_key, index_key
-from bootseer.errors import BootseerError, BusyError, NoSpaceError, NotFoundError
-from bootseer.gc.inventory import Inventory, take_inventory
-from bootseer.gc.plan import CONTENT, Plan, make_plan
+from bootseer.errors import BootseerError, BusyError, NoSpaceError
+from bootseer.gc.inventory import Inventory, look_at_each, take_inventory
+from bootseer.gc.plan import CONTENT, Plan, make_plan, stages
 from bootseer.gc.retention import Rules
-from bootseer.store import Store
+from bootseer.store import FileInfo, Store
 from bootseer.store.objects.lease import LeaseRenewal
 
 _log = logging.getLogger(__name__)
 
 _LEASE_KEY = "leases/gc"
 _LEASE_S = 60.0
+_AT_ONCE = 100
+"""Objects that are looked at, then deleted: few, so that hardly any changes in between."""
 
 
 class Collected(Struct, frozen=True):
@@ -101,22 +103,30 @@ class _Deleter:
         self.spared: list[str] = []
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            try:
-                info = self._store.info(key)
-            except NotFoundError:
-                continue
+        """Delete objects, in the order of a plan, that are as they were listed."""
+        for stage in stages(keys):
+            for start in range(0, len(stage), _AT_ONCE):
+                self._delete_at_once(stage[start : start + _AT_ONCE])
+
+    def _delete_at_once(self, keys: Sequence[str]) -> None:
+        found = look_at_each(self._store, keys, self._info)
+        same: list[str] = []
+        for key, info in found.items():
             known = self._objects[key]
-            if info.size_bytes != known.size_bytes or info.modified_ns not in (
-                0,
-                known.modified_ns,
-            ):
+            if info.size_bytes == known.size_bytes and info.modified_ns in (0, known.modified_ns):
+                same.append(key)
+            else:
                 self.spared.append(key)
-                continue
-            self._store.delete(key)
+        self._store.delete_many(same)
+        for key in same:
+            size_bytes = found[key].size_bytes
             self.deleted.add(key)
-            self.freed_bytes += info.size_bytes
-            self._on_deleted(info.size_bytes)
+            self.freed_bytes += size_bytes
+            self._on_deleted(size_bytes)
+
+    @staticmethod
+    def _info(store: Store, key: str) -> FileInfo:
+        return store.info(key)
 
 
 def _mend(store: Store, deleted: set[str]) -> list[str]:

@@ -6,12 +6,13 @@ Edge: reads the store, changes nothing. An inventory is immutable.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 from urllib.parse import unquote
 
 from msgspec import Struct
 
+from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.errors import (
     CorruptError,
     NoSpaceError,
@@ -38,6 +39,10 @@ _log = logging.getLogger(__name__)
 
 _SKEW_NS = 60 * 10**9
 """The largest difference between clocks of a cluster that are right."""
+
+_AT_ONCE = 8
+"""Records that are read at a time: each is a few requests to a distant store, and there may be
+thousands."""
 
 _Record = TypeVar("_Record")
 
@@ -86,18 +91,16 @@ def take_inventory(store: Store) -> Inventory:
     def read_all(
         keys: Callable[[str], bool], read: Callable[[Store, str], _Record]
     ) -> dict[str, _Record]:
-        found = {}
-        for key in filter(keys, objects):
+        def read_one(store: Store, key: str) -> _Record:
             try:
-                found[key] = read(store, key)
-            except NotFoundError:
-                continue  # deleted since it was listed
+                return read(store, key)
             except (CorruptError, UnknownFormatError) as error:
                 raise type(error)(
                     f"nothing is collected: what {key} needs cannot be told, since {error}; use a "
                     "newer release, or delete that record if it is damaged"
                 ) from error
-        return found
+
+        return look_at_each(store, filter(keys, objects), read_one)
 
     return Inventory(
         objects,
@@ -114,6 +117,29 @@ def take_inventory(store: Store) -> Inventory:
         now_ns=now_ns,
         is_clock_wrong=is_clock_wrong,
     )
+
+
+def look_at_each(
+    store: Store, keys: Iterable[str], look: Callable[[Store, str], _Record]
+) -> dict[str, _Record]:
+    """Return what `look` says of each object that is there, by its key; `_AT_ONCE` at a time.
+    Raises: as `look`, but for NotFoundError."""
+
+    def look_at(key: str, _: str) -> _Record | None:
+        try:
+            return look(store, key)
+        except NotFoundError:
+            return None  # deleted since it was listed
+
+    found = each_at_once(
+        {key: key for key in keys},
+        look_at,
+        Stoppable(None),
+        thread_count=_AT_ONCE,
+        thread_name="inventory",
+        size_of=lambda _: None,
+    )
+    return {key: record for key, record in found.items() if record is not None}
 
 
 def _read_clocks(store: Store) -> tuple[int, int]:

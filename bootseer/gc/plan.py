@@ -6,7 +6,8 @@ at no moment a record names what is gone.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 from msgspec import Struct
 
@@ -72,7 +73,7 @@ def make_plan(inventory: Inventory, rules: Rules) -> Plan:
     ranks = {folder: rank for rank, folder in enumerate(_ORDER)}
     deletions = sorted(
         (key for key in inventory.objects if key not in marked),
-        key=lambda key: (ranks[_folder(key)], _header_first(key)),
+        key=lambda key: (ranks[_folder(key)], _is_part(key), key),
     )
     freed = sum(inventory.objects[key].size_bytes for key in deletions)
     return Plan(snapshots, images, tuple(deletions), freed)
@@ -83,10 +84,16 @@ def _folder(key: str) -> str:
     return next((folder for folder in _ORDER if key.startswith(folder)), "")
 
 
-def _header_first(key: str) -> tuple[str, bool, str]:
-    """A bundle's header, which names its parts, goes before them."""
-    folder, _, name = key.rpartition("/")
-    return folder, name != "header", name
+def _is_part(key: str) -> bool:
+    """Return whether an object is a part of a bundle: the headers, which name them, go first."""
+    return key.startswith("bundles/") and not key.endswith("/header")
+
+
+def stages(deletions: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the keys that may be deleted at once, in no order: none of them names another one of
+    its stage. `deletions` is in the order of a plan."""
+    for _, keys in groupby(deletions, key=lambda key: (_folder(key), _is_part(key))):
+        yield list(keys)
 
 
 class _Marks:

@@ -5,11 +5,13 @@ import shutil
 import time
 from pathlib import Path
 
+from bootseer.base.content_digest import content_digest
 from bootseer.gc.collect import Collected, collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import Plan, make_plan
 from bootseer.gc.retention import Rules
 from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.bundle.format import decode_frame
 from bootseer.prefetch.index.catalogue import (
     check_blobs,
     find_image,
@@ -66,6 +68,13 @@ def check_all(store: Store) -> None:
             pointer = hot_store.read_pointer(store, image.index_digest, workload)
             assert pointer is not None
             hot_store.read_hotset(store, pointer, workload)
+            tree = read_tree(store, image.index_digest)
+            lengths = [blob.stream_length for blob in tree.blobs]
+            for frame in hot_store.read_bundle(store, pointer, lengths).frames:
+                key = hot_store.part_key(pointer.bundle_digest, frame.part)
+                stored = store.read(key, frame.offset, frame.length)
+                assert content_digest(stored) == frame.digest
+                decode_frame(frame, stored)
 
 
 def keys_of(settings: Settings, folder: str = "") -> set[str]:

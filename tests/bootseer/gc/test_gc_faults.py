@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import subprocess
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.store import FileInfo, Store, Writer, open_store
+from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease
 from bootseer.store.objects.uses import note_use, use_key
 from tests.bootseer.gc.collecting import (
@@ -39,7 +42,7 @@ from tests.bootseer.gc.collecting import (
     run_setups,
 )
 from tests.support.mounts.image_mounts import settings_at
-from tests.support.waiting import wait_for
+from tests.support.waiting import TIMEOUT_S, wait_for
 
 
 def test_what_is_published_between_plan_and_deletion_is_spared(tmp_path: Path) -> None:
@@ -93,7 +96,17 @@ class _Killed(BaseException):
     """The end of the process, as far as the store can tell."""
 
 
-def test_a_collection_that_dies_at_any_step_leaves_nothing_broken(tmp_path: Path) -> None:
+def bundles_in(settings: Settings) -> dict[str, set[str]]:
+    """What each bundle in the store is made of, by its header's key."""
+    found: dict[str, set[str]] = {}
+    for key in keys_of(settings, "bundles/"):
+        found.setdefault(f"{key.rpartition('/')[0]}/header", set()).add(key)
+    return found
+
+
+def test_a_collection_that_dies_at_any_step_leaves_nothing_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = settings_at(tmp_path)
     add_image(settings, tmp_path, "one", "base", "a")
     add_access(settings, "one", b"base/file")
@@ -101,25 +114,69 @@ def test_a_collection_that_dies_at_any_step_leaves_nothing_broken(tmp_path: Path
     add_access(settings, "two", b"b/file")
     run_setups(settings, tmp_path / "env", "ab")
     rules = replace(NOW, images=("one:1",), keep_last=1)
+    whole = bundles_in(settings)
+    assert len(whole) == 2
+    delete = LocalBackend.delete
+
+    def die(self: LocalBackend, path: str, *, recursive: bool = False) -> None:
+        delete(self, path, recursive=recursive)
+        if not path.startswith((".tmp/", "leases/")):
+            raise _Killed
+
     steps = 0
     while True:
         with open_store(settings.store_url) as store:
             inventory = take_inventory(store)
             left = rules if "images/one%3A1.json" in inventory.images else replace(rules, images=())
             plan = make_plan(inventory, left)
-
-            def die(size_bytes: int) -> None:
-                raise _Killed
-
             if not plan.deletions:
                 break
-            with pytest.raises(_Killed):
-                collect(store, inventory, plan, left, owner="gc", on_deleted=die)
+            with monkeypatch.context() as patched:
+                patched.setattr(LocalBackend, "delete", die)
+                with pytest.raises(_Killed):
+                    collect(store, inventory, plan, left, owner="gc")
             check_all(store)
+            # A start that has read the pointer finds no header, or all that it names.
+            keys = keys_of(settings, "bundles/")
+            for header, parts in whole.items():
+                assert header not in keys or parts <= keys
             steps += 1
     assert steps > 10
     assert {image.rpartition("/")[2] for image in keys_of(settings, "images/")} == {"two%3A1.json"}
     assert len(keys_of(settings, "snapshots/")) == 1
+
+
+def test_records_are_read_several_at_a_time_and_objects_deleted_by_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, each of which is some requests, a store of thousands takes hours."""
+    settings = settings_at(tmp_path)
+    run_setups(settings, tmp_path / "env", "abcdefgh")
+    together = threading.Barrier(4)
+    is_read = LocalBackend.read
+
+    def read(self: LocalBackend, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if path.startswith("snapshots/"):
+            together.wait(TIMEOUT_S)
+        return is_read(self, path, offset, length)
+
+    with open_store(settings.store_url) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalBackend, "read", read)
+            inventory = take_inventory(store)
+        assert len(inventory.snapshots) == 8
+        plan = make_plan(inventory, replace(NOW, keep_last=0))
+        batches: list[list[str]] = []
+
+        def delete_many(keys: Iterable[str]) -> None:
+            batches.append(list(keys))
+            Store.delete_many(store, batches[-1])
+
+        monkeypatch.setattr(store, "delete_many", delete_many)
+        done = collect(store, inventory, plan, replace(NOW, keep_last=0), owner="gc")
+    assert done.deleted_count == len(plan.deletions) >= 16
+    assert len(batches) < done.deleted_count / 2
+    assert [key for batch in batches for key in batch] == list(plan.deletions)
 
 
 def test_a_record_that_cannot_be_read_stops_the_collection(tmp_path: Path) -> None:

@@ -168,6 +168,30 @@ def test_a_large_object_that_is_there_is_not_sent(relay: FaultyRelay, store: Sto
     assert relay.count("PUT ") == 0
 
 
+def test_many_objects_are_deleted_by_one_request(relay: FaultyRelay, store: Store) -> None:
+    keys = [f"a/{name}" for name in ("x", "with space", "star*", "[x]", "q?", "ü")]
+    for key in (*keys, "a/starfish"):
+        store.publish(key, b"x")
+    relay.seen.clear()
+    store.delete_many([*keys, "a/missing"])
+    assert [one.method for one in relay.seen] == ["POST"]
+    assert [info.path for info in store.list()] == ["a/starfish"]
+    refused = (
+        b"<DeleteResult><Error><Key>k</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+        b"</DeleteResult>"
+    )
+    relay.faults = [Fault("POST ", 1, status=200, body=refused)]
+    with pytest.raises(PermissionDeniedError, match="AccessDenied"):
+        store.delete_many(["a/starfish"])
+
+
+def test_a_folder_is_deleted_with_what_is_in_it_and_nothing_else(store: Store) -> None:
+    for key in ("star*/a", "star*/b/c", "starfish/a", "star/x"):
+        store.publish(key, b"x")
+    store.backend.delete("star*", recursive=True)
+    assert [info.path for info in store.list()] == ["star/x", "starfish/a"]
+
+
 def _write(backend: Backend) -> None:
     put(backend, "new", b"x" * 1000)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_START_DEADLINE_S = 60
+_START_DEADLINE_S = 240
 _ADDRESS = re.compile(rb"Running on (http://127\.0\.0\.1:\d+)")
 
 
