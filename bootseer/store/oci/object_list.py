@@ -2,7 +2,7 @@
 
 Owns the answer about it, which is kept for `FRESH_S`, and for ever about keys that name their
 object's own digest; and the order of requests by which writers that nothing excludes from each
-other agree. Thread-safe.
+other agree. Thread-safe: writers wait for each other, and for no writer waits who only looks.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from bootseer.store.oci.objects import (
     encode_object,
     objects_by_key,
 )
-from bootseer.transfer.policy import SOON, dice
+from bootseer.transfer.policy import SOON, dice, fresh_copy
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +56,22 @@ class ObjectList:
         self._client = client
         self._reference = reference
         self._url = url
-        self._lock = threading.RLock()
+        self._writing = threading.Lock()
+        """Held by the writer of this process, through all of its requests and pauses."""
+        self._looking = threading.Lock()
+        """Held while the list is asked for: who waits takes the same answer."""
+        self._lock = threading.Lock()
+        """Held while the answer is exchanged, and never while a server is asked."""
         self._subject: Mapping[str, Any] | None = None
-        self._objects: dict[str, list[StoredObject]] = {}
+        self._objects: Mapping[str, list[StoredObject]] = {}
+        """The last answer; another one takes its place, and none is changed."""
         self._loaded_at = float("-inf")
+        """When the last answer was asked for."""
+        self._changed_at = float("-inf")
+        """Answers that were asked for until then count as old."""
+        self._failed_at = float("-inf")
+        self._failure: BootseerError | None = None
+        """What the last look failed by, and when it had."""
         self._has_empty = False
         self._mine: dict[str, tuple[float, Mapping[str, Any]]] = {}
         """What was added to the list lately, by the manifest's digest: (when, descriptor)."""
@@ -68,23 +80,19 @@ class ObjectList:
         """The newest object of a key. Raises: as `RegistryClient.manifest`."""
         versions = self._objects.get(key)
         if versions and versions[-1].is_immutable:
-            # Without the lock: no read of a layer waits for another's look for what is absent.
+            # No read of a layer waits for another's look for what is absent.
             return versions[-1]
-        with self._lock:
-            self._refresh(FRESH_S)
-            versions = self._objects.get(key)
-            return versions[-1] if versions else None
+        versions = self._refreshed(FRESH_S).get(key)
+        return versions[-1] if versions else None
 
     def fresh(self) -> Mapping[str, StoredObject]:
         """The newest object of each key, not older than `FRESH_S`. Raises: as `find`."""
-        with self._lock:
-            self._refresh(FRESH_S)
-            return self.known()
+        self._refreshed(FRESH_S)
+        return self.known()
 
     def known(self) -> Mapping[str, StoredObject]:
         """What the last answer said, however old it is."""
-        with self._lock:
-            return {key: versions[-1] for key, versions in self._objects.items()}
+        return {key: versions[-1] for key, versions in self._objects.items()}
 
     def add(self, key: str, digest: str, size_bytes: int, *, overwrite: bool) -> None:
         """Make a blob that the registry has the object of a key.
@@ -92,11 +100,10 @@ class ObjectList:
         Raises: AlreadyExistsError where another writer has, and not `overwrite`; as
         `RegistryClient.push_blob`.
         """
-        with self._lock:
+        with self._writing:
             subject = self._described_subject()
             self._push_empty()
-            self._refresh(FRESH_S)
-            older = self._objects.get(key, [])
+            older = self._refreshed(FRESH_S).get(key, [])
             if older and not overwrite:
                 raise self._exists(key)
             written_ns = max([time.time_ns(), *(o.written_ns + 1 for o in older)])
@@ -109,7 +116,7 @@ class ObjectList:
                 self._mine[own] = (time.monotonic(), descriptor)
                 self._update_list({o.manifest_digest for o in older})
             else:
-                self._refresh(0.0)
+                self._refreshed(0.0)
             versions = self._objects.get(key, [])
             if not overwrite and versions and versions[-1].manifest_digest != own:
                 self._withdraw([o for o in versions if o.manifest_digest == own])
@@ -121,18 +128,18 @@ class ObjectList:
 
         Raises: AlreadyExistsError where something is below it and not `recursive`; as `add`.
         """
-        with self._lock:
-            self._refresh(0.0)
-            below = [name for name in self._objects if name.startswith(f"{key}/")]
+        with self._writing:
+            objects = self._refreshed(0.0)
+            below = [name for name in objects if name.startswith(f"{key}/")]
             if below and not recursive:
                 raise AlreadyExistsError(
                     f"cannot delete {self._url}/{key}: the folder is not empty"
                 )
-            self._withdraw([o for name in (key, *below) for o in self._objects.pop(name, [])])
+            self._withdraw([o for name in (key, *below) for o in objects.get(name, [])])
 
     def settle(self) -> None:
         """Look once more whether what was added is still listed, and have it listed."""
-        with self._lock:
+        with self._writing:
             if self._mine and self._subject is not None:
                 try:
                     self._update_list(set())
@@ -143,14 +150,41 @@ class ObjectList:
     def _exists(self, key: str) -> AlreadyExistsError:
         return AlreadyExistsError(f"cannot create {self._url}/{key}: it exists already")
 
-    def _refresh(self, age_max_s: float) -> None:
-        """Have a list of objects that is at most so old. With the lock held."""
-        if time.monotonic() - self._loaded_at <= age_max_s:
-            return
-        started = time.monotonic()
-        descriptors = self._client.referrers(self._subject_digest(), ARTIFACT_TYPE)
-        self._objects = objects_by_key(descriptors)
-        self._loaded_at = started
+    def _refreshed(self, age_max_s: float) -> Mapping[str, list[StoredObject]]:
+        """Return all versions of the objects by key, by an answer that is at most so old; 0: that
+        is asked for now. Raises: as `RegistryClient.manifest`; those who waited for a look that
+        failed fail alike, rather than wait for a registry that hangs one after the other."""
+        came_at = time.monotonic()
+        if (objects := self._young(came_at - age_max_s)) is not None:
+            return objects
+        with self._looking:
+            # An answer that was asked for since then has all that this one could have.
+            if (objects := self._young(came_at - age_max_s)) is not None:
+                return objects
+            if self._failure is not None and self._failed_at >= came_at:
+                raise fresh_copy(self._failure)
+            started = time.monotonic()
+            try:
+                descriptors = self._client.referrers(self._subject_digest(), ARTIFACT_TYPE)
+            except BootseerError as error:
+                self._failure, self._failed_at = error, time.monotonic()
+                raise
+            return self._keep(objects_by_key(descriptors), started)
+
+    def _young(self, asked_since: float) -> Mapping[str, list[StoredObject]] | None:
+        """The last answer, if it was asked for since then, and since the last change of ours."""
+        with self._lock:
+            is_young = self._loaded_at >= asked_since and self._loaded_at > self._changed_at
+            return self._objects if is_young else None
+
+    def _keep(
+        self, objects: Mapping[str, list[StoredObject]], asked_at: float
+    ) -> Mapping[str, list[StoredObject]]:
+        """Take an answer for the last one, unless one that was asked for later is here already."""
+        with self._lock:
+            if asked_at >= self._loaded_at:
+                self._objects, self._loaded_at = objects, asked_at
+            return self._objects
 
     def _subject_digest(self) -> str:
         """The digest of the image's manifest for this machine."""
@@ -170,7 +204,7 @@ class ObjectList:
             self._has_empty = True
 
     def _withdraw(self, objects: Sequence[StoredObject]) -> None:
-        """Take objects out of the list. With the lock held."""
+        """Take objects out of the list, by the writer."""
         if not objects:
             return
         subject_digest = self._subject_digest()
@@ -180,7 +214,13 @@ class ObjectList:
         if gone & in_list:
             self._update_list(gone)
         self._forget(objects, must=not gone <= in_list)
-        self._loaded_at = float("-inf")
+        with self._lock:
+            kept = {
+                key: left
+                for key, versions in self._objects.items()
+                if (left := [one for one in versions if one.manifest_digest not in gone])
+            }
+            self._objects, self._changed_at = kept, time.monotonic()
 
     def _forget(self, objects: Sequence[StoredObject], *, must: bool = False) -> None:
         """Delete manifests that are of no use any more, where the registry allows it."""
@@ -209,8 +249,7 @@ class ObjectList:
             there = {entry.get("digest") for entry in entries if isinstance(entry, dict)}
             missing = [entry for digest, (_, entry) in self._mine.items() if digest not in there]
             if not missing and not gone & there:
-                self._objects = objects_by_key(entries)
-                self._loaded_at = started
+                self._keep(objects_by_key(entries), started)
                 return
             kept = [e for e in entries if not (isinstance(e, dict) and e.get("digest") in gone)]
             if attempt:

@@ -5,6 +5,7 @@ The promises of every backend are checked by the other files here.
 
 import concurrent.futures
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.errors import AlreadyExistsError, InvalidInputError, UnavailableError
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    UnavailableError,
+)
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, this_architecture
 from bootseer.registry.reference import parse_reference
@@ -22,6 +28,7 @@ from bootseer.store.oci.objects import ARTIFACT_TYPE, decode_object, encode_obje
 from tests.bootseer.store.conftest import push_image
 from tests.support.servers.faulty_relay import Fault, FaultyRelay, ReferrersRelay
 from tests.support.servers.registry import Registry
+from tests.support.waiting import TIMEOUT_S, wait_for
 
 SUBJECT = {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"image"), "size": 5}
 
@@ -357,3 +364,38 @@ def test_the_manifest_of_an_object_is_as_documented() -> None:
             "org.opencontainers.image.created": "2023-11-14T22:13:20Z",
         },
     }
+
+
+def test_who_looks_does_not_wait_for_a_writer(
+    image: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci_list, "FRESH_S", 0.0)
+    _, _, name = image.partition("/")
+    with FaultyRelay(registry.host) as relay:
+        store = open_store(f"oci://{relay.host}/{name}", deadline_s=240)
+        store.publish("here", b"x")
+        relay.faults = [Fault("PUT .*manifests", 1, hang_s=600)]
+        failed: list[BootseerError] = []
+
+        def write() -> None:
+            try:
+                store.publish("slow", b"y")
+            except BootseerError as error:
+                failed.append(error)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        wait_for(lambda: not relay.faults[0].times, "the writer's request")
+        found: list[object] = []
+
+        def look() -> None:
+            found.extend([store.read("here"), store.exists("absent"), len(list(store.list()))])
+
+        threading.Thread(target=look, daemon=True).start()
+        wait_for(lambda: len(found) == 3, "a look beside a writer")
+        assert found == [b"x", False, 1]
+        assert not failed
+        assert writer.is_alive()
+    # Its server has gone: it ends, in one way or the other.
+    writer.join(TIMEOUT_S)
+    assert not writer.is_alive()
