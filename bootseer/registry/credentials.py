@@ -22,6 +22,7 @@ from msgspec import Struct
 from bootseer.base.documents import Form, parse
 from bootseer.base.redact import note_login
 from bootseer.errors import CorruptError
+from bootseer.linux.bounded_run import run_within
 from bootseer.registry.reference import DOCKER_HUB
 
 _log = logging.getLogger(__name__)
@@ -116,26 +117,19 @@ def _from_helper(config: Mapping[str, Any], host: str, path: Path) -> Credential
         return None
     program = f"docker-credential-{name}"
     try:
-        done = subprocess.run(
-            [program, "get"],
-            input=server.encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=HELPER_DEADLINE_S,
-            check=False,
-        )
+        code, said = run_within([program, "get"], HELPER_DEADLINE_S, given=server.encode())
     except subprocess.TimeoutExpired:
         _log.warning("%s gave no answer within %.0f s", program, HELPER_DEADLINE_S)
         return None
     except OSError as error:
         _log.warning("cannot run %s, which %s asks for: %s", program, path, error.strerror)
         return None
-    if done.returncode != 0:
+    if code != 0:
         # The protocol's way to say that it knows no login; its reason is not for logs.
         _log.debug("%s has no login for %s", program, server)
         return None
     try:
-        answer = _ANSWER.decode(done.stdout, program)
+        answer = _ANSWER.decode(said, program)
     except CorruptError:
         _log.warning("the answer of %s is not what a credential helper says", program)
         return None

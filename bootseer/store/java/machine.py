@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 from bootseer.errors import UnsupportedError
+from bootseer.linux.bounded_run import run_within
 from bootseer.store.deadline import DeadlineCaller
 
 _VERSION = 0x00010008
@@ -140,20 +141,16 @@ def _asked_hadoop() -> str:
     if program is None:
         return ""
     try:
-        done = subprocess.run(
-            [program, "classpath", "--glob"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_S,
-            check=True,
-        )
+        command = [program, "classpath", "--glob"]
+        code, said = run_within(command, _COMMAND_S)
+        if code:
+            raise subprocess.CalledProcessError(code, command)
     except (OSError, subprocess.SubprocessError) as error:
         raise UnsupportedError(
             f"java+hdfs:// needs Hadoop's jars, and {program} does not name them ({error}): set "
             "CLASSPATH"
         ) from error
-    return done.stdout.strip()
+    return os.fsdecode(said).strip()
 
 
 def _is_usual(entry: str) -> bool:

@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from bootseer.registry import credentials
 from bootseer.registry.credentials import Credential, find_credential
+from tests.support.waiting import wait_for
 
 SECRET = "s3cret:with-colon"
 
@@ -161,3 +163,20 @@ def test_a_file_that_may_not_be_read_is_a_warning(
 
 def test_a_login_does_not_show_its_secret() -> None:
     assert "s3cret" not in repr(Credential("me", SECRET, SECRET))
+
+
+def test_a_helper_that_leaves_a_child_behind_is_left_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has the helper's output: who waits for its end waits for ever."""
+    monkeypatch.setattr("bootseer.registry.credentials.HELPER_DEADLINE_S", 0.5)
+    helper(tmp_path, "sleep 600 & sleep 600", monkeypatch)
+    environ = configured(tmp_path, {"credHelpers": {"r.io": "test"}})
+    found: list[object] = []
+
+    def find() -> None:
+        found.append(find_credential("r.io", "a/b", environ))
+
+    threading.Thread(target=find, daemon=True).start()
+    wait_for(lambda: found, "the end of a helper that hangs")
+    assert found == [None]
