@@ -1,7 +1,8 @@
 """The API server of the cluster, by the service account of this pod. Any thread.
 
-Every request has a deadline and is tried once: whoever asks looks again later. The token is read
-for each request, since the kubelet replaces it; it reaches no log and no error.
+Every request has a deadline, for the head of its answer and for the body, whether they hang or
+drip. It is tried once: whoever asks looks again later. The token is read for each request, since
+the kubelet replaces it; it reaches no log and no error.
 """
 
 import os
@@ -13,12 +14,15 @@ import urllib3
 
 from bootseer.base.documents import Form
 from bootseer.errors import (
+    BootseerError,
     BusyError,
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
 )
+from bootseer.registry.connections import pool_classes
+from bootseer.registry.transport import Response
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a kubelet puts what a pod's service account has."""
@@ -45,6 +49,8 @@ class Api:
                 retries=False,
                 timeout=urllib3.Timeout(total=timeout_s),
             )
+            self._http.pool_classes_by_scheme = pool_classes(lambda connection, sock: None)
+            self._timeout_s = timeout_s
             self.namespace = (account / "namespace").read_text().strip()
         except OSError as error:
             raise InvalidInputError(
@@ -85,10 +91,22 @@ class Api:
             if content_type:
                 headers["Content-Type"] = content_type
             response = self._http.request(
-                method, where, json=document, headers=headers, redirect=False
+                method,
+                where,
+                json=document,
+                headers=headers,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise UnavailableError(f"cannot {method} {where}: {type(error).__name__}") from None
+        try:
+            data = Response(response, where).read_all(_OBJECT.size_max, self._timeout_s)
+        except BootseerError as error:
+            raise UnavailableError(f"cannot {method} {where}: {error}") from None
+        finally:
+            response.close()
         status = response.status
         if status == 404:
             raise NotFoundError(f"there is no {where}")
@@ -102,7 +120,7 @@ class Api:
             raise BusyError(f"{where} was changed by another program meanwhile")
         if not 200 <= status < 300:
             raise UnavailableError(f"cannot {method} {where}: the API server says {status}")
-        return _OBJECT.decode(response.data, where)
+        return _OBJECT.decode(data, where)
 
 
 def _server(host: str) -> str:

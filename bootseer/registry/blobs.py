@@ -4,7 +4,9 @@ Owns which server gave which blob, so that one that gave a wrong one is not aske
 Nothing is verified but sizes: only who reads to the end knows the digest. Thread-safe.
 """
 
+import contextlib
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import BinaryIO, cast
@@ -23,6 +25,8 @@ from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S, Pace
 from bootseer.transfer.policy import ONCE, Policy
 
+_GIVERS_MAX = 1000
+"""More than are read between two looks at one blob."""
 _RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 
 
@@ -33,8 +37,8 @@ class BlobReader:
         self._servers = servers
         self._stall_s = min(STALL_S, deadline_s)
         self._pace = Pace()
-        self._givers: dict[str, Callable[[], None]] = {}
-        """Per blob read from its start: notes a failure of the server that gave it."""
+        self._givers: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        """Per blob read from its start lately: notes a failure of the server that gave it."""
 
     def read(self, digest: str, size_bytes: int, start: int, end: int) -> bytes:
         """The bytes [start, end) of a blob of `size_bytes`, not verified. Raises: as `manifest`."""
@@ -129,6 +133,10 @@ class BlobReader:
                 )
             if start == 0:
                 self._givers[digest] = session.note_failure
+                # A server that lives for weeks reads blobs without number.
+                while len(self._givers) > _GIVERS_MAX:
+                    with contextlib.suppress(KeyError):  # another thread was faster
+                        self._givers.popitem(last=False)
             partial_answer = response.status == 206
             skip_bytes = 0 if partial_answer else start
             return OpenedRange(response, skip_bytes, partial_answer, session.note_failure)

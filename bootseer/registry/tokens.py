@@ -12,7 +12,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -22,6 +22,7 @@ from bootseer.base.documents import Form
 from bootseer.errors import (
     BootseerError,
     CorruptError,
+    DeadlineError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -29,6 +30,7 @@ from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import is_loopback
 from bootseer.registry.transport import Response, Transport, is_transient
+from bootseer.transfer.policy import fresh_copy
 
 _ANSWER_BYTES_MAX = 2**20
 _Token = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{0,65536}\Z")]
@@ -84,13 +86,30 @@ class Authorizer:
         self._deadline_s = deadline_s
         self._grants: dict[str, _Grant] = {}
         self._lock = threading.Lock()
+        self._failed_s = float("-inf")
+        self._failure: BootseerError | None = None
+        """What the last token that could not be had failed by, and when."""
+
+    @contextlib.contextmanager
+    def _one_asks(self) -> Iterator[None]:
+        """Have one thread at a time ask for a token. Those who waited for one that failed fail
+        alike: else each would wait for a server that hangs, one after the other."""
+        came_s = time.monotonic()
+        with self._lock:
+            if self._failure is not None and self._failed_s >= came_s:
+                raise fresh_copy(self._failure)
+            try:
+                yield
+            except (UnavailableError, DeadlineError) as error:
+                self._failure, self._failed_s = error, time.monotonic()
+                raise
 
     def header(self, action: str) -> str | None:
         """The Authorization to send with "pull" or "push"; None before the server asked for one.
 
         Raises: as `renewed`, where a token has to be renewed.
         """
-        with self._lock:
+        with self._one_asks():
             grant = self._grants.get(action)
             if grant and time.monotonic() > grant.valid_until:
                 grant = self._grants[action] = self._grant(grant.challenge, action)
@@ -102,7 +121,7 @@ class Authorizer:
 
         Raises: PermissionDeniedError where there is none; UnavailableError, DeadlineError.
         """
-        with self._lock:
+        with self._one_asks():
             grant = self._grants.get(action)
             if grant and grant.header != refused:
                 return grant.header  # another thread was faster

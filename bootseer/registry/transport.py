@@ -8,6 +8,7 @@ is for one thread.
 """
 
 import email.utils
+import io
 import ipaddress
 import logging
 import socket
@@ -58,6 +59,7 @@ _WHERE = {
     Reach.MACHINE: "this machine",
 }
 _PIECE_BYTES = 2**20
+_AT_ONCE_BYTES = 64 * 1024
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _IPv4_BITS = 0xFFFFFFFF
 _TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
@@ -111,6 +113,28 @@ class Response:
         self._raw.close()
 
 
+class _Upload(io.RawIOBase):
+    """A body that is sent within a deadline: a server that takes a byte now and then would hold its
+    sender for ever."""
+
+    def __init__(self, body: BinaryIO, server: str, seconds: float) -> None:
+        super().__init__()
+        self._body = body
+        self._server = server
+        self._seconds = seconds
+        self._ends_s = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        """As its base."""
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        """As its base. Raises: DeadlineError."""
+        if time.monotonic() > self._ends_s:
+            raise DeadlineError(f"{self._server} did not take the body within {self._seconds:g} s")
+        return self._body.read(size)
+
+
 class Transport:
     """Connections to one `Host`, and to others on its behalf."""
 
@@ -145,13 +169,23 @@ class Transport:
         if reach is not None and (parts.hostname or "") != self._own[0]:
             self._check(reach, parts.hostname or "")
         server = parts.netloc.rpartition("@")[2]
+        given = {"Accept-Encoding": "identity", "User-Agent": "bootseer", **headers}
+        sent: bytes | _Upload | None
+        if body is None or (isinstance(body, bytes) and len(body) <= _AT_ONCE_BYTES):
+            sent = body
+        else:
+            if isinstance(body, bytes):
+                # In pieces: a socket's time-out counts for all that it is given at once.
+                given.setdefault("Content-Length", str(len(body)))
+                body = io.BytesIO(body)
+            sent = _Upload(body, server, self._deadline_s + more_s)
         manager = self._manager(parts.scheme, parts.hostname or "")
         try:
             raw = manager.urlopen(
                 method,
                 url,
-                body=body,
-                headers={"Accept-Encoding": "identity", "User-Agent": "bootseer", **headers},
+                body=sent,
+                headers=given,
                 redirect=False,
                 retries=False,
                 assert_same_host=False,

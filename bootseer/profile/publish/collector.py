@@ -65,6 +65,9 @@ def send(endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]) -> 
     attempts = Attempts(_POLICY, DEADLINE_S)
     try:
         for batch in _batches(endpoint, lines, sent):
+            if not attempts.left_s:
+                problem = f"the collector took longer than {DEADLINE_S:g} s; the rest is sent later"
+                break
             try:
                 if batch.body:
                     _post(transport, endpoint, batch.body, attempts)

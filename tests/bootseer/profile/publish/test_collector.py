@@ -4,7 +4,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,29 @@ def test_a_silent_server_costs_its_time_out(
     found = send(_endpoint(server, OTEL_EXPORTER_OTLP_TIMEOUT="200"), lines, {})
     assert found.offsets == {}
     assert "does not answer in time" in found.problem
+
+
+def test_a_slow_server_costs_no_more_than_the_deadline_of_a_look(
+    server: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline.start(tmp_path, job="j", submission="s", attempt=0, node="n", rank=0)
+    for number in range(1100):
+        timeline.note(f"stage {number}", 10**18, 1)
+    lines = list(outgoing([timeline.path]))
+    take = server.take
+
+    def take_slowly(path: str, headers: Mapping[str, str], body: bytes) -> None:
+        time.sleep(2.0)
+        take(path, headers, body)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(collector, "DEADLINE_S", 1.5)
+        patched.setattr(server, "take", take_slowly)
+        found = send(_endpoint(server, OTEL_EXPORTER_OTLP_TIMEOUT="200000"), lines, {})
+    assert "the rest is sent later" in found.problem
+    assert len(server.messages) <= 1
+    assert send(_endpoint(server), lines, found.offsets).problem == ""
+    assert [span.name for span in server.spans()] == [f"stage {n}" for n in range(1100)]
 
 
 def test_records_that_are_none_cost_no_others(server: Collector, lines: list[Line]) -> None:
