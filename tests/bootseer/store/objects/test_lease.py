@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
 from bootseer.store import Lease, LeaseWatch, Store, open_store
+from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease
 from tests.bootseer.store.using import race
 from tests.support.waiting import wait_for
@@ -57,6 +59,28 @@ def test_is_held_by_one_until_released(store: Store) -> None:
     assert list(store.list()) == []
     if store.backend.has_atomic_rename:
         assert list(store.backend.list(".tmp")) == []
+
+
+def test_a_lease_counts_from_before_its_record_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others see the expiry that the record says, however long the write of it took."""
+    late_s = 0.0
+
+    class Slow(LocalBackend):
+        def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+            nonlocal late_s
+            super().rename(source, target, overwrite=overwrite)
+            late_s += 20
+
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + late_s, time_ns=lambda: time.time_ns()
+    )
+    monkeypatch.setattr(lease, "time", clock)
+    held = hold(Store(Slow(tmp_path / "root")), ttl_s=60)
+    assert 0 < held.remaining_s <= 40
+    held.renew()
+    assert 0 < held.remaining_s <= 40
 
 
 def test_one_of_many_gets_a_new_lease(store: Store) -> None:

@@ -21,6 +21,7 @@ from bootseer.errors import (
 )
 from bootseer.linux.removal import remove_tree
 from bootseer.store import Store, open_store
+from bootseer.store.local.backend import LocalBackend
 from tests.bootseer.store.using import race
 from tests.support.trees import nest
 from tests.support.waiting import wait_for
@@ -98,6 +99,22 @@ def test_pieces_that_can_be_read_again_are_written_again(tmp_path: Path) -> None
     with open_store((tmp_path / "store").as_uri()) as store:
         assert store.publish("key", _Twice())
         assert store.read("key") == b"x" * 100_000
+
+
+@pytest.mark.parametrize("failure", [UnavailableError("gone"), KeyboardInterrupt()])
+def test_a_publish_that_fails_at_its_last_step_leaves_nothing(
+    tmp_path: Path, failure: BaseException
+) -> None:
+    class Failing(LocalBackend):
+        def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+            raise failure
+
+    store = Store(Failing(tmp_path / "root"))
+    for replace in (False, True):
+        with pytest.raises(type(failure)):
+            store.publish("key", b"x" * 1000, replace=replace)
+    assert left_behind(store) == []
+    assert list(store.list()) == []
 
 
 def test_a_missing_file_is_not_published(store: Store, tmp_path: Path) -> None:
