@@ -61,6 +61,7 @@ def main() -> int:
         with _storage(arguments.storage, folder) as url:
             try:
                 with open_site(folder, url) as site:
+                    begun_s = time.monotonic()
                     if arguments.replay:
                         lines = arguments.replay.read_text().splitlines()
                         run_again(site, [json.loads(x) for x in lines if x.startswith("{")])

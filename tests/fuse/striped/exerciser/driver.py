@@ -5,6 +5,7 @@ is drawn from the seed and its number, and works in a folder of its own.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -18,15 +19,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bootseer.errors import BusyError, DeadlineError, UnavailableError
+from bootseer.checkpoints import read_into
+from bootseer.errors import BusyError, DeadlineError, NotFoundError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.linux.processes import wait_ended
 from bootseer.served.status import find_known
 from bootseer.store import open_backend
 from tests.fuse.striped.exerciser import worker
-from tests.fuse.striped.exerciser.model import Answer, DeviationError, Model, Operation
+from tests.fuse.striped.exerciser.model import (
+    Answer,
+    DeviationError,
+    Model,
+    Operation,
+    described,
+)
 from tests.fuse.striped.exerciser.operations import WEIGHTS, Chooser
+from tests.fuse.striped.support.harness import storage_on
 from tests.fuse.striped.support.mounting import checkpoints
 from tests.support.waiting import wait_for
 
@@ -128,6 +137,7 @@ class Site:
         self.mounted = dict(mounted)
         self.can_restart = _can_restart()
         self.backend = open_backend(url)
+        self._storage = storage_on(self.backend, unit=UNIT_BYTES)
         self.processes: dict[str, Process] = {}
         self._address = str(folder / "socket")
         self._listener = socket.socket(socket.AF_UNIX)
@@ -184,6 +194,16 @@ class Site:
 
         wait_for(is_known, f"{count} files are open in mount {mount}: this", timeout_s=_ANSWER_S)
 
+    def stored(self, path: str) -> Answer:
+        """Return what `peek` would show on a node that has nothing open."""
+        try:
+            size = self._storage.tree.stored.status(path).size_bytes
+            buffer = bytearray(size)
+            count = read_into(self._storage, path, buffer)
+        except NotFoundError:
+            return {"errno": errno.ENOENT}
+        return {"ok": {"size": size, "read": described(bytes(buffer[:count]))}}
+
     def log_ends(self) -> str:
         """Return the last lines of both servers' logs."""
         found = []
@@ -213,6 +233,7 @@ class Site:
             with contextlib.suppress(HangError):
                 self.end(name, is_killed=True)
         self._listener.close()
+        self._storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -293,15 +314,12 @@ class Run:
         return self._site.processes[who].ask(request)
 
     def _find_out(self) -> None:
-        """Ask another node what the last operation has left open."""
+        """Ask the storage what the last operation has left open."""
         for mount in sorted(self.model.needs_releases):
             self._site.wait_for_releases(mount, self.model.open_count(mount))
         self.model.needs_releases.clear()
         for path in list(self.model.open_questions):
-            mount = self.model.asked_by
-            who = next(f"{other}0" for other in self.model.mounts if other != mount)
-            request = {"do": "peek", "path": self._path(who[0], path)}
-            self.model.answer(path, self._site.processes[who].ask(request))
+            self.model.answer(path, self._site.stored(f"{self._folder}/{path}"))
 
     def finish(self) -> None:
         """Close all files, and compare what every node sees. Raises: SequenceError."""

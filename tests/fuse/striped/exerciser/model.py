@@ -161,8 +161,6 @@ class Model:
         self.descriptions: list[Description] = []
         self.open_questions: dict[str, list[tuple[Generation, Description]]] = {}
         """Names of which the last operation may or may not have changed the content."""
-        self.asked_by = ""
-        """The mount whose operation has left a question open."""
         self.needs_releases: set[str] = set()
         """Mounts whose server must hear of closed files before the next look is exact."""
         self._past: list[_Past] = []
@@ -302,7 +300,7 @@ class Model:
         getattr(self, f"_do_{operation['do']}")(answer, **arguments)
 
     def answer(self, path: str, answer: Answer) -> None:
-        """Take what another node's `peek` says of an open question. Raises: DeviationError."""
+        """Take what a `peek` at the storage says of an open question. Raises: DeviationError."""
         asked = self.open_questions.pop(path)
         current = self.files.get(path)
         if current is None:
@@ -445,13 +443,12 @@ class Model:
         self._note_published(one, generation)
 
     def _ask(self, one: Description) -> None:
-        """Leave it to a look from another node whether this was published."""
+        """Leave it to a look at the storage whether this was published."""
         writer = one.writer
         assert writer is not None
         if one.name is None or writer.is_detached:
             return
         writer.may_be_published = True
-        self.asked_by = one.mount
         self.open_questions.setdefault(one.name, []).append((self._made(writer), one))
 
     def _publishing_errors(self, one: Description) -> tuple[set[int], bool]:

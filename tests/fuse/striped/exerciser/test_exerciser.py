@@ -14,9 +14,9 @@ from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_ra
 from tests.support.mounts.fuse_mount import require_fuse
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
-_SEQUENCES = {"file": 12, "hdfs": 5}
+_SEQUENCES = {"file": 8, "hdfs": 4}
 # On a slow machine fewer sequences are begun.
-_BEGIN_S = 30.0
+_BEGIN_S = 20.0
 _SHRINK_S = 60.0
 
 
