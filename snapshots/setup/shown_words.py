@@ -301,6 +301,8 @@ _URL = re.compile(
     r"(?P<path>(?:/[^/?#@]*)*)(?P<ref>@[\w.-]+)?(?P<query>\?[^#@]*)?(?P<fragment>#[^@]*)?"
 )
 _FRAGMENT = re.compile(r"#(?:(?:egg|subdirectory)=[\w./-]+|sha256=[0-9a-f]{64})")
+# Of a URL's path. Wheels have longer names, and dots.
+_SEGMENT_MAX = 40
 _SEGMENT = re.compile(r"[\w.+~-]*")
 _RUN = re.compile(r"[A-Za-z0-9]{12,}")
 _SWITCH = re.compile(r"(?<=\d)[A-Za-z]|(?<=[A-Za-z])\d")
@@ -349,9 +351,10 @@ def shown_script(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str
 def shown_values(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
     """Return the value of an option that holds requirements, paths, versions and URLs, separated by
     blanks or commas, as it may be shown, and what is hidden in it."""
-    whole = _Text(text)
+    # First: a password may hold a comma.
+    whole = _Text(without_users(text))
     reader = _Reader(known)
-    for match in re.finditer(r"[^\s,]+", text):
+    for match in re.finditer(r"[^\s,]+", whole.text):
         reader.argument(whole, match.start(), match.end(), _DEPTH_MAX)
     return whole.shown(), whole.hidden()
 
@@ -777,7 +780,13 @@ class _Reader:
         before = ""
         for segment in match["path"].split("/")[1:]:
             # Behind "/t/" conda has its tokens.
-            is_shown = _SEGMENT.fullmatch(segment) and before != "t" and not _looks_random(segment)
+            is_long = len(segment) > _SEGMENT_MAX and "." not in segment
+            is_shown = (
+                _SEGMENT.fullmatch(segment)
+                and before != "t"
+                and not is_long
+                and not _looks_random(segment)
+            )
             shown += ["/", segment if is_shown else HIDDEN]
             hidden += [] if is_shown else [segment]
             before = segment

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.fingerprint import Part, command_part, secret_part
+from bootseer.snapshots.setup.fingerprint import Part, command_part, secret_part, variable_parts
 from bootseer.snapshots.setup.request import Request, Resolved, resolve
 from tests.snapshots.conftest import MakeNode
 from tests.support.secret_commands import COMMANDS, SECRET, SECRETS
@@ -152,6 +152,21 @@ def test_values_of_secret_variables_are_hidden_wherever_they_stand(
         found, told = _resolved(command, tmp_path, **environ)
         assert "sesame-1" not in told
         assert "secrets" in {part.name for part in found.parts}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("https://me:12,34@host/simple https://host/x", "https://host/simple https://host/x"),
+        ("https://host/x?token=c0nf1dent1al", "https://host/x?***"),
+        ("https://hooks.host/api/" + "aBcDeFgH-" * 6, "https://hooks.host/api/***"),
+        ("conda-forge,https://host/t/tk-abc/x", "conda-forge,https://host/t/***/x"),
+        ("/opt/wheels ./more", "/opt/wheels ./more"),
+    ],
+)
+def test_what_is_shown_of_a_variable(value: str, shown: str) -> None:
+    public = variable_parts({"PIP_EXTRA_INDEX_URL": value}, [])
+    assert [part.value for part in public.parts] == [shown]
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=5))
