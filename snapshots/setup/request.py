@@ -282,7 +282,9 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     return Resolved(
         targets.paths,
         tuple(sorted(parts)),
-        tuple(unknown(_shown_inputs(inputs, request.command, environ, find), environ, declared)),
+        tuple(
+            unknown(_shown_inputs(inputs, request.command, environ, place, find), environ, declared)
+        ),
         is_open(inputs, environ, declared),
     )
 
@@ -291,21 +293,27 @@ def _shown_inputs(
     inputs: Inputs,
     command: Sequence[str],
     environ: Mapping[str, str],
+    place: Place,
     find: Callable[[str], str | None],
 ) -> Inputs:
     """Return the inputs for sentences about them: without the words that are hidden in the command
-    and its scripts, but for programs that are here."""
+    and its scripts, but for programs and files that are here."""
     hidden = hidden_words(command, inputs.scripts, environ)
 
     def shown(name: str) -> str:
         is_computed = re.search(r"\$\{\w+[^\w}]|\$\(|`", name)
         return HIDDEN if is_computed else redact(hide_atoms(name, hidden))
 
-    def is_program(word: str) -> bool:
-        return is_known_program(word) or find(word) is not None
+    def is_here(word: str) -> bool:
+        if is_known_program(word) or find(word) is not None:
+            return True
+        try:
+            return place.host(word).exists()
+        except (OSError, InvalidInputError):
+            return False
 
     def shown_call(name: str) -> str:
-        return redact(hide_atoms(name, hidden, is_program))
+        return redact(hide_atoms(name, hidden, is_here))
 
     return replace(
         inputs,
