@@ -91,7 +91,9 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
     ):
         result = world(*arguments, MY_TOKEN=SECRET)
         assert SECRET not in result.out + result.err, result
-    key = world("snapshot", "list", "--json").json[0]["fingerprint"]
+    listed = world("snapshot", "list", "--json")
+    assert listed.code == 0, listed
+    key = listed.json[0]["fingerprint"]
     assert SECRET not in world("snapshot", "show", key).out
     for path in world.base.rglob("*"):
         if path.is_file() and not path.is_symlink():
