@@ -28,7 +28,7 @@ if not hit:
 names = [one for one in os.environ if one.endswith(("_CACHE_DIR", "_EXTENSIONS_DIR"))]
 print(json.dumps({"hit": hit, "set": sorted(set(names) - {"BOOTSEER_CACHE_DIR"})}))
 """
-READY = "import bootseer; bootseer.ready(); import time; time.sleep(60)"
+READY = "import bootseer; bootseer.ready(); import time; time.sleep(600)"
 
 
 @pytest.fixture
@@ -115,11 +115,11 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     script = f"import sys; sys.argv[1:] = []\n{COMPILES}\n{READY}"
     variables = {**torch, "BOOTSEER_PUBLISH_TIMELINES": "on"}
     with node.start("--", sys.executable, "-c", script, variables=variables) as job:
-        published = tmp_path / "store/snapshots"
-        wait_for(lambda: any(published.glob("*.json")), "a generation")
         # What works behind the start is shown.
         kinds = {"cache keeper", "timeline publisher"}
         wait_for(lambda: {one.kind for one in node_entries(node.base / "run")} >= kinds, "both")
+        published = tmp_path / "store/snapshots"
+        wait_for(lambda: any(published.glob("*.json")), "a generation")
         job.kill()
         job.communicate()
     node.wait_clean()
