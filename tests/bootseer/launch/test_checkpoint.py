@@ -213,7 +213,10 @@ def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
     done = node.run(
         *("--checkpoint", f"{local_url}:{mount}", "--setup", setup, "--target", "env"),
         *("--", "mountpoint", mount),
-        variables={"PYTHONPATH": f"{node.base / 'clock'}:{REPOSITORY}"},
+        variables={
+            "PYTHONPATH": f"{node.base / 'clock'}:{REPOSITORY}",
+            "BOOTSEER_DEADLINE": "60",
+        },
     )
     assert done.returncode == 0, done.stderr
     assert (node.base / "late").exists()

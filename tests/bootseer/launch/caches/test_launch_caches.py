@@ -142,10 +142,11 @@ def test_what_could_not_be_published_is_tried_again(
         wait_for(
             lambda: any("not published" in one.read_text() for one in logs.glob("caches-*.log")),
             "a failed look",
+            timeout_s=240,
         )
         in_the_way.unlink()
         go.touch()
-        assert job.wait(60) == 0
+        assert job.wait(240) == 0
     node.wait_clean()
     assert any(in_the_way.glob("*.json"))
 
