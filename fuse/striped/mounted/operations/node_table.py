@@ -180,6 +180,8 @@ class NodeTable:
         Return False where that thread was told so before and came back without a lookup, as one
         does that opens a file by its descriptor in /proc, or a file that is a mount point.
         """
+        if not thread:
+            return True
         for old_key, old in list(self._wishes.items()):
             if old.since_s + _WISH_S < now_s:  # whoever had it was killed
                 self._fulfil(old_key)
@@ -197,7 +199,7 @@ class NodeTable:
         self, parent: Node, name: str, thread: int, status: FileStatus, seen_s: float
     ) -> Node | None:
         """Return a node of its own for a thread that looks a name up because it wants to write."""
-        wish = self._wishes.get((thread, name))
+        wish = self._wishes.get((thread, name)) if thread else None
         if wish is None or status.is_dir:
             return None
         if wish.only_reads:

@@ -178,12 +178,30 @@ class MountTables(Operations):
         )
         return attributes_of(node, self._owner, writer), ttl_s
 
+    def _own_unseen(self, node: Node) -> None:
+        """As `_own_node`, for a thread in a pid namespace that cannot be seen from here.
+
+        Nobody can tell such threads apart when they come back: each takes the node that it found,
+        or the next one where somebody else has that open. The lock is held.
+        """
+        if node.is_local:
+            return
+        if node.is_detached or node.handles or node.was_passed:
+            if not node.is_writing:
+                self._nodes.detach(node)
+            raise refuse(errno.ESTALE, node.path)
+        if not node.is_writing:
+            self._nodes.make_writing(node)
+
     def _own_node(self, caller: Caller, node: Node) -> None:
         """Let a writer have a node of its own for the file of `node`; the lock is held.
 
         Return only if that is `node` itself, since the kernel came back without a lookup.
         Raises: OSError (ESTALE), upon which the kernel looks the name up again.
         """
+        if not caller.pid:
+            self._own_unseen(node)
+            return
         must_look_up = self._nodes.want(node, caller.pid, self._clock())
         is_read = node.handles and not node.is_local and not node.is_writing
         if must_look_up or is_read or node.is_detached:

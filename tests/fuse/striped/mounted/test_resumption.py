@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.operations import ROOT_NODE
+from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
 from bootseer.fuse.striped.mounted.life import journal
 from tests.fuse.striped.support.harness import CALLER, UNIT, Restartable, refused_with
 
@@ -101,16 +101,22 @@ def test_a_writer_that_was_about_to_open_goes_on_with_the_next_server(tmp_path: 
     """The kernel looks the name up again before it opens a file for writing."""
     here = Restartable(tmp_path)
     here.write("a", b"old")
-    steps: list[Callable[[], object]] = [lambda: None, lambda: here.node("a")]
+    caller = Caller(0, 0, 77)
+
+    def look_up() -> int:
+        attributes = here.fs.lookup(caller, ROOT_NODE, b"a").attributes
+        assert attributes is not None
+        return attributes.node
+
+    steps: list[Callable[[], object]] = [lambda: None, look_up]
     for number, step in enumerate(steps):
         with refused_with(errno.ESTALE):
-            here.fs.open(CALLER, here.node("a"), os.O_WRONLY | os.O_TRUNC)
+            here.fs.open(caller, look_up(), os.O_WRONLY | os.O_TRUNC)
         step()
         here.journal.close()
         here = Restartable(tmp_path)
-        node = here.node("a")
-        assert node != ROOT_NODE
-        handle = here.fs.open(CALLER, node, os.O_WRONLY | os.O_TRUNC).handle
+        node = look_up()
+        handle = here.fs.open(caller, node, os.O_WRONLY | os.O_TRUNC).handle
         here.pwrite((node, handle), 0, b"new%d" % number)
         here.close((node, handle))
         assert here.read("a") == b"new%d" % number

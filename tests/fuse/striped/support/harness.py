@@ -18,7 +18,7 @@ from bootseer.store.backend import Backend
 from bootseer.store.local.backend import LocalBackend
 
 UNIT = 8 * 2**10
-CALLER = Caller(0, 0, 0)
+CALLER = Caller(0, 0, os.getpid())
 
 
 def storage_on(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.operations import ROOT_NODE
+from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.mounted.operations.nodes import Node
@@ -333,3 +333,42 @@ def test_two_writers_of_a_new_name_see_their_own_sizes(one: Driver) -> None:
     assert one.read("f") == b"1"
     one.close(second)
     assert one.read("f") == b"second"
+
+
+@pytest.mark.parametrize("thread", [0, 77], ids=["unseen", "seen"])
+@pytest.mark.parametrize("names", [("d/f", "e/f"), ("d/f", "d/f")], ids=["alike", "same"])
+def test_writers_that_open_at_once_get_nodes_of_their_own(
+    one: Driver, names: tuple[str, str], thread: int
+) -> None:
+    """As the kernel, which is sent to look up again; threads of other pid namespaces are 0."""
+    one.mkdir("d")
+    one.mkdir("e")
+    for name in set(names):
+        one.write(name, b"old")
+    callers = [Caller(0, 0, thread), Caller(0, 0, thread + 1 if thread else 0)]
+    found: list[tuple[int, int] | None] = [None, None]
+    for attempt in range(2):
+        nodes = []
+        for name, caller in zip(names, callers, strict=True):
+            directory, base = one.parent(name)
+            attributes = one.fs.lookup(caller, directory, base).attributes
+            assert attributes is not None
+            nodes.append(attributes.node)
+        for number, (node, caller) in enumerate(zip(nodes, callers, strict=True)):
+            if found[number] is None:
+                try:
+                    opened = one.fs.open(caller, node, os.O_WRONLY | os.O_TRUNC)
+                except OSError as error:
+                    if error.errno != errno.ESTALE or attempt:
+                        raise
+                else:
+                    found[number] = node, opened.handle
+    for number, file in enumerate(found):
+        assert file is not None
+        one.pwrite(file, 0, b"new" * (number + 1))
+        assert one.fs.getattr(CALLER, file[0], None)[0].size_bytes == 3 * (number + 1)
+        assert one.read(names[number]) in (b"old", b"new")
+    for number, file in enumerate(found):
+        assert file is not None
+        one.close(file)
+        assert one.read(names[number]) == b"new" * (number + 1)
