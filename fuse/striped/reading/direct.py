@@ -71,6 +71,8 @@ class DirectReads:
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
             if silence.of(fetch) >= self._patience_s:
                 self._fetcher.abandon(fetch)
+                if fetch.outage is not None:
+                    raise as_raisable(fetch.outage, path)
                 raise DeadlineError(
                     f"cannot read {path} at {fetch.span.start}: no answer from "
                     f"{self._url} within {self._patience_s:.0f} s"

@@ -25,6 +25,7 @@ class Fetch:
         "is_decided",
         "lock",
         "on_done",
+        "outage",
         "runs",
         "span",
         "target",
@@ -54,6 +55,8 @@ class Fetch:
         self.is_decided = False
         self.data: memoryview | None = None
         self.error: BaseException | None = None
+        self.outage: BaseException | None = None
+        """What the last attempt failed with, while another one is to come."""
 
     def decide(self, data: memoryview) -> bool:
         """Makes the verified bytes `data` the result; False if there is one, or none is wanted."""

@@ -112,6 +112,7 @@ class Fetcher:
             if pause_s is None:
                 self._fail(fetch, error)
                 return
+            fetch.outage = error
             _log.warning("%s; trying again", error)
             self._counters.add(read_retry_count=1)
             if pause_s:

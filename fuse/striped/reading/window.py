@@ -15,7 +15,7 @@ from bootseer.errors import DeadlineError
 from bootseer.fuse.striped.reading.buffers import BufferPool
 from bootseer.fuse.striped.reading.chunks import Chunk, Key, OpenFile
 from bootseer.fuse.striped.reading.fetch import Fetch
-from bootseer.fuse.striped.reading.fetching import Fetcher
+from bootseer.fuse.striped.reading.fetching import Fetcher, as_raisable
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.view import Span
 
@@ -182,6 +182,8 @@ class Window:
                     self._forget(chunk)
                 if fetch is not None:
                     self._fetcher.abandon(fetch)
+                    if fetch.outage is not None:
+                        raise as_raisable(fetch.outage, file.view.path)
                 raise DeadlineError(
                     f"cannot read {file.view.path} at {chunk.span.start}: no answer from "
                     f"{self._url} within {self._patience_s:.0f} s"
