@@ -11,10 +11,12 @@ that this release does not know are ignored. Pure, but for
 surrogates, which `msgspec.json` refuses.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import threading
 from abc import ABCMeta
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,8 +188,31 @@ def to_builtins(value: Any) -> Any:
     return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=os.fspath)
 
 
+_known_kinds: set[Any] = set()
+_learning = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _learning
+    _learning = threading.Lock()
+
+
+# A fork may come while another thread holds it.
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def _learn(kind: Any) -> None:
+    """Have msgspec look at a struct for the first time in one thread: several at once crash it."""
+    with _learning:
+        with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
+            msgspec.convert(None, kind, dec_hook=_path_of_text)
+        _known_kinds.add(kind)
+
+
 def from_builtins(plain: Any, kind: type[T]) -> T:
     """The inverse. Raises: msgspec.ValidationError."""
+    if kind not in _known_kinds:
+        _learn(kind)
     try:
         return msgspec.convert(plain, kind, dec_hook=_path_of_text)
     except UnicodeEncodeError:

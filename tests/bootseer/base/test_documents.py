@@ -1,6 +1,8 @@
 """Documents: what is read is small, typed, whole and of a version that this release knows."""
 
 import json
+import subprocess
+import sys
 from typing import Annotated
 
 import pytest
@@ -139,3 +141,31 @@ def test_damage_is_no_later_version() -> None:
     deep = b'{"kind": "thing", "version": 2, "checksum": "x", "a": %s}'
     with pytest.raises(CorruptError, match=r"here (does not match its checksum|is not valid JSON)"):
         FORM.decode(deep % (b"[" * 900 + b"]" * 900), "here")
+
+
+_FIRST_USES = """
+import threading
+import msgspec
+from bootseer.base.documents import from_builtins
+
+def use(kind, barrier):
+    barrier.wait()
+    assert from_builtins({"one": [{"a": 1}], "two": {"x": {"a": 2}}}, kind).one[0].a == 1
+
+for number in range(300):
+    inner = msgspec.defstruct(f"Inner{number}", [("a", int), ("b", dict[str, int], {})])
+    kind = msgspec.defstruct("Kind", [("one", list[inner]), ("two", dict[str, inner])])
+    barrier = threading.Barrier(4)
+    threads = [threading.Thread(target=use, args=(kind, barrier)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_a_struct_that_several_threads_read_first_is_read() -> None:
+    """`snapshot list`, which reads manifests in threads, died by SIGSEGV in 11 of 582 runs."""
+    command = [sys.executable, "-c", _FIRST_USES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
