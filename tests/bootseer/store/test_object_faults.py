@@ -257,7 +257,7 @@ def test_a_body_that_drips_is_left_and_one_that_flows_is_not(
 
 def test_what_a_failed_upload_has_sent_never_appears(relay: FaultyRelay, store: Store) -> None:
     """A part that fails must not make an object of the parts before it."""
-    relay.faults = [Fault("PUT .*partNumber=2", 1000, status=403, body=b"")]
+    relay.faults = [Fault("PUT .*partNumber=2", 1, status=403, body=b"")]
     piece = b"x" * (16 * MIB)
     with pytest.raises(BootseerError):
         store.publish("large", (piece for _ in range(8)), replace=True)
