@@ -48,11 +48,11 @@ def main() -> int:
     parser.add_argument("--without", default="", help="operations that are left out")
     arguments = parser.parse_args()
     reset_signals()
-    weights = WEIGHTS
+    weights = WEIGHTS if arguments.without else None
     if arguments.only:
         weights = {name: WEIGHTS[name] for name in arguments.only.split(",")}
     for name in filter(None, arguments.without.split(",")):
-        weights = {kept: weight for kept, weight in weights.items() if kept != name}
+        weights = {kept: weight for kept, weight in (weights or {}).items() if kept != name}
     print(f"seed {arguments.seed}, on {arguments.storage}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="bootseer-exerciser-"))
     begun_s = time.monotonic()
@@ -69,8 +69,9 @@ def main() -> int:
                     while time.monotonic() - begun_s < arguments.minutes * 60:
                         if number - arguments.first == arguments.sequences:
                             break
-                        seed = f"{arguments.seed}:{number}"
-                        count += run_random(site, seed, length=arguments.length, weights=weights)
+                        count += run_random(
+                            site, arguments.seed, number, length=arguments.length, weights=weights
+                        )
                         number += 1
             except SequenceError as failure:
                 took_s = time.monotonic() - begun_s

@@ -34,7 +34,7 @@ from tests.fuse.striped.exerciser.model import (
     Operation,
     described,
 )
-from tests.fuse.striped.exerciser.operations import WEIGHTS, Chooser
+from tests.fuse.striped.exerciser.operations import THEMES, Chooser
 from tests.fuse.striped.support.harness import storage_on
 from tests.fuse.striped.support.mounting import checkpoints
 from tests.support.waiting import wait_for
@@ -345,13 +345,22 @@ _numbers = itertools.count()
 
 
 def run_random(
-    site: Site, seed: str, *, length: int = LENGTH, weights: Mapping[str, float] = WEIGHTS
+    site: Site,
+    seed: str,
+    number: int,
+    *,
+    length: int = LENGTH,
+    weights: Mapping[str, float] | None = None,
 ) -> int:
-    """Run the sequence of a seed; the number of operations done. Raises: SequenceError."""
+    """Run a sequence of a seed; the number of operations done. Raises: SequenceError.
+
+    Without `weights` the theme follows from the number.
+    """
+    weights = THEMES[number % len(THEMES)] if weights is None else weights
     run = Run(site, f"s{next(_numbers)}")
-    if not site.can_restart:
+    if "restart" in weights and not site.can_restart:
         weights = {name: weight for name, weight in weights.items() if name != "restart"}
-    chooser = Chooser(random.Random(seed), run.model, weights)
+    chooser = Chooser(random.Random(f"{seed}:{number}"), run.model, weights)
     for path in ("d", "e"):
         run.perform({"do": "mkdir", "who": "A0", "path": path})
     for _ in range(length):

@@ -540,7 +540,7 @@ class Model:
             if code is not None:
                 self._fail(writer, code)
             if not is_last and is_killed:
-                writer.was_killed = writer.was_killed or who in writer.wrote
+                writer.was_killed |= who in writer.wrote or one.only_empties
             elif is_killed and is_last:
                 if one.is_unfinished and had_closed and who not in writer.wrote:
                     self._ask(one)  # others have finished with it
@@ -632,7 +632,7 @@ class Model:
     def _changed(self, one: Description, who: str) -> None:
         assert one.writer is not None
         one.writer.is_dirty = True
-        one.writer.may_be_published = False
+        one.writer.may_be_published = one.writer.was_killed = False
         one.writer.wrote.add(who)
         one.was_flushed = False
 

@@ -2,12 +2,13 @@
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tests.fuse.striped.exerciser.model import Description, Model, Operation
 
 _FILES = ["a", "b", "c", "d/a", "d/b", "e/a", "d/e/a"]
 _FILE_WEIGHTS = [8, 5, 2, 4, 2, 2, 1]
+_FEW_FILES = [8, 3, 0, 2, 0, 0, 0]
 _DIRECTORIES = ["d", "e", "d/e"]
 _DIRECTORY_WEIGHTS = [4, 2, 1]
 _TRIES = 200
@@ -44,6 +45,26 @@ WEIGHTS: Mapping[str, float] = {
 """How often each kind of operation is chosen, in relation to the others."""
 
 
+def _theme(**weights: float) -> Mapping[str, float]:
+    return weights
+
+
+THEMES: Sequence[Mapping[str, float]] = (
+    WEIGHTS,
+    # Sizes of what is read while it is written.
+    _theme(
+        open=20, write=16, ftruncate=8, truncate=8, map=10, look=16, fstat=10, peek=10, close=12
+    ),
+    # Readers and writers of names that change.
+    _theme(open=20, write=12, rename=22, read=16, peek=10, close=8, unlink=3, kill=3, stat=4),
+    # Reading back what is written.
+    _theme(open=14, write=22, fsync=12, ftruncate=8, read=24, unlink=4, close=6, rename=3),
+    # Processes that inherit what is written.
+    _theme(open=16, write=18, fork=5, spawn=8, dup=4, close=12, exit=3, kill=4, peek=16, fsync=3),
+)
+"""What sequences are about: in turn, so that each kind of fault is met within a minute."""
+
+
 class Chooser:
     """Draws operations that make sense in the model's state."""
 
@@ -52,6 +73,7 @@ class Chooser:
     ) -> None:
         self._random = generator
         self._model = model
+        self._file_weights = _FILE_WEIGHTS if weights is WEIGHTS else _FEW_FILES
         self._kinds = list(weights)
         self._weights = list(weights.values())
         self._count = 0
@@ -75,7 +97,7 @@ class Chooser:
         return f"{kind}{self._count}"
 
     def _file(self) -> str:
-        return self._random.choices(_FILES, _FILE_WEIGHTS)[0]
+        return self._random.choices(_FILES, self._file_weights)[0]
 
     def _directory(self) -> str:
         return self._random.choices(_DIRECTORIES, _DIRECTORY_WEIGHTS)[0]

@@ -14,7 +14,7 @@ from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_ra
 from tests.support.mounts.fuse_mount import require_fuse
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
-_SEQUENCES = {"file": 8, "hdfs": 4}
+_SEQUENCES = {"file": 10, "hdfs": 5}
 # On a slow machine fewer sequences are begun.
 _BEGIN_S = 20.0
 _SHRINK_S = 60.0
@@ -30,7 +30,7 @@ def test_random_operations(url: str, tmp_path: Path) -> None:
     try:
         with open_site(tmp_path, url) as site:
             for number in range(_SEQUENCES[kind]):
-                count += run_random(site, f"{_SEED}:{number}")
+                count += run_random(site, _SEED, number)
                 if time.monotonic() - begun_s > _BEGIN_S:
                     break
     except SequenceError as failure:
