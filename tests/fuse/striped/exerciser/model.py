@@ -437,6 +437,8 @@ class Model:
             if writer.is_detached:
                 writer.sent = 0
                 writer.wrote.clear()
+                if len(writer.content) > self.unit_bytes:
+                    writer.unsure_before, writer.is_aligned = len(writer.content), False
             return
         generation = self._made(writer)
         self._replace(one.mount, one.name, generation)

@@ -58,7 +58,7 @@ THEMES: Sequence[Mapping[str, float]] = (
     # Readers and writers of names that change.
     _theme(open=20, write=12, rename=22, read=16, peek=10, close=8, unlink=3, kill=3, stat=4),
     # Reading back what is written.
-    _theme(open=14, write=22, fsync=12, ftruncate=8, read=24, unlink=4, close=6, rename=3),
+    _theme(open=14, write=22, fsync=14, ftruncate=8, read=24, unlink=7, close=5, rename=3),
     # Processes that inherit what is written.
     _theme(open=16, write=18, fork=5, spawn=8, dup=4, close=12, exit=3, kill=4, peek=16, fsync=3),
 )
@@ -98,6 +98,15 @@ class Chooser:
 
     def _file(self) -> str:
         return self._random.choices(_FILES, self._file_weights)[0]
+
+    def _written_file(self) -> str:
+        """A name, every other time one of a file that is being written."""
+        names = {one.name for one in self._model.descriptions if one.writer is not None}
+        written = sorted(name for name in names if name is not None)
+        return self._random.choice(written) if written and self._luck() < 0.5 else self._file()
+
+    def _luck(self) -> float:
+        return self._random.random()
 
     def _directory(self) -> str:
         return self._random.choices(_DIRECTORIES, _DIRECTORY_WEIGHTS)[0]
@@ -235,7 +244,7 @@ class Chooser:
         return {"do": do, "who": self._who(), "path": path, "size": size}
 
     def _unlink(self, do: str) -> Operation | None:
-        return {"do": do, "who": self._who(), "path": self._file()}
+        return {"do": do, "who": self._who(), "path": self._written_file()}
 
     def _mkdir(self, do: str) -> Operation | None:
         return {"do": do, "who": self._who(), "path": self._directory()}
@@ -249,7 +258,7 @@ class Chooser:
         return {
             "do": do,
             "who": self._who(),
-            "source": self._directory() if is_dir else self._file(),
+            "source": self._directory() if is_dir else self._written_file(),
             "target": self._file() if target_is_file else self._directory(),
             "replace": self._random.random() < 0.85,
             "target_is_file": target_is_file,
