@@ -53,6 +53,21 @@ def local_root(url: str) -> Path:
     return Path(path)
 
 
+def folder_above(url: str) -> str | None:
+    """Return the URL of the folder above the one that `url` names; None if there is none. Pure.
+
+    Raises: InvalidInputError.
+    """
+    if split_scheme(url) in ("", "file"):
+        root = local_root(url)
+        return root.parent.as_uri() if root.parent != root else None
+    base, mark, query = url.partition("?")
+    scheme, _, rest = base.partition("://")
+    above = rest.rstrip("/").rpartition("/")[0]
+    # What remains without a "/" is the server: its root is always there.
+    return f"{scheme}://{above}{mark}{query}" if "/" in above else None
+
+
 def split_path(path: str) -> tuple[str, ...]:
     """The components of a backend path, checked; () for the root "".
 

@@ -223,6 +223,17 @@ def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
     node.wait_clean()
 
 
+def test_a_path_that_was_not_there_is_refused(node: Node, local_url: str) -> None:
+    """Of a folder for checkpoints only the last name may be missing."""
+    url = f"{local_url}/misspelt/run-1"
+    done = node.run("--checkpoint", f"{url}:{node.base / 'mnt'}", "--", "echo", "trained")
+    assert done.returncode == 10
+    assert done.stdout == ""
+    assert f"{url} is not there, nor is the folder above it: check the URL, or make " in done.stderr
+    assert not Path(local_url.removeprefix("file://"), "misspelt").exists()
+    node.wait_clean()
+
+
 def test_a_folder_that_was_not_there_is_said(node: Node, local_url: str) -> None:
     """A misspelt URL would start the training from step 0 in silence."""
     checkpoint = ("--checkpoint", f"{local_url}:{node.base / 'mnt'}")

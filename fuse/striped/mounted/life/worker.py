@@ -40,6 +40,7 @@ from bootseer.served.cover_users import last_user
 from bootseer.served.folders import read_state, write_state
 from bootseer.served.supervision.supervisor import HANDED_OVER
 from bootseer.store import open_backend
+from bootseer.store.paths import folder_above
 
 _log = logging.getLogger(__name__)
 
@@ -232,8 +233,23 @@ def _inherited_records(path: Path) -> list[Record]:
         return []
 
 
+def _exists(url: str, deadline_s: float) -> bool:
+    """Return whether a folder is there. Raises: BootseerError."""
+    with contextlib.closing(open_backend(url, deadline_s=deadline_s)) as backend:
+        try:
+            return backend.stat("").is_dir
+        except NotFoundError:
+            return False
+
+
 def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
-    """Whether the folder was missing and has been made. Raises: BootseerError."""
+    """Whether the folder was missing and has been made.
+
+    Where storages have folders, the one above must be there: a first start makes one folder, and a
+    misspelt path is no place for checkpoints.
+
+    Raises: BootseerError; NotFoundError where the folder above is missing, too.
+    """
     backend = storage.backend
     if not spec.read_only and not (backend.has_atomic_rename or backend.has_atomic_put):
         raise UnsupportedError(
@@ -248,6 +264,12 @@ def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
     except NotFoundError:
         if spec.read_only:
             raise
+        above = folder_above(spec.url) if backend.has_atomic_rename else None
+        if above is not None and not _exists(above, spec.deadline_s):
+            raise NotFoundError(
+                f"{public_url(spec.url)} is not there, nor is the folder above it: check the URL, "
+                f"or make {public_url(above)} first"
+            ) from None
         backend.mkdir("")
         return True
     return False
