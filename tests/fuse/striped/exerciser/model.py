@@ -766,9 +766,16 @@ class Model:
         if one.writer is not None:
             writer = one.writer
             if not (writer.errors or writer.was_restarted or writer.was_killed):
-                self._expect_value(answer, [one.writer.size], "the size")
+                sizes = [writer.size]
+                if one.only_empties and one.is_superseded:
+                    # Whether it will be emptied by this is open.
+                    sizes += self._stored_sizes(one.name)
+                self._expect_value(answer, sizes, "the size")
         elif one.generation is not None:
             self._expect_value(answer, [len(one.generation.content)], "the size")
+
+    def _stored_sizes(self, path: str | None) -> list[int]:
+        return [len(self.files[path].content)] if path in self.files else []
 
     def _do_read(self, answer: Answer, who: str, slot: str, offset: int, length: int) -> None:
         one = self.slots(who)[slot]
