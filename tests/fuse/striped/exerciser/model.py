@@ -661,6 +661,8 @@ class Model:
                 one.writer, one.refused = None, one.refused | {answer["errno"]}
             return
         if size == writer.size and (had_writer or size == was):
+            # Whether that counts as a change is left open.
+            writer.may_be_published |= writer.is_dirty
             return
         if size == 0:
             writer.content.clear()
@@ -977,6 +979,12 @@ class Model:
             if parent_of(source) != parent_of(target):
                 errors.add(errno.EXDEV)
             return errors, True
+        for one in unfinished:
+            assert one.writer is not None
+            if one.writer.announced - len(one.writer.content) > self.unit_bytes:
+                # It cannot be published as it is.
+                one.writer.doubts |= {errno.EOPNOTSUPP}
+                return {errno.EOPNOTSUPP, errno.EXDEV}, True
         if parent_of(source) == parent_of(target):
             return set(), False
         kinds = {self.files[source].is_striped} if source in self.files else set()
