@@ -46,6 +46,7 @@ _PATH_BYTES_MAX = 4096
 # How many words are looked at that may name a file.
 _WORDS_MAX = 2000
 _REQUIREMENTS = (".txt", ".in", ".pip")
+_FILE_URL = re.compile(r"(?:^|[@=+\s])(file:[^#]*)")
 _EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 # What lies there is made by the kernel, and another at each look.
@@ -169,7 +170,10 @@ class _Collector:
         self._free.update(hints.variables)
         for name in hints.files:
             is_list = name in hints.requirement_files
-            for path in self._expanded(_requirement_path(name)):
+            paths = self._expanded(_requirement_path(name))
+            if _FILE_URL.search(name) and not any(map(self._exists, paths)):
+                self._opaque.append(as_text(name))  # in a form of which the path is not understood
+            for path in paths:
                 self.add(path, is_list=is_list, is_indexed=name in hints.indexed_files)
         for name in hints.link_dirs:
             for path in self._expanded(local_path(name)):
@@ -400,6 +404,7 @@ class _Collector:
         directory = name.rpartition("/")[0]
         for included, is_constraint in found.includes:
             # pip takes these relative to the including file,
+            included = local_path(included)
             path = included if included.startswith("/") else os.path.join(directory, included)
             self._opaque += [included] if "://" in included else []
             self.add(path, is_list=True, is_indexed=is_indexed and not is_constraint)
@@ -444,6 +449,6 @@ class _Collector:
 
 def _requirement_path(word: str) -> str:
     """The path in a requirement of a command line, if it is one of this host; else any text."""
-    if "file:///" in word:
-        word = local_path(word[word.index("file:///") :].partition("#")[0])
+    if match := _FILE_URL.search(word):
+        word = local_path(match[1])
     return _EXTRAS.sub("", word)

@@ -11,14 +11,17 @@ from urllib.parse import unquote
 from msgspec import Struct
 
 _COMMENT = re.compile(r"(^|\s+)#.*$")
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
+# Long options may be abbreviated.
 _INCLUDE = re.compile(
-    r"(?P<option>-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(?P<file>[^\s#]+)"
+    rf"(?P<option>-r|--req[a-z]*|-c|--con[a-z]*)(?:\s+|=|(?<=-[rc]))(?P<file>{_VALUE})"
 )
-_LINKS = re.compile(r"(?:-f|--find-links)(?:\s+|=|(?<=-f))(?P<place>[^\s#]+)")
-# A project or an archive on this host: "-e ./project[extra]", "name @ file:///wheel".
+_LINKS = re.compile(rf"(?:-f|--fi[a-z-]*)(?:\s+|=|(?<=-f))(?P<place>{_VALUE})")
+_EDITABLE = re.compile(rf"(?:-e|--ed[a-z]*)(?:\s+|=|(?<=-e))(?P<place>{_VALUE})")
+# A project or an archive on this host: "./project[extra]", "name @ file:///wheel", "a-1.0.whl".
 _LOCAL = re.compile(
-    r"(?:(?:-e|--editable)(?:\s+|=))?(?:[\w.,\[\]-]+\s*@\s*)?"
-    r"(?P<path>file:///[^\s;#\[]+|\.{0,2}/[^\s;#\[]*|\.)"
+    r"(?:[\w.,\[\]-]+\s*@\s*)?(?P<path>file:[^\s;#\[]+|[^\s;#\[@:]*/[^\s;#\[]*|\.)"
+    r"|(?P<archive>[^\s;#\[@:/]+\.(?:whl|zip|tar|tgz|tbz|txz|tlz|tar\.(?:gz|bz2|xz|lzma|lz)))(?=[\s;#\[]|$)"
 )
 # pip replaces these by the variables' values.
 _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
@@ -51,14 +54,21 @@ class Requirements(Struct, frozen=True):
 
 
 def local_path(text: str) -> str:
-    """A place of wheels as a path, also where it is a file URL."""
-    return unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
+    """A place on this host as a path, also where it is a file URL."""
+    if not text.startswith("file:"):
+        return text
+    path = text.removeprefix("file:")
+    if path.startswith("//"):
+        host, slash, rest = path[2:].partition("/")
+        # What stands for the host may also be the beginning of a path that is filled in.
+        path = ("" if host == "localhost" else host) + slash + rest
+    return unquote(path)
 
 
 def read_requirements(text: str) -> Requirements:
     """What the file with this text says; any text may come."""
     # As pip: lines are joined before comments go.
-    lines = text.replace("\\\n", " ").splitlines()
+    lines = text.removeprefix("\ufeff").replace("\\\n", " ").splitlines()
     lines = [_COMMENT.sub("", line) if "#" in line else line for line in lines]
     lines = [" ".join(line.split()) for line in lines]
     lines = [line for line in lines if line]
@@ -68,12 +78,19 @@ def read_requirements(text: str) -> Requirements:
     for line in lines:
         is_option = line.startswith("-")
         if is_option and (match := _INCLUDE.match(line)):
-            includes.append((match["file"], "-c" in match["option"]))
+            includes.append((_unquoted(match["file"]), "-c" in match["option"]))
         elif is_option and (match := _LINKS.match(line)):
-            links.append(local_path(match["place"]))
-        elif ("/" in line or line[-1] == ".") and (match := _LOCAL.match(line)):
-            local.append(local_path(match["path"]))
-        elif not line.startswith("-") or line.startswith(("-e ", "--editable")):
+            links.append(local_path(_unquoted(match["place"])))
+        elif is_option and (match := _EDITABLE.match(line)):
+            # Behind its name, too: "name @ file:...".
+            place = re.sub(r"^[^/]*@(?=file:)", "", _unquoted(match["place"]))
+            if "://" in place and not place.startswith("file:"):
+                requirements.append(line)
+            else:
+                local.append(local_path(re.split(r"[\[#]", place, maxsplit=1)[0]))
+        elif not is_option and (match := _LOCAL.match(line)):
+            local.append(local_path(match["path"] or match["archive"]))
+        elif not is_option:
             requirements.append(line)
     # Of several options of one kind the order may count, and of ranges pip's search begins with the
     # first; options hold for the whole file.
@@ -88,6 +105,10 @@ def read_requirements(text: str) -> Requirements:
         variables=tuple(sorted(set(_VARIABLE.findall(text)))),
         uses_index="--no-index" not in options,
     )
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if value[0] in "'\"" else value
 
 
 def is_exact(requirement: str) -> bool:

@@ -277,7 +277,10 @@ class _Reader:
             if not name or name not in self._assigned or name in within or len(within) > 4:
                 continue
             values = []
-            for text in dict.fromkeys(self._assigned[name]):
+            assigned = dict.fromkeys(self._assigned[name])
+            if len(assigned) > 4 * _SPREAD_MAX:
+                return [COMPUTED]
+            for text in assigned:
                 values += self._values(text, (*within, name))
             if name not in self._state.bound:
                 values.append(variable(name, default))

@@ -58,6 +58,10 @@ _SED_COMMAND = re.compile(
     r"(?:[dDpPqQ=]|s([/|,#:@])(?:(?!\1)[^\\]|\\.)*\1(?:(?!\1)[^\\;]|\\.)*\1[gpiI\d]*)",
     re.DOTALL,
 )
+# So many options are looked at in one word, as in "-xzf".
+_LETTERS_MAX = 6
+# In front of "t", the folder that is copied to, as in "cp -at".
+_COPY_LETTERS = re.compile(r"-([abcdfilnprsuvxCDHLPRTZ]+)(t.*)", re.DOTALL)
 # Options of programs that nobody knows, and names of files, that tell that a file is written.
 _WRITTEN_OPTION = re.compile(r"--?\w*-?(o|out|output|log|logs|logfile|report|trace)(-\w+)?")
 _WRITTEN_NAME = re.compile(r".*\.(log|out|err|pid|lock)")
@@ -109,7 +113,7 @@ def named_words(words: Sequence[str]) -> tuple[str, ...]:
     found: list[str] = []
     for word in words:
         if word.startswith("-") and "=" not in word:
-            found += [word[2:]] if len(word) > 2 and word[1] != "-" else []
+            found += _glued_values(word)
             continue
         value = word.partition("=")[2]
         found += [] if word.startswith("-") else [word]
@@ -120,6 +124,12 @@ def named_words(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(one for one in found if one and one not in (".", "..", "/", COMPUTED))
     )
+
+
+def _glued_values(word: str) -> list[str]:
+    """What may be the value of an option in "-fx", and in "-qrx", where letters come before it."""
+    letters = re.match(rf"-[A-Za-z]{{1,{_LETTERS_MAX}}}", word)
+    return [word[at:] for at in range(2, letters.end() + 1) if word[at:]] if letters else []
 
 
 def hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -> Hints | None:
@@ -143,7 +153,8 @@ def hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -
         return None if computed else _hints_of_copy(tool, words)
     if tool == "unzip":
         plain = positional(words, {"-d", "-x"})
-        return None if computed else Hints(files=tuple(plain[:1]), words=named_words(words))
+        archives = (plain[0], f"{plain[0]}.zip") if plain else ()
+        return None if computed else Hints(files=archives, words=named_words(words))
     if tool == "tar":
         runs = any(one.startswith(_TAR_RUNS) for one in words)
         return None if computed or runs else _hints_of_tar(words)
@@ -175,6 +186,7 @@ def made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
     """Return the files that a program of the tables makes anew, whatever was there."""
     if tool == "tee":
         return tuple(positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
+    words = _apart(words)
     if tool in ("cp", "mv", "ln", "install") and not option_values(
         words, {"-t", "--target-directory"}
     ):
@@ -218,14 +230,26 @@ def _hints_of_test(tool: str, words: Sequence[str]) -> Hints | None:
 
 def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
     """`cp SOURCE... TARGET`: the sources are read."""
+    words = _apart(words)
     if tool == "install" and {"-d", "--directory"}.intersection(words):
         return Hints()
     values = {"-t", "--target-directory", "-S", "--suffix"}
     values |= {"-m", "-o", "-g", "--mode", "--owner", "--group"} if tool == "install" else set()
     plain = positional(words, values)
     has_target = bool(option_values(words, {"-t", "--target-directory"}))
+    if not has_target and len(plain) == 1:
+        return None  # a pattern, such as "x{,.bak}"
     sources = tuple(plain if has_target else plain[:-1])
     return Hints(words=sources) if tool == "ln" else Hints(files=sources)
+
+
+def _apart(words: Sequence[str]) -> list[str]:
+    """Words of `cp` and the like with "-at" as "-a -t"."""
+    found: list[str] = []
+    for word in words:
+        match = _COPY_LETTERS.fullmatch(word)
+        found += [f"-{match[1]}", f"-{match[2]}"] if match else [word]
+    return found
 
 
 def _hints_of_tar(words: Sequence[str]) -> Hints:

@@ -82,6 +82,12 @@ def merged(*hints: Hints) -> Hints:
     return Hints(**values)
 
 
+def _joined(directory: str, path: str) -> str:
+    scheme = "file:" if path.startswith("file:") else ""
+    relative = path.removeprefix(scheme).removeprefix("//" if scheme else "")
+    return scheme + posixpath.join(directory, relative)
+
+
 def moved_to(hints: Hints, directory: str) -> Hints:
     """The hints of a command that runs in `directory`. As "cd" may have been meant for another
     command, files may also lie where they did."""
@@ -89,7 +95,10 @@ def moved_to(hints: Hints, directory: str) -> Hints:
         return hints
 
     def moved(paths: Sequence[str]) -> tuple[str, ...]:
-        return tuple(path if ":/" in path else posixpath.join(directory, path) for path in paths)
+        return tuple(
+            path if ":/" in path and not path.startswith("file://.") else _joined(directory, path)
+            for path in paths
+        )
 
     def both(paths: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*paths, *moved(paths))))

@@ -141,6 +141,9 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
     # Options that are in no table may name files.
     odd = [word for word in words if word.startswith("-") and not _is_known(word)]
+    # Of several letters the last may have its value behind it.
+    with_value = _FILE_OPTIONS | _PIP_VALUE_OPTIONS
+    odd += [one for one in words if re.match("-[A-Za-z]{2}", one) and one[:2] not in with_value]
     hints = _hints_of_tool(tool, program, words)
     return replace(hints, words=named_words(words if hints.opaque else odd))
 
@@ -172,7 +175,8 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
         if "sync" in words:
             lists, indexed = [*lists, *named], [*indexed, *named]
         asks = bool(_PIP_INSTALLS.intersection(words)) and "--no-index" not in words
-        asked = [one for one in named if not ("--no-deps" in words and _is_local(one))]
+        has_deps = "--no-deps" not in words
+        asked = [one for one in named if has_deps or not _is_local(one)]
         places = option_values(words, {"-t", "--target", "--prefix"})
         environments = []
         for python in option_values(words, PYTHON_OPTIONS):

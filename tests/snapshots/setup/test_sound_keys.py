@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.snapshots.setup.reading.command import hints_of
 from bootseer.snapshots.setup.request import Request, Resolved, resolve
 
 # Ours answers at once about itself, a shim of pyenv's runs ten Pythons.
@@ -346,3 +347,105 @@ def test_a_directory_that_an_unknown_program_is_told_of_is_not_read(bed: _Bed) -
 def test_a_script_that_is_not_understood_opens_the_key(bed: _Bed, script: str) -> None:
     bed.fill()
     assert bed.resolved(script).is_open
+
+
+_PLACES = {
+    "p/pyproject.toml": "[project]\nname = 'a'\n",
+    "p/a.py": "a = 1\n",
+    "w/a-1.0-py3-none-any.whl": "wheel",
+    "a-1.0.tar.gz": "archive",
+    "b.txt": "six==1.0\n",
+    "with space.txt": "six==1.0\n",
+    "b.zip": "archive",
+}
+
+
+def _parts(command: list[str], folder: Path, changed: str, text: str) -> tuple[object, object]:
+    """The parts of a key before and after a file is changed."""
+    for name, content in {**_PLACES, "requirements.txt": text}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content.replace("FOLDER", str(folder)))
+
+    def found() -> object:
+        environ = {"PATH": str(folder / "empty"), "HOME": str(folder), "PLACE": str(folder)}
+        request = Request(
+            command, targets=["/opt/made-by-nobody"], directory=str(folder), environ=environ
+        )
+        return resolve(request, lambda sentence: None).parts
+
+    before = found()
+    (folder / changed).write_text(_PLACES[changed] + "toml==1.0\n")
+    return before, found()
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("p/", "p/a.py"),
+        ("p/../p", "p/a.py"),
+        ("-e p", "p/a.py"),
+        ("-ep", "p/a.py"),
+        ("-e p[dev]", "p/a.py"),
+        ("--editable='p'", "p/a.py"),
+        ("-e file:p#egg=a", "p/a.py"),
+        ("file:./p", "p/a.py"),
+        ("file:FOLDER/p", "p/a.py"),
+        ("file://localhostFOLDER/p", "p/a.py"),
+        ("a @ file:p", "p/a.py"),
+        ("w/a-1.0-py3-none-any.whl --hash=sha256:00", "w/a-1.0-py3-none-any.whl"),
+        ("a-1.0.tar.gz", "a-1.0.tar.gz"),
+        ("a-1.0.tar.gz ; python_version > '3'", "a-1.0.tar.gz"),
+        ('-r "with space.txt"', "with space.txt"),
+        ("-r 'b.txt'", "b.txt"),
+        ("-r file:b.txt", "b.txt"),
+        ("-r file://FOLDER/b.txt", "b.txt"),
+        ("--req b.txt", "b.txt"),
+        ("--constraint 'b.txt'", "b.txt"),
+        ("\ufeff-r b.txt", "b.txt"),
+        ("--find-links 'w'", "w/a-1.0-py3-none-any.whl"),
+        ("-f file:w", "w/a-1.0-py3-none-any.whl"),
+    ],
+)
+def test_what_a_line_of_requirements_names_is_an_input(
+    line: str, changed: str, tmp_path: Path
+) -> None:
+    """`-e PROJECT`, wheels without "./" in front, quotes and file URLs with fewer signs than three
+    were left out, and a closed key served their old contents for ever."""
+    command = ["pip", "install", "--no-index", "-r", "requirements.txt"]
+    before, after = _parts(command, tmp_path, changed, f"{line}\n")
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"),
+    [
+        ("pip install --no-index file:p", "p/a.py"),
+        ("pip install --no-index -e file:./p#egg=a", "p/a.py"),
+        ("pip install --no-index file://$PWD/p", "p/a.py"),
+        ("pip install --no-index file://$PLACE/p", "p/a.py"),
+        ("pip install --no-index 'a @ file:p'", "p/a.py"),
+        ("cd p; pip install --no-index file:../p", "p/a.py"),
+        ("cd p; pip install --no-index file://$PWD", "p/a.py"),
+        ("pip install --no-index -f file:w a==1.0", "w/a-1.0-py3-none-any.whl"),
+        ("pip install --no-index -Uqrb.txt", "b.txt"),
+        ("tar -xzfa-1.0.tar.gz", "a-1.0.tar.gz"),
+        ("unzip b -d /opt/made-by-nobody", "b.zip"),
+        ("cp -rt /opt/made-by-nobody p", "p/a.py"),
+        ("cp -at /opt/made-by-nobody b.txt", "b.txt"),
+        ("install -Dt /opt/made-by-nobody b.txt", "b.txt"),
+        ("cp b.txt{,.bak}", "b.txt"),
+    ],
+)
+def test_what_a_word_names_in_an_unusual_form_is_an_input(
+    command: str, changed: str, tmp_path: Path
+) -> None:
+    before, after = _parts(["bash", "-c", command], tmp_path, changed, "")
+    assert before != after
+
+
+def test_a_script_that_sets_a_variable_very_often_is_read() -> None:
+    """The time grew with the third power: two minutes for such a script."""
+    text = "\n".join(f"A=b{at}; cat $A" for at in range(2400))
+    # Of which file it reads nothing is known: the key is open.
+    assert hints_of(["sh", "-c", text]).programs == ("cat",)
