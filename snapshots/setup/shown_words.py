@@ -291,9 +291,11 @@ _REQUIREMENT = re.compile(
     rf"(?: ?(?:[=~!<>]?=?=|[<>@]) ?{_VERSION}(?:[,|=] ?[=~!<>]{{0,3}}[\w.*+!~-]+)*)?"
 )
 _PLAIN = re.compile(
-    rf"[+-]?\d+(?:\.\d+)?[smhdkMG%]?|{_VERSION}|:all:|:none:|sha256:[0-9a-f]{{64}}|[ugoa]*[+-][rwxX]+"
+    rf"[+-]?\d+(?:\.\d+)?[smhdkMG%]?|{_VERSION}|:all:|:none:|[ugoa]*[+-][rwxX]+"
     r"|[\w-]+=\d[\w.-]*"
 )
+# A commit, or a digest: long, and no secret.
+_FIXED = re.compile(r"[0-9a-f]{40}|sha256:[0-9a-f]{64}")
 _SCP = re.compile(r"git@[A-Za-z0-9.-]+:[\w./-]+")
 _URL = re.compile(
     r"(?P<before>(?:[\w.-]+(?:\[[\w., -]*\])? ?@ ?)?(?:(?:git|hg|svn|bzr)\+)?"
@@ -726,11 +728,15 @@ class _Reader:
             HIDDEN not in value
             and not self._is_known(value)
             and (
-                _PLAIN.fullmatch(value)
-                or _SCP.fullmatch(value)
+                _FIXED.fullmatch(value)
                 or (
-                    (_is_path(value) or _REQUIREMENT.fullmatch(value))
-                    and not any(_looks_random(part) for part in re.split(r"[/=@]", value))
+                    (
+                        _PLAIN.fullmatch(value)
+                        or _SCP.fullmatch(value)
+                        or _is_path(value)
+                        or _REQUIREMENT.fullmatch(value)
+                    )
+                    and not any(_looks_random(part) for part in re.split(r"[/=@:]", value))
                 )
             )
         ):
@@ -792,11 +798,12 @@ class _Reader:
             before = segment
         reference = match["ref"] or ""
         fragment = match["fragment"] or ""
+        is_random_fragment = not fragment.startswith("#sha256=") and _looks_random(fragment)
         is_version = _COMMIT.fullmatch(reference[1:]) or not _looks_random(reference)
         for text, is_told in (
             (reference, bool(is_version)),
             (match["query"] or "", False),
-            (fragment, bool(_FRAGMENT.fullmatch(fragment))),
+            (fragment, bool(_FRAGMENT.fullmatch(fragment)) and not is_random_fragment),
         ):
             shown.append(text if is_told else text[:1] + HIDDEN if text else "")
             hidden += [] if is_told or not text else [text]

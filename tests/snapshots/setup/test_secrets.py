@@ -124,6 +124,27 @@ def test_what_is_shown_of_a_command(text: str, shown: str) -> None:
     assert json.loads(part.value) == ["sh", "-c", shown]
 
 
+@pytest.mark.parametrize("token", ["4eC39HqLyjWDarjtT1zdp7dc", "4f9d8a7b6c5e4d3f2a1b0c9d8e7f6a5b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install SECRET",
+        "pip install -i SECRET x",
+        "pip install 1.0+SECRET",
+        "conda install vSECRET",
+        "conda install a=SECRET",
+        "mkdir -p SECRET",
+        "uv sync > SECRET",
+        "git clone git@host:SECRET/x",
+        "pip install git+https://host/x#egg=SECRET",
+    ],
+)
+def test_a_token_that_looks_like_a_version_is_hidden(text: str, token: str) -> None:
+    """Where a requirement, path or version may stand, one that began with a digit was shown."""
+    for command in _forms(text, token):
+        assert token not in repr(command_part(command).parts)
+
+
 def test_users_of_urls_do_not_decide() -> None:
     """They change more often than what an index serves."""
     forms = ("me:one@", "me:two@", "three@", "")
