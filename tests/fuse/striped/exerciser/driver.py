@@ -354,13 +354,15 @@ def run_random(
 ) -> int:
     """Run a sequence of a seed; the number of operations done. Raises: SequenceError.
 
-    Without `weights` the theme follows from the number.
+    Without `weights` the theme follows from the number, and plans are followed, too.
     """
+    has_plans = weights is None
     weights = THEMES[number % len(THEMES)] if weights is None else weights
     run = Run(site, f"s{next(_numbers)}")
     if "restart" in weights and not site.can_restart:
         weights = {name: weight for name, weight in weights.items() if name != "restart"}
-    chooser = Chooser(random.Random(f"{seed}:{number}"), run.model, weights)
+    generator = random.Random(f"{seed}:{number}")
+    chooser = Chooser(generator, run.model, weights, has_plans=has_plans)
     for path in ("d", "e"):
         run.perform({"do": "mkdir", "who": "A0", "path": path})
     for _ in range(length):

@@ -50,6 +50,8 @@ class Writer:
     """A write or truncation before this offset may be refused."""
     sent: int = 0
     """Reading back before this offset may be refused until the next publication."""
+    unchanged: int = 0
+    """How many of its first bytes are as they are stored: those can be read back."""
     is_aligned: bool = True
     """Whether it is sent in units from its beginning, so that `sent` is known."""
     announced: int = 0
@@ -418,6 +420,7 @@ class Model:
         writer.is_dirty = writer.was_killed = writer.may_be_published = False
         writer.wrote.clear()
         writer.sent = 0
+        writer.unchanged = len(generation.content)
         if generation.is_striped is not False:
             writer.unsure_before = len(generation.content)
             writer.is_aligned = False
@@ -591,6 +594,7 @@ class Model:
             unsure = 0 if base.is_striped is False else length
             one.writer = Writer(bytearray(base.content), base, unsure_before=unsure, is_dirty=False)
             one.writer.is_aligned = base.is_striped is False
+            one.writer.unchanged = length
         if one.name is None:
             one.writer.is_detached = True
         return {errno.EIO, errno.ESTALE} if stale else set()
@@ -622,6 +626,7 @@ class Model:
         if answer["ok"] != size:
             raise DeviationError(f"{answer['ok']} of {size} bytes were written")
         data = content(seed, size)
+        writer.unchanged = min(writer.unchanged, at)
         writer.content += bytes(max(0, gap))
         writer.content[at : at + size] = data
         self._changed(one, who)
@@ -670,11 +675,12 @@ class Model:
             if writer.published is not None:
                 # From here on it is a new file, which replaces whatever is there.
                 writer.published = None
-            writer.unsure_before = writer.sent = writer.announced = 0
+            writer.unsure_before = writer.sent = writer.announced = writer.unchanged = 0
             writer.is_aligned = True
         else:
             del writer.content[size:]
             writer.announced = size
+            writer.unchanged = min(writer.unchanged, size)
             writer.sent = min(writer.sent, len(writer.content))
         self._changed(one, who)
 
@@ -801,9 +807,7 @@ class Model:
             return
         data = writer.bytes_at(offset, length)
         errors = self._reading_errors(one)
-        stored = writer.published or writer.base
-        stored_bytes = len(stored.content) if stored is not None else 0
-        if writer.is_dirty and offset < writer.sent and stored_bytes < writer.sent:
+        if writer.is_dirty and offset < writer.sent and writer.unchanged < writer.sent:
             errors = errors | {errno.EOPNOTSUPP}
         if writer.was_restarted and writer.is_detached:
             errors = errors | {errno.ESTALE, errno.EOPNOTSUPP}

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tests.fuse.striped.exerciser.model import Description, Model, Operation
 
@@ -15,6 +15,11 @@ _TRIES = 200
 _OPEN_MAX = 5
 """How many files a process has open at once."""
 _FORKS_MAX = 2
+_PLAN_SHARE = 0.5
+"""How likely the next operation begins a plan, where none is under way."""
+_STEP_SHARE = 0.8
+"""How likely the next operation is the next one of the plan that is under way."""
+_CUT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 WEIGHTS: Mapping[str, float] = {
     "open": 20,
@@ -69,17 +74,58 @@ class Chooser:
     """Draws operations that make sense in the model's state."""
 
     def __init__(
-        self, generator: random.Random, model: Model, weights: Mapping[str, float] = WEIGHTS
+        self,
+        generator: random.Random,
+        model: Model,
+        weights: Mapping[str, float] = WEIGHTS,
+        *,
+        has_plans: bool = False,
     ) -> None:
+        """`has_plans`: half of the operations follow plans, each made to meet one kind of fault."""
         self._random = generator
         self._model = model
         self._file_weights = _FILE_WEIGHTS if weights is WEIGHTS else _FEW_FILES
         self._kinds = list(weights)
         self._weights = list(weights.values())
         self._count = 0
+        self._plan: Iterator[Operation] = iter(())
+        self._is_planned = False
+        self._plans_left: list[Callable[[], Iterator[Operation]]] = []
+        self._has_plans = has_plans
 
     def draw(self) -> Operation:
         """Return the next operation."""
+        return (self._draw_planned() if self._has_plans else None) or self._draw_any()
+
+    def _draw_planned(self) -> Operation | None:
+        if not self._is_planned:
+            if self._luck() >= _PLAN_SHARE:
+                return None
+            self._is_planned, self._plan = True, self._next_plan()
+        elif self._luck() >= _STEP_SHARE:
+            return None
+        operation = next(self._plan, None)
+        if operation is not None and self._model.permits(operation):
+            return operation
+        self._is_planned = False  # at its end, or something else came in between
+        return None
+
+    def _next_plan(self) -> Iterator[Operation]:
+        """Each plan once before any comes again."""
+        if not self._plans_left:
+            self._plans_left = [
+                self._plan_cut,
+                self._plan_truncated,
+                self._plan_moved,
+                self._plan_overwritten,
+                self._plan_refused_rename,
+                self._plan_removed,
+                self._plan_child,
+            ]
+            self._random.shuffle(self._plans_left)
+        return self._plans_left.pop()()
+
+    def _draw_any(self) -> Operation:
         for _ in range(_TRIES):
             (do,) = self._random.choices(self._kinds, self._weights)
             operation = getattr(self, f"_{do}")(do)
@@ -302,3 +348,190 @@ class Chooser:
     def _restart(self, do: str) -> Operation | None:
         how = self._random.choice(["kill", "kill", "force", "wait"])
         return {"do": do, "mount": self._random.choice(self._model.mounts), "how": how}
+
+    # ---- plans ----------------------------------------------------------------------------
+
+    def _stored(self, who: str, path: str, size: int) -> Iterator[Operation]:
+        """Save a file."""
+        slot = self._new("f")
+        yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": _CUT_FLAGS}
+        yield self._written(who, slot, 0, size)
+        yield {"do": "close", "who": who, "slot": slot}
+
+    def _written(self, who: str, slot: str, offset: int, size: int) -> Operation:
+        seed = self._random.randrange(2**30)
+        return {
+            "do": "write", "who": who, "slot": slot, "offset": offset, "size": size, "seed": seed
+        }  # fmt: skip
+
+    def _several_units(self) -> int:
+        return self._random.randint(2 * self._model.unit_bytes, 6 * self._model.unit_bytes)
+
+    def _neighbour(self, who: str) -> str:
+        """A process of the same mount, maybe the same one."""
+        mount = self._model.processes[who]
+        return self._random.choice([p for p, its in self._model.processes.items() if its == mount])
+
+    def _reader(
+        self, who: str, path: str, flags: int = os.O_RDONLY
+    ) -> tuple[list[Operation], list[Operation]]:
+        """What opens and maps a file, and what looks at it later."""
+        at = {"who": self._neighbour(who), "slot": self._new("f")}
+        mapped = {"who": at["who"], "slot": self._new("m")}
+        whole = {"offset": 0, "length": 2**40}
+        begin: list[Operation] = [{"do": "open", **at, "path": path, "flags": flags}]
+        looks: list[Operation] = [{"do": "fstat", **at}, {"do": "read", **at, **whole}]
+        if self._luck() < 0.5:
+            begin.append({"do": "map", **at, "new": mapped["slot"]})
+            looks.append({"do": "look", **mapped, **whole})
+        self._random.shuffle(looks)
+        return begin, looks
+
+    def _peeks(self, path: str) -> list[Operation]:
+        """A new reader on each node."""
+        found = [{"do": "peek", "who": f"{m}0", "path": path} for m in self._model.mounts]
+        self._random.shuffle(found)
+        return found
+
+    def _plan_cut(self) -> Iterator[Operation]:
+        """What is cut through a descriptor: what its readers see, and what it reads back."""
+        who, path = self._who(), self._file()
+        size = self._several_units()
+        yield from self._stored(who, path, size)
+        begin, looks = self._reader(who, path)
+        yield from begin
+        slot = self._new("f")
+        yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": os.O_RDWR}
+        if self._luck() < 0.7:
+            # It has a generation to build on then.
+            yield self._written(who, slot, size, 5000)
+            if self._luck() < 0.3:
+                yield {"do": "fsync", "who": who, "slot": slot}
+        yield {"do": "ftruncate", "who": who, "slot": slot, "size": 0}
+        yield from looks
+        written = self._random.choice([0, 700, size // 2, size - 1])
+        if written:
+            yield self._written(who, slot, 0, written)
+        # No more than was there before: only that could be answered with it.
+        read = {"do": "read", "who": who, "slot": slot, "offset": 0, "length": 5000}
+        yield read
+        if self._luck() < 0.5:
+            yield {"do": "fsync", "who": who, "slot": slot}
+            yield {**read, "length": 2**40}
+        yield {"do": "close", "who": who, "slot": slot}
+        yield from self._peeks(path)
+
+    def _plan_truncated(self) -> Iterator[Operation]:
+        """A file that is cut by its name while it is read and mapped."""
+        who, path = self._who(), self._file()
+        size = self._several_units()
+        yield from self._stored(who, path, size)
+        begin, looks = self._reader(who, path)
+        yield from begin
+        new_size = self._random.choice([0, 0, size + 1000])
+        yield {"do": "truncate", "who": self._neighbour(who), "path": path, "size": new_size}
+        yield from looks
+        yield from self._peeks(path)
+
+    def _plan_moved(self) -> Iterator[Operation]:
+        """A file, mostly an ordinary one, that is renamed and renamed again under a reader."""
+        who = self._who()
+        mover = self._neighbour(who)
+        path, other, third = self._random.choice(
+            [("a", "b", "a"), ("a", "b", "c"), ("d/a", "d/b", "d/a"), ("a", "d/a", "b")]
+        )
+        yield from self._stored(who, path, self._random.choice([700, 5000, self._several_units()]))
+        # Without O_DIRECT the kernel may read an ordinary file past the server.
+        flags = self._random.choice([os.O_RDONLY, os.O_RDONLY | os.O_DIRECT])
+        begin, looks = self._reader(who, path, flags)
+        yield from begin
+        names = {"do": "rename", "who": mover, "replace": True, "target_is_file": True}
+        yield {**names, "source": path, "target": other}
+        if self._luck() < 0.3:
+            yield from looks
+        yield {**names, "source": other, "target": third}
+        yield from looks
+        yield from self._peeks(third)
+
+    def _plan_overwritten(self) -> Iterator[Operation]:
+        """A file that is read while it is overwritten, to the end or until a refused write."""
+        who, path = self._who(), self._file()
+        size = self._several_units()
+        yield from self._stored(who, path, size)
+        begin, looks = self._reader(who, path)
+        is_early = self._luck() < 0.5
+        if is_early:
+            yield from begin
+        slot = self._new("f")
+        yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": _CUT_FLAGS}
+        yield self._written(who, slot, 0, size + self._random.choice([-1000, 70_000]))
+        if not is_early:
+            yield from begin
+        yield {"do": "stat", "who": self._neighbour(who), "path": path}
+        yield from looks
+        if self._luck() < 0.5:
+            yield self._written(who, slot, 0, 700)
+            yield from looks
+        yield from self._peeks(path)
+        yield {"do": "close", "who": who, "slot": slot}
+        yield from looks
+        yield from self._peeks(path)
+
+    def _plan_refused_rename(self) -> Iterator[Operation]:
+        """A rename that cannot be done while the file is written."""
+        who, path = self._who(), self._random.choice(["a", "b", "d/a"])
+        target, replace = self._random.choice(
+            [("d", True), ("e", True), ("e/a", True), ("c", False), ("d/b", False)]
+        )
+        yield from self._stored(who, path, self._several_units())
+        if not replace:
+            yield from self._stored(who, target, 700)
+        slot = self._new("f")
+        yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": _CUT_FLAGS}
+        half = self._several_units()
+        yield self._written(who, slot, 0, half)
+        names = {"source": path, "target": target, "replace": replace}
+        mover = self._neighbour(who)
+        yield {"do": "rename", "who": mover, **names, "target_is_file": target not in ("d", "e")}
+        yield from self._peeks(path)
+        yield self._written(who, slot, half, 5000)
+        yield {"do": "close", "who": who, "slot": slot}
+        yield from self._peeks(path)
+
+    def _plan_removed(self) -> Iterator[Operation]:
+        """A file that is removed, or replaced, while it is written, and read back."""
+        who, path = self._who(), self._file()
+        slot = self._new("f")
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": flags}
+        size = self._several_units()
+        yield self._written(who, slot, 0, size)
+        yield {"do": "unlink", "who": self._neighbour(who), "path": path}
+        if self._luck() < 0.5:
+            yield self._written(who, slot, size, 5000)
+        yield {"do": "fsync", "who": who, "slot": slot}
+        yield {"do": "read", "who": who, "slot": slot, "offset": 0, "length": 2**40}
+        yield {"do": "close", "who": who, "slot": slot}
+        yield from self._peeks(path)
+
+    def _plan_child(self) -> Iterator[Operation]:
+        """A child process in the middle of a save, of which the writer may die."""
+        who, path = self._who(), self._file()
+        yield from self._stored(who, path, self._several_units())
+        slot = self._new("f")
+        yield {"do": "open", "who": who, "slot": slot, "path": path, "flags": _CUT_FLAGS}
+        half = self._several_units()
+        yield self._written(who, slot, 0, half)
+        child = f"{who}.{self._new('')}"
+        if "." not in who and self._luck() < 0.5:
+            yield {"do": "fork", "who": who, "child": child}
+            yield {"do": "exit", "who": child}
+        else:
+            yield {"do": "spawn", "who": who, "inherits": True}
+        yield from self._peeks(path)
+        if self._luck() < 0.5:
+            yield {"do": "kill", "who": who}
+        else:
+            yield self._written(who, slot, half, 5000)
+            yield {"do": "close", "who": who, "slot": slot}
+        yield from self._peeks(path)

@@ -144,6 +144,19 @@ def test_bytes_of_the_generation_before_are_found(history: History) -> None:
         history.see(wrong, "read", slot="w", offset=0, length=9)
 
 
+def test_what_was_written_anew_may_be_refused_until_it_is_published(history: History) -> None:
+    old = history.save("a", 1, UNIT)
+    history.see(OK, "open", slot="w", path="a", flags=os.O_RDWR)
+    history.see({"ok": SMALL}, "write", slot="w", offset=500, size=SMALL, seed=2)
+    refused: Answer = {"errno": errno.EOPNOTSUPP}
+    history.see(refused, "read", slot="w", offset=900, length=9)
+    history.see(OK, "fsync", slot="w")
+    with deviates():
+        history.see(refused, "read", slot="w", offset=900, length=9)
+    whole = old[:500] + content(2, SMALL)
+    history.see({"ok": described(whole)}, "read", slot="w", offset=0, length=9999)
+
+
 def test_what_cannot_be_read_back_though_it_was_published_is_found(history: History) -> None:
     history.see(OK, "open", slot="w", path="a", flags=WRITE)
     history.see({"ok": LARGE}, "write", slot="w", offset=0, size=LARGE, seed=1)
