@@ -14,7 +14,7 @@ from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_ra
 from tests.support.mounts.fuse_mount import require_fuse
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
-_SEQUENCES = {"file": 10, "hdfs": 5}
+_SEQUENCES = {"file": 16, "hdfs": 5}
 # On a slow machine fewer sequences are begun.
 _BEGIN_S = 20.0
 _SHRINK_S = 60.0
