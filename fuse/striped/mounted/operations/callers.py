@@ -4,7 +4,9 @@ Owns the reading of those files, nothing else. A process in a pid namespace out 
 (pid 0) is taken to be alive and well.
 """
 
+import queue
 import signal
+import threading
 
 from bootseer.fuse.kernel.operations import Caller
 from bootseer.linux.processes import stat_fields, status_line
@@ -14,6 +16,8 @@ _PF_EXITING = 0x4
 # Positions in /proc/<pid>/stat (proc(5)), counted from the field behind the name.
 _FLAGS_FIELD = 6
 _EXIT_CODE_FIELD = 49
+_STAT_S = 1.0
+"""A file below /proc is read in microseconds."""
 
 
 def is_dying(caller: Caller) -> bool:
@@ -39,10 +43,21 @@ def was_killed(caller: Caller) -> bool:
 
     The kernel closes what a dying process left open exactly as if the process had closed it; but by
     then the task is marked as exiting, and its exit code holds the signal.
+
+    A process that executes another program closes descriptors in the middle of that, and its `stat`
+    cannot be read before the close is answered. So a process whose `stat` does not come was not
+    killed.
     """
     if not caller.pid:
         return False
-    fields = stat_fields(caller.pid)
+    answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    threading.Thread(
+        target=lambda: answers.put(stat_fields(caller.pid)), name="stat", daemon=True
+    ).start()
+    try:
+        fields = answers.get(timeout=_STAT_S)
+    except queue.Empty:
+        return False
     if len(fields) <= _EXIT_CODE_FIELD:
         return False
     return bool(int(fields[_FLAGS_FIELD]) & _PF_EXITING and int(fields[_EXIT_CODE_FIELD]) & 0x7F)

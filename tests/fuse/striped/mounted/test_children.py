@@ -145,3 +145,21 @@ def test_a_close_reports_the_failure_of_its_own_process(tmp_path: Path, mountpoi
         # More than a unit of what was announced was not written.
         with pytest.raises(OSError, match="not supported"):
             os.close(file)
+
+
+def test_a_writer_that_executes_another_program_publishes(
+    url: str, tmp_path: Path, mountpoint: Path
+) -> None:
+    """A named fault: the close that exec makes waited for the caller's `stat` below /proc, which
+    the kernel gives only when exec is over: both waited until the request's deadline."""
+    code = (
+        "import os, sys\n"
+        "fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)\n"
+        "os.write(fd, b'abc')\n"
+        "os.execv('/bin/true', ['true'])\n"
+    )
+    with checkpoints(tmp_path, mountpoint, url):
+        path = mountpoint / "f"
+        subprocess.run([sys.executable, "-c", code, path], check=True, timeout=120)
+        done = subprocess.run(["cat", path], capture_output=True, check=True, timeout=120)
+        assert done.stdout == b"abc"
