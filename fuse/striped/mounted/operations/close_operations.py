@@ -196,6 +196,7 @@ class CloseOperations(MountTables):
                     self._hold(handle, view)
             self._published_s = now_s = self._clock()
             self._listings.drop(view.path)
+            is_first = not node.status.identity
             node.status, node.seen_s = status_of(view), now_s
             if node.is_detached or node.parent is None:
                 self._nodes.note_moved()
@@ -212,12 +213,17 @@ class CloseOperations(MountTables):
                 if found.had_readers:
                     # The kernel may hold pages of the generation before.
                     self._nodes.detach(found)
-                    found = None
+                    found, is_first = None, False
                 else:
                     found.status, found.seen_s = node.status, now_s
                     self._nodes.note_node(found)
             if found is None:
                 found = self._nodes.add(node.parent, node.name, node.status, now_s)
+                if is_first:
+                    # A file keeps the number that it was created with: SQLite, and whoever follows
+                    # a log, takes another number for another file.
+                    found.inode = node.inode or node.id
+                    self._nodes.note_node(found)
             node.inode = found.inode or found.id
             if not node.handles:
                 self._nodes.detach(node)

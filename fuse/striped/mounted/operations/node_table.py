@@ -143,8 +143,9 @@ class NodeTable:
         return self._by_name.get(parent.id, {}).get(name)
 
     def children(self, parent: Node) -> dict[str, int]:
-        """The node ids of a directory's known names."""
-        return {name: node.id for name, node in self._by_name.get(parent.id, {}).items()}
+        """The inode numbers of a directory's known names."""
+        names = self._by_name.get(parent.id, {})
+        return {name: node.inode or node.id for name, node in names.items()}
 
     def writing(self, parent: Node, name: str) -> list[Node]:
         """Return the writers' nodes of a name."""

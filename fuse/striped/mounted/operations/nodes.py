@@ -39,7 +39,8 @@ class Node(Struct, eq=False):
     is_wanted: bool = False
     """Whether a thread is about to open, or to cut, this node of a writer."""
     inode: int = 0
-    """Inode number that is shown: a writer's node shows that of the file; 0: the node's id."""
+    """Inode number that is shown: a writer's node shows that of the file, and a file keeps that of
+    its creation; 0: the node's id."""
     had_readers: bool = False
     """Whether the kernel may hold pages of it."""
     may_be_passed: bool = True

@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -435,3 +436,29 @@ def test_the_number_of_a_file_is_that_of_its_name(folder: Path) -> None:
         path.rename(folder / "log.1")
         path.write_bytes(b"next")
         assert os.fstat(file).st_ino == (folder / "log.1").stat().st_ino != path.stat().st_ino
+
+
+def test_a_new_file_keeps_its_number_when_it_is_published(folder: Path) -> None:
+    path = folder / "new"
+    with opened(path, os.O_RDWR | os.O_CREAT) as file:
+        number = os.fstat(file).st_ino
+        for _ in range(2):
+            os.write(file, b"some")
+            os.fsync(file)
+            assert os.fstat(file).st_ino == path.stat().st_ino == number
+            (listed,) = os.scandir(folder)
+            assert listed.inode() == number
+        path.rename(folder / "renamed")
+        assert os.fstat(file).st_ino == (folder / "renamed").stat().st_ino == number
+    assert (folder / "renamed").stat().st_ino == number
+
+
+def test_sqlite_keeps_a_small_database(folder: Path) -> None:
+    """It writes nothing more to a file whose number has changed."""
+    with contextlib.closing(sqlite3.connect(folder / "base")) as base:
+        base.execute("create table numbers (number)")
+        for number in range(3):
+            base.execute("insert into numbers values (?)", [number])
+            base.commit()
+    with contextlib.closing(sqlite3.connect(folder / "base")) as base:
+        assert base.execute("select * from numbers").fetchall() == [(0,), (1,), (2,)]
