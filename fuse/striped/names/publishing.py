@@ -26,6 +26,7 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.open_readers import OpenReaders
 from bootseer.fuse.striped.names.retired_parts import RetiredParts, run_name
 from bootseer.fuse.striped.names.stored import StoredFiles, new_generation, plain_view, refuse
+from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
@@ -39,6 +40,8 @@ from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+_MARKS_MAX = 1024
 
 
 def directory_of(path: str) -> str:
@@ -71,6 +74,25 @@ class Publishing:
         self._open_readers = OpenReaders(backend, reader)
         self._retired_parts = RetiredParts(backend, grace_s, self._open_readers.generations_in_use)
         self._changing = threading.Lock()
+        self._marks = [0] * _MARKS_MAX
+        """By name: how often a change of it has begun or ended. Odd while one is under way."""
+
+    def open(self, path: str) -> tuple[OpenFile, FileView]:
+        """Start reading what is stored at `path`; `close` of the reader must follow.
+
+        An ordinary file is opened before a change of its name, which then keeps it whole for its
+        readers, or after it.
+        """
+        mark = _mark_of(path)
+        before = self._marks[mark]
+        view = self.stored.view(path)
+        file = self.reader.open(view)
+        if view.layout is not None or (before % 2 == 0 and self._marks[mark] == before):
+            return file, view
+        self.reader.close(file)
+        with self._change():
+            view = self.stored.view(path)
+            return self.reader.open(view), view
 
     def publish_layout(
         self,
@@ -168,7 +190,7 @@ class Publishing:
         self, path: str, expected: str | None, commit: Callable[[], None], named: set[str]
     ) -> FileInfo:
         """Change what `path` is; it then stands on the generations that are `named`."""
-        with self._change():
+        with self._change(path):
             old = self._look(path)
             if expected is not None and (old is None or old.identity != expected):
                 raise refuse(errno.ESTALE, path)
@@ -266,13 +288,24 @@ class Publishing:
         return named & generations
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[None]:
+    def _change(self, *paths: str) -> Iterator[None]:
+        """Change what the names `paths` mean."""
         if not self._changing.acquire(timeout=self._patience_s):
             raise DeadlineError(
                 f"another change of names in {self.backend.url} has not ended within "
                 f"{self._patience_s:.0f} s"
             )
+        marks = {_mark_of(path) for path in paths}
         try:
+            for mark in marks:
+                self._marks[mark] += 1
             yield
         finally:
+            for mark in marks:
+                self._marks[mark] += 1
             self._changing.release()
+
+
+def _mark_of(path: str) -> int:
+    """Return where the changes of a name are counted; other names may be counted there, too."""
+    return hash(path) % _MARKS_MAX

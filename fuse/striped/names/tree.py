@@ -30,7 +30,7 @@ class StripedTree(Publishing):
 
     def unlink(self, path: str) -> None:
         """Remove a file; who has it open reads on."""
-        with self._change():
+        with self._change(path):
             old = self._look(path)
             if old is None:
                 raise NotFoundError(f"{path} does not exist")
@@ -46,7 +46,7 @@ class StripedTree(Publishing):
         """Move a file or directory, over a file or an empty directory."""
         if source == target:
             return
-        with self._change():
+        with self._change(source, target):
             moved = self.backend.stat(source)
             try:
                 replaced: FileInfo | None = self.backend.stat(target)

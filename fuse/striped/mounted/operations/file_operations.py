@@ -16,6 +16,7 @@ from bootseer.fuse.striped.mounted.operations.close_operations import CloseOpera
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.presentation import opened_of
 from bootseer.fuse.striped.names.stored import FileStatus, refuse, status_of
+from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
 
@@ -106,24 +107,18 @@ class FileOperations(CloseOperations):
                 self._nodes.note(handle)
                 return opened_of(handle)
         try:
-            view = self._tree.stored.view(path)
+            file, view = self._tree.open(path)
         except NotFoundError:
             # Removed elsewhere: the kernel shall look the name up again.
             with self._lock:
                 self._nodes.detach(known)
             raise refuse(errno.ESTALE, path) from None
         with self._lock:
-            if view.identity != known.status.identity:
-                # Of a file that is written here the kernel keeps no attributes.
-                is_shown_anew = self._nodes.is_written(known) and not known.is_writing
-                if known.had_readers or known.is_detached or not is_shown_anew:
-                    if not known.is_writing:
-                        self._nodes.detach(known)
-                    raise refuse(errno.ESTALE, path)
-                known.status = status_of(view)
-                self._nodes.note_node(known)
+            if not self._may_read(known, view):
+                self._reader.close(file)
+                raise refuse(errno.ESTALE, path)
             handle = self._nodes.open(known, flags, caller.request)
-            handle.file = file = self._reader.open(view)
+            handle.file = file
             known.had_readers = True
             if not self._may_pass(known, flags):
                 self._nodes.note(handle)
@@ -138,12 +133,30 @@ class FileOperations(CloseOperations):
             self._nodes.note(handle)
             return opened_of(handle)
 
+    def _may_read(self, node: Node, view: FileView) -> bool:
+        """Whether who opens a node may read `view`, which has its name now; the lock is held."""
+        if view.identity == node.status.identity:
+            return True
+        # Of a file that is written here the kernel keeps no attributes.
+        is_shown_anew = self._nodes.is_written(node) and not node.is_writing
+        if node.had_readers or node.is_detached or not is_shown_anew:
+            if not node.is_writing:
+                self._nodes.detach(node)
+            return False
+        node.status = status_of(view)
+        self._nodes.note_node(node)
+        return True
+
     def _open_to_write(self, caller: Caller, node: Node, path: str, flags: int) -> Opened:
         """Open the own node of a writer."""
+        file: OpenFile | None = None
         base: FileView | None = None
         if not flags & os.O_TRUNC:
             try:
-                base = self._tree.stored.view(path)
+                if flags & os.O_ACCMODE == os.O_RDWR:
+                    file, base = self._tree.open(path)
+                else:
+                    base = self._tree.stored.view(path)
             except NotFoundError:
                 # It is not stored yet, and somebody else writes it, too.
                 if node.status.identity:
@@ -155,9 +168,7 @@ class FileOperations(CloseOperations):
                 handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
             elif node.writer() is None:
                 node.status = status_of(base)
-            handle.base = base
-            if base is not None and handle.is_readable:
-                handle.file = self._reader.open(base)
+            handle.base, handle.file = base, file
             self._nodes.note(handle)
             return opened_of(handle)
 

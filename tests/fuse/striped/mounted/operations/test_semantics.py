@@ -13,6 +13,7 @@ from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.mounted.operations.nodes import Node
 from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
 from tests.support.named_tests import REPOSITORY, check_promises
@@ -333,6 +334,40 @@ def test_two_writers_of_a_new_name_see_their_own_sizes(one: Driver) -> None:
     assert one.read("f") == b"1"
     one.close(second)
     assert one.read("f") == b"second"
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
+@pytest.mark.parametrize("change", ["overwritten", "renamed", "renamed over", "unlinked"])
+def test_a_file_that_changes_while_it_is_opened_is_read_whole(
+    one: Driver, monkeypatch: pytest.MonkeyPatch, flags: int, change: str
+) -> None:
+    """The change comes when the file has been found, and is not known to be open yet."""
+    one.write("f", b"old" * 100)
+    one.write("other", b"other" * 100)
+    open_view, changes = one.storage.reader.open, iter([change])
+
+    def open_late(view: FileView) -> OpenFile:
+        if view.path == "f" and next(changes, None):
+            if change == "overwritten":
+                one.write("f", b"new" * 100)
+            elif change == "renamed":
+                one.rename("f", "g")
+                one.rename("other", "f")
+            elif change == "renamed over":
+                one.rename("other", "f")
+            else:
+                one.unlink("f")
+                one.write("f", b"anew" * 100)
+        return open_view(view)
+
+    monkeypatch.setattr(one.storage.reader, "open", open_late)
+    file = one.open("f", flags)
+    assert not list(changes)
+    size = one.fs.getattr(CALLER, *file)[0].size_bytes
+    read = one.pread(file, 0, 1000)
+    one.close(file)
+    assert read in (b"old" * 100, b"new" * 100, b"other" * 100, b"anew" * 100)
+    assert len(read) == size
 
 
 @pytest.mark.parametrize("thread", [0, 77], ids=["unseen", "seen"])
