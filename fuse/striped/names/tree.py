@@ -48,18 +48,23 @@ class StripedTree(Publishing):
             return
         with self._change(source, target):
             moved = self.backend.stat(source)
-            try:
-                replaced: FileInfo | None = self.backend.stat(target)
-            except NotFoundError:
-                replaced = None
-            if replaced is not None and not replace:
-                raise refuse(errno.EEXIST, target)
+            replaced = self._replaced(target, replace=replace)
             if moved.is_dir:
                 self._rename_directory(source, target, replaced)
             else:
                 self._rename_file(moved, target, replaced)
             self.stored.forget(source)
             self.stored.forget(target)
+
+    def _replaced(self, target: str, *, replace: bool) -> FileInfo | None:
+        """Return what a rename to `target` replaces, if anything; refuse it without `replace`."""
+        try:
+            replaced = self.backend.stat(target)
+        except NotFoundError:
+            return None
+        if not replace:
+            raise refuse(errno.EEXIST, target)
+        return replaced
 
     def rename_begun(
         self,
@@ -76,12 +81,7 @@ class StripedTree(Publishing):
         `has_parts`: whether parts of it are stored, which cannot move to another directory.
         """
         with self._change():
-            try:
-                replaced: FileInfo | None = self.backend.stat(target)
-            except NotFoundError:
-                replaced = None
-            if replaced is not None and not replace:
-                raise refuse(errno.EEXIST, target)
+            replaced = self._replaced(target, replace=replace)
             if replaced is not None and replaced.is_dir:
                 raise refuse(errno.EISDIR, target)
             parent = directory_of(target)
