@@ -62,15 +62,17 @@ def send(endpoint: Endpoint, lines: Sequence[Line], sent: Mapping[str, int]) -> 
         transport = _transport(endpoint)
     except BootseerError as error:
         return Sent({}, str(error))
-    attempts = Attempts(_POLICY, DEADLINE_S)
+    ends_s = time.monotonic() + DEADLINE_S
     try:
         for batch in _batches(endpoint, lines, sent):
-            if not attempts.left_s:
+            # Of what is left for the whole look: a request that is taken gives the next no more.
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0:
                 problem = f"the collector took longer than {DEADLINE_S:g} s; the rest is sent later"
                 break
             try:
                 if batch.body:
-                    _post(transport, endpoint, batch.body, attempts)
+                    _post(transport, endpoint, batch.body, Attempts(_POLICY, left_s))
             except InvalidInputError as error:
                 # Not ours to mend, and no better the next time: others go on.
                 problem = str(error)
@@ -166,7 +168,6 @@ def _post(transport: Transport, endpoint: Endpoint, body: bytes, attempts: Attem
             response = transport.request("POST", endpoint.url, headers, body)
             response.close()
             _check(response.status, response.server, response.headers.get("Retry-After"))
-            attempts.progressed()
             return
         except PermissionDeniedError as error:
             raise PermissionDeniedError(

@@ -171,7 +171,8 @@ def test_blobs_without_number_leave_nothing_behind(monkeypatch: pytest.MonkeyPat
             assert client.blobs.read(digest, len(blob), 0, len(blob)) == blob
         gc.collect()
         wanted = set(digests)
-        kept = [one for one in gc.get_objects() if isinstance(one, dict) and wanted & one.keys()]
-        assert max(len(wanted & one.keys()) for one in kept) <= 5
+        # By the type of each: lazy objects of other libraries answer isinstance() by loading.
+        kept = [dict.keys(one) for one in gc.get_objects() if issubclass(type(one), dict)]
+        assert 0 < max(len(wanted & keys) for keys in kept) <= 5
     server.shutdown()
     server.server_close()
