@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -16,6 +16,7 @@ from bootseer.linux import namespaces
 from bootseer.settings.config import variable_of
 from bootseer.store import TEST_NETWORK
 from bootseer.transfer.pace import Pace
+from testbed.needs import MissingError, require
 from tests.hdfs.cluster import MiniHdfs
 from tests.hdfs.running import running
 from tests.support import quarantine, scheduling
@@ -90,6 +91,26 @@ def _quarantine(items: list[pytest.Item]) -> None:
         reason = listed.get(item.nodeid.partition("[")[0])
         if reason is not None:
             item.add_marker(pytest.mark.xfail(strict=False, reason=f"quarantined: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Skip a test whose `needs` mark names something that the machine lacks."""
+    try:
+        for mark in item.iter_markers("needs"):
+            require(*mark.args, **mark.kwargs)
+        return (yield)
+    except MissingError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Skip a test that finds out while it runs that the machine lacks something."""
+    try:
+        return (yield)
+    except MissingError as reason:
+        pytest.skip(str(reason))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -95,8 +95,8 @@ def _report(folder: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.needs(modules=["torch"])
 def test_a_torchrun_job_on_two_nodes_is_explained(two_nodes: Nodes, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
     (tmp_path / "train.py").write_text(_TRAIN)
     first = two_nodes.nodes[0]
     began = time.time()

@@ -165,7 +165,6 @@ except UnsupportedError as error:
     assert "install fuse3" in _as_nobody(code, home)
 
 
+@pytest.mark.needs(linux=(6, 9))
 def test_an_ordinary_users_supervised_mount_survives_kill_9(home: Path) -> None:
-    if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (6, 9):
-        pytest.skip("this kernel does not repeat requests (Linux 6.9 does)")
     assert _as_nobody(_SUPERVISED, home) == "hello\nended\n 0 left []\n"

@@ -46,9 +46,8 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.fuse
 
 
+@pytest.mark.needs(linux=(6, 9))
 def test_kill_9_of_the_worker_while_reading(node: Node) -> None:
-    if not mount_can_resend():
-        pytest.skip("handing requests to another worker needs Linux 6.9")
     code = """
 import hashlib, sys
 h = hashlib.sha256()
@@ -74,20 +73,14 @@ print(h.hexdigest())
         assert image.status()["access_count"] >= BIG_BYTES // (1 << 20)
 
 
+@pytest.mark.needs(linux=(6, 9))
 def test_a_frozen_worker_is_replaced_while_a_job_reads(node: Node) -> None:
-    if not mount_can_resend():
-        pytest.skip("handing requests to another worker needs Linux 6.9")
     settings = replace(node.settings, deadline_s=60.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         worker = image.status()["worker_pid"]
         with frozen(worker):
             assert checksums_outside([image.directory / "big"]) == [digest_of(node.source / "big")]
         assert image.status()["worker_pid"] != worker
-
-
-def mount_can_resend() -> bool:
-    release = os.uname().release.split(".")
-    return (int(release[0]), int("".join(c for c in release[1] if c.isdigit()))) >= (6, 9)
 
 
 def kill_worker(pid: int) -> int:

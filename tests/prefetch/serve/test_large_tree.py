@@ -66,11 +66,9 @@ def _worker_of(image: MountedImage) -> int | None:
     return worker if isinstance(worker, int) else None
 
 
+@pytest.mark.needs(linux=(6, 9))
 def test_half_a_gib_survives_kill_9_of_the_worker(tmp_path: Path) -> None:
     skip_unless_fuse()
-    release = os.uname().release.split(".")
-    if (int(release[0]), int(release[1])) < (6, 9):
-        pytest.skip("handing requests to another worker needs Linux 6.9")
     free_bytes = shutil.disk_usage(tmp_path).free
     if free_bytes < 2 << 30:
         pytest.skip(f"needs 2 GiB of disk; {tmp_path} has {free_bytes >> 30}")

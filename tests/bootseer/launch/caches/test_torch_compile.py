@@ -9,9 +9,7 @@ import pytest
 
 from tests.bootseer.launch.harness import Node, node_at
 
-pytest.importorskip("torch", reason="torch is not installed (extra `formats`)")
-if shutil.which("g++") is None:
-    pytest.skip("there is no C++ compiler", allow_module_level=True)
+pytestmark = pytest.mark.needs(modules=["torch"], programs=["g++"])
 
 MODEL = """
 import sys, torch

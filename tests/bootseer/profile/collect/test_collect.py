@@ -35,8 +35,8 @@ os._exit(0)
 """
 
 
+@pytest.mark.needs(modules=["torch"])
 def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: ProgramFolder) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
     program = job.write("train.py", TRAIN)
     job.run(
         sys.executable,
@@ -75,8 +75,8 @@ def test_a_torchrun_job_is_noted_from_its_launch_to_its_first_step(job: ProgramF
     assert roles_on_path == [LAUNCHER, "run", "train.py"]
 
 
+@pytest.mark.needs(modules=["torch"])
 def test_a_torchrun_whose_rendezvous_failed_says_who_never_came(job: ProgramFolder) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
     program = job.write("train.py", TRAIN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

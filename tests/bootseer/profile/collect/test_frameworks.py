@@ -1,6 +1,7 @@
 """What is noted of loads, devices and compilers, in programs that know nothing of it."""
 
 import importlib.util
+import subprocess
 import sys
 
 import pytest
@@ -49,6 +50,7 @@ assert double(torch.ones(3)).sum() == 9
 """
 
 BROKEN = """
+import subprocess
 import sys
 from types import ModuleType
 import torch.utils.data.dataloader as loader
@@ -101,9 +103,11 @@ def test_an_initialisation_of_cuda_that_fails_is_noted_once_and_fails(job: Progr
     assert "NVIDIA" in noted.message or "CUDA" in noted.message
 
 
+@pytest.mark.needs(modules=["torch"])
 def test_an_initialisation_of_cuda_is_noted(job: ProgramFolder) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    if not torch.cuda.is_available():
+    # Not in this process: torch would stay in it for all later tests.
+    ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", ask], capture_output=True).returncode:
         pytest.skip("there is no GPU with a driver, and nothing that could stand for one")
     (stage,) = _stages(job, "import torch\ntorch.ones(1, device='cuda')\n")
     assert (stage.name, stage.is_open) == ("CUDA initialisation", False)

@@ -120,9 +120,9 @@ def test_a_program_at_a_terminal_is_its_foreground(folder: Path) -> None:
         assert terminal.wait() == 7
 
 
+@pytest.mark.needs(modules=["torch"])
 @pytest.mark.timeout(400)
 def test_workers_of_a_torchrun_at_a_terminal_are_told_alike(folder: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
     torchrun = ("--", sys.executable, "-m", "torch.distributed.run", "--standalone", "train.py")
     outcomes = []
     with _terminal(folder, "--preload", *torchrun, "--ends") as first:

@@ -12,7 +12,7 @@ import pytest
 from bootseer.profile.decoding import decode
 from bootseer.timeline.otlp import READY, ROLE
 
-pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.needs(modules=["torch"])
 
 WORKER_COUNT = 4
 TRAIN = """

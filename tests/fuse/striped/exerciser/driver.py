@@ -26,6 +26,7 @@ from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart
 from bootseer.linux.processes import wait_ended
 from bootseer.served.status import find_known
 from bootseer.store import open_backend
+from testbed.needs import linux_version
 from tests.fuse.striped.exerciser import worker
 from tests.fuse.striped.exerciser.model import (
     Answer,
@@ -243,8 +244,7 @@ class Site:
 
 
 def _can_restart() -> bool:
-    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    return release >= (6, 9)
+    return linux_version() >= (6, 9)
 
 
 @contextlib.contextmanager

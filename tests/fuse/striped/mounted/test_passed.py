@@ -10,6 +10,7 @@ import pytest
 
 from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
+from testbed.needs import require
 from tests.fuse.striped.support.mounting import MIB, checkpoints
 from tests.support.mounts.fuse_mount import run
 
@@ -58,11 +59,7 @@ print("done", flush=True)
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    if os.geteuid() != 0:
-        pytest.skip("only root may have files passed through")
-    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if release < (6, 9):
-        pytest.skip("this kernel has no FUSE passthrough (Linux 6.9 has)")
+    require("root", linux=(6, 9))
     folder = tmp_path / "stored"
     folder.mkdir()
     if run(["stat", "-f", "-c", "%T", folder]).stdout.strip() == "overlayfs":

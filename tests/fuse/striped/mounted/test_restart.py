@@ -20,14 +20,8 @@ from tests.support.waiting import wait_for
 
 BIG = 20_000_000
 
-pytestmark = pytest.mark.fuse
-
-
-@pytest.fixture(autouse=True)
-def _kernel() -> None:
-    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if release < (6, 9):
-        pytest.skip("this kernel cannot repeat a mount's requests to another process (6.9 can)")
+# From 6.9 on a kernel can repeat a mount's requests to another process.
+pytestmark = [pytest.mark.fuse, pytest.mark.needs(linux=(6, 9))]
 
 
 def kill_the_worker(mount: MountedCheckpoints) -> None:

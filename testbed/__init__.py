@@ -1,0 +1,1 @@
+"""Servers and machines for tests and benchmarks. Imports neither of them."""

@@ -1,0 +1,56 @@
+"""What a test or a benchmark needs of the machine, and why it cannot run where that is missing.
+
+A test says `@pytest.mark.needs("root", modules=["torch"], linux=(6, 9))`; a server of the test bed
+calls `require`. tests/conftest.py turns `MissingError` into a skip with the error's words.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+
+
+class MissingError(Exception):
+    """Something cannot run here. The message says what is missing."""
+
+
+def linux_version() -> tuple[int, int]:
+    """Return the first two numbers of the running kernel's version."""
+    major, minor = os.uname().release.split("-")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _no_root() -> str:
+    return "" if os.geteuid() == 0 else "needs root"
+
+
+def _no_fuse() -> str:
+    return "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+
+
+_ABILITIES: dict[str, Callable[[], str]] = {"root": _no_root, "fuse": _no_fuse}
+"""For each ability, what answers "" where the machine has it, and else the reason."""
+
+
+def require(
+    *abilities: str,
+    modules: Sequence[str] = (),
+    programs: Sequence[str] = (),
+    linux: tuple[int, int] = (0, 0),
+) -> None:
+    """Raise MissingError if the machine lacks one of the abilities, modules or programs.
+
+    Nothing is imported: a module counts as present if Python finds it.
+    """
+    for ability in abilities:
+        reason = _ABILITIES[ability]()
+        if reason:
+            raise MissingError(reason)
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingError(f"the Python module {module} is not installed")
+    for program in programs:
+        if shutil.which(program) is None:
+            raise MissingError(f"the program {program} is not installed")
+    if linux_version() < linux:
+        raise MissingError("needs Linux {}.{} or newer".format(*linux))
