@@ -107,8 +107,9 @@ def _hand_over(connection: socket.socket, worker: int, told: int, go: int) -> No
     if connection.recv(1) != b"G":
         raise Refusal("nobody waits for it")
     stand_in = peer_of(connection)[0]
-    os.write(go, b"G")
+    # Before the worker runs: its program may ask who its parent is.
     show_as(["bootseer guard", str(worker)], _GUARD)
+    os.write(go, b"G")
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
