@@ -134,6 +134,7 @@ def _handle(record: Record, node: Node, layouts: Mapping[str, str]) -> Handle:
         int(record["flags"]),
         base=_view(record["base"], layouts),
         was_killed=bool(record["killed"]),
+        is_nameless=bool(record.get("detached", False)) and not record["writes"],
         request=int(record["request"]),
     )
 

@@ -198,6 +198,10 @@ class CloseOperations(MountTables):
             self._listings.drop(view.path)
             is_first = not node.status.identity
             node.status, node.seen_s = status_of(view), now_s
+            for other in self._nodes.same_file(node):
+                # Emptied before this one was opened: what it emptied is gone.
+                if any(h.is_superseded and h.only_empties for h in other.handles):
+                    other.status, other.seen_s = node.status, now_s
             if node.is_detached or node.parent is None:
                 self._nodes.note_moved()
                 return

@@ -113,6 +113,7 @@ class NameOperations(CloseOperations):
             text, path = self._child_path(directory, name)
             known = self._nodes.child(directory, text)
             is_local = known is not None and known.is_local
+            waiting = self._waiting_at(path)
         gone = [writer for writer in self._writers_of(path) if not writer.is_detached]
         for writer in gone:
             writer.detach()
@@ -123,6 +124,8 @@ class NameOperations(CloseOperations):
                 for writer in gone:
                     writer.attach()
                 raise
+        with self._lock:
+            self._leave_nameless(waiting)
         self._gone(directory, text, path)
         if gone:
             with self._lock:
@@ -140,6 +143,7 @@ class NameOperations(CloseOperations):
             # One whose file is gone has nothing to do with what has the name now.
             writers = [writer for writer in self._nodes.writers() if not writer.is_detached]
             taken = self._nodes.child(new_directory, new_text)
+            waiting = self._waiting_at(target)
         if source == target:
             return
         if flags and taken is not None and taken.is_unpublished:
@@ -172,6 +176,7 @@ class NameOperations(CloseOperations):
             if not caller.is_resent or self._status(target)[0] is None:
                 raise
         with self._lock:
+            self._leave_nameless(waiting)
             for writer in replaced:
                 if writer not in begun:
                     writer.detach()

@@ -123,6 +123,9 @@ class Handle(Struct, eq=False):
     """Whether the file was opened anew, or cut, since: emptying it would come too late."""
     publishing: threading.Lock = field(default_factory=threading.Lock)
     """Held from publishing what it wrote until the node shows it."""
+    is_nameless: bool = False
+    """Whether this mount removed or replaced its file before anything was written through it, when
+    its name meant another file already."""
     request: int = 0
     """The request that opened it: a successor may be asked to do that once more."""
     noted: Record | None = None
@@ -171,7 +174,7 @@ class Handle(Struct, eq=False):
             "pinned": self.file is not None and self.file.pinned is not None,
             "base": view_to_json(base),
             "writes": self.writer is not None,
-            "detached": self.writer is not None and self.writer.is_detached,
+            "detached": (self.writer.is_detached if self.writer is not None else self.is_nameless),
             "unfinished": self.is_unfinished,
             "killed": self.was_killed,
         }

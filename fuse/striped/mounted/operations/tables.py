@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Caller, Entry, Operations
@@ -234,6 +234,8 @@ class MountTables(Operations):
         if stale:
             # What it would be added to was replaced, or removed.
             writer.fail(refuse(errno.ESTALE, path))
+        if handle.is_nameless:
+            writer.detach()
         with self._lock:
             if handle.writer is None:
                 handle.writer = writer
@@ -246,17 +248,29 @@ class MountTables(Operations):
         except NotFoundError:
             return False
 
+    def _waiting_at(self, path: str) -> list[Handle]:
+        """The handles that may write the file at `path`, and have not begun to. Under the lock."""
+        return [
+            handle
+            for handle in self._nodes.handles.values()
+            if handle.base is not None
+            and handle.writer is None
+            and path == (handle.base.path if handle.node.is_detached else handle.node.path)
+        ]
+
+    def _leave_nameless(self, handles: Iterable[Handle]) -> None:
+        """Their name was removed or replaced in this mount: what they empty goes nowhere. Under
+        the lock."""
+        for handle in handles:
+            if handle.writer is None:
+                handle.is_nameless = True
+                self._nodes.note(handle)
+
     def _writers_of(self, path: str) -> list[FileWriter]:
         """All that write the file at `path`, or may yet: those that add to what is there have read
         its end when this returns, so that it may go."""
         with self._lock:
-            waiting = [
-                handle
-                for handle in self._nodes.handles.values()
-                if handle.base is not None
-                and handle.writer is None
-                and path == (handle.base.path if handle.node.is_detached else handle.node.path)
-            ]
+            waiting = self._waiting_at(path)
         for handle in waiting:
             assert handle.base is not None
             if not self._is_current(handle.base.renamed(path)):

@@ -101,7 +101,7 @@ class Description:
     refused: frozenset[int] = frozenset()
     """What its first write was refused with; it has never begun to write."""
     lost_s: float | None = None
-    """When another node replaced or removed what it reads."""
+    """When another node replaced, removed or renamed what it reads."""
 
     @property
     def reads(self) -> bool:
@@ -815,8 +815,14 @@ class Model:
             self._expect_value(answer, [described(data)], "what is read back")
 
     def _reading_errors(self, one: Description) -> set[int]:
-        is_late = one.lost_s is not None and self._ended_s > one.lost_s + GRACE_S
-        return {errno.EIO} if is_late else set()
+        if one.lost_s is None:
+            return set()
+        origins = [one.generation]
+        if one.writer is not None:
+            origins += [one.writer.base, one.writer.published]
+        # Nothing but its name leads to an ordinary file.
+        is_ordinary = any(held is not None and held.is_striped is not True for held in origins)
+        return {errno.EIO} if is_ordinary or self._ended_s > one.lost_s + GRACE_S else set()
 
     def _do_map(self, answer: Answer, who: str, slot: str, new: str) -> None:
         one = self.slots(who)[slot]

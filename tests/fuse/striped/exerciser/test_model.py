@@ -206,6 +206,13 @@ def test_a_reader_elsewhere_may_lose_its_file_after_the_grace_only(history: Hist
     history.see({"errno": errno.EIO}, "read", "B1", slot="r", offset=0, length=9, after_s=60.0)
 
 
+def test_a_reader_elsewhere_may_lose_an_ordinary_file_at_once(history: History) -> None:
+    history.save("a", 1, SMALL)
+    history.see(OK, "open", "B1", slot="r", path="a", flags=os.O_RDONLY)
+    history.save("a", 2, SMALL)
+    history.see({"errno": errno.EIO}, "read", "B1", slot="r", offset=0, length=9, after_s=1.0)
+
+
 def test_a_lost_name_is_found(history: History) -> None:
     history.save("a", 1, SMALL)
     history.see({"ok": ["a"]}, "list", "B1", path="")

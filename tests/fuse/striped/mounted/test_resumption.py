@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
+from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
 from bootseer.fuse.striped.mounted.life import journal
-from tests.fuse.striped.support.harness import CALLER, UNIT, Restartable, refused_with
+from tests.fuse.striped.support.harness import (
+    CALLER,
+    UNIT,
+    Driver,
+    Restartable,
+    refused_with,
+    storage_on,
+)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -72,6 +79,35 @@ def test_a_failed_writer_of_a_replaced_file_hinders_no_rename(
     assert here.read("c") == b"other"
     with refused_with(errno.EIO):
         here.fs.fsync(CALLER, *file, False)
+    here.fs.destroyed()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("how", ["rename", "unlink"])
+def test_a_file_that_two_nodes_replaced_is_emptied_for_nobody(
+    tmp_path: Path, how: str, is_restarted: bool
+) -> None:
+    """Found by the exerciser: the empty file took the place of the last one."""
+    here = Restartable(tmp_path)
+    elsewhere = Driver(storage_on(tmp_path / "backend"))
+    here.write("a", b"the first")
+    file = here.open("a", os.O_RDWR)
+    elsewhere.write("b", b"the second")
+    elsewhere.rename("b", "a")
+    if how == "rename":
+        here.write("c", b"the third")
+        here.rename("c", "a")
+    else:
+        here.unlink("a")
+    if is_restarted:
+        here.journal.close()
+        here = Restartable(tmp_path)
+    here.fs.setattr(CALLER, file[0], SetAttributes(size_bytes=0, handle=file[1]))
+    here.pwrite(file, 0, b"nobody sees it")
+    assert here.pread(file, 0, 99) == b"nobody sees it"
+    here.close(file)
+    assert here.names("") == (["a"] if how == "rename" else [])
+    assert how == "unlink" or elsewhere.read("a") == b"the third"
     here.fs.destroyed()
 
 

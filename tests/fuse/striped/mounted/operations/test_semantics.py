@@ -149,6 +149,18 @@ def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> Non
     one.fs.destroyed()
 
 
+def test_of_two_that_empty_a_file_the_first_shows_what_the_second_published(one: Driver) -> None:
+    """Found by the exerciser: it showed the size of the file that both had emptied."""
+    one.write("f", b"old content")
+    first = one.open("f", os.O_RDWR | os.O_TRUNC)
+    second = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    one.close(second)
+    assert one.fs.getattr(CALLER, first[0], None)[0].size_bytes == 0
+    assert one.pread(first, 0, 99) == b""
+    one.close(first)
+    assert one.read("f") == b""
+
+
 @pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
 @pytest.mark.parametrize("how", ["unlink", "rename"])
 def test_adding_to_a_file_that_is_gone(one: Driver, two: Driver, old: bytes, how: str) -> None:
