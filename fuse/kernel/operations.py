@@ -165,6 +165,11 @@ class Operations:
     def mounted(self) -> None:
         """Called once, after INIT, before the first request. Start threads here."""
 
+    def all_closed(self) -> None:
+        """Called before `destroyed` where the mount ended because nothing on it is open any more.
+        The kernel drops requests that nobody has read by then: some files that were closed last
+        were not released. Must not raise."""
+
     def destroyed(self) -> None:
         """Called once, after the last request. Release everything. Must not raise."""
 

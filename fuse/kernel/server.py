@@ -311,6 +311,8 @@ class Server:
         if not done:
             log.warning("some operations on %s do not end", attached.path)
         try:
+            if done and self._session is not None and self._session.was_unmounted:
+                self.operations.all_closed()
             self.operations.destroyed()
         except BaseException:
             log.exception("the file system on %s failed while it was released", attached.path)

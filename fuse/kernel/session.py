@@ -74,6 +74,8 @@ class Session:
         self._lock = threading.Lock()
         self._slots: list[_Slot] = []
         self._ended = threading.Event()
+        self.was_unmounted = False
+        """Whether the connection ended with the last open file, and was not aborted."""
         self._watchdog: threading.Thread | None = None
 
     def start(self) -> None:
@@ -148,6 +150,7 @@ class Session:
                 if error.errno in _READ_AGAIN:
                     continue
                 if error.errno in _CONNECTION_ENDED:
+                    self.was_unmounted = error.errno == errno.ENODEV
                     return
                 raise
             _, opcode, unique, node, uid, gid, pid, handle, offset, size = unpack(head)

@@ -183,6 +183,22 @@ def test_the_connection_is_aborted_when_nobody_is_left_to_answer(
     assert mounts.find_mount(mountpoint) is None
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_only_an_unmount_says_that_all_files_are_closed(
+    slow: Slow, mountpoint: Path, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(slow, "all_closed", lambda: told.append("all closed"))
+    with fuse_mount.mounted(slow, mountpoint) as server:
+        assert _read(mountpoint / "fast") == "4096"
+        if is_aborted:
+            assert server.abort()
+        else:
+            server.detach()
+        assert server.wait(_DEADLINE_S)
+    assert told == ([] if is_aborted else ["all closed"])
+
+
 @pytest.mark.parametrize("name", ["broken", "panic", "toolong"])
 def test_a_bug_in_an_operation_is_eio_and_logged_once(
     slow: Slow, mountpoint: Path, caplog: pytest.LogCaptureFixture, name: str

@@ -57,6 +57,16 @@ class StripedFileSystem(NameOperations, FileOperations):
             self._inherited.discard(node)
             self.dropped(node)
 
+    def all_closed(self) -> None:
+        with self._lock:
+            handles = list(self._nodes.handles.values())
+        for handle in handles:
+            writer = handle.writer
+            is_due = writer is not None and writer.needs_publishing and not handle.was_killed
+            self.release(handle.node.id, handle.id, 0)
+            if is_due and writer is not None and (writer.has_failed or writer.needs_publishing):
+                self.unwritten.append(writer.path)
+
     def destroyed(self) -> None:
         """A file that is still open was not finished by its writer: it does not appear."""
         with self._lock:
