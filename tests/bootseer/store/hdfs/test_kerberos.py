@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from tests.hdfs.java_client import java_client_environment
 from tests.hdfs.kdc import NoKdcError
 from tests.hdfs.secure import SecureHdfs
 from tests.support.mounts.fuse_mount import require_fuse
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.hdfs
 
@@ -76,6 +76,12 @@ def failure(url: str) -> BootseerError:
         backend.close()
     assert not isinstance(raised.value, DeadlineError)
     return raised.value
+
+
+def get_ticket_that_expires(secure: SecureHdfs, cache: Path) -> None:
+    """Put a ticket into `cache`, and wait until the Kerberos library calls it expired."""
+    secure.kinit(cache, lifetime="1s")
+    wait_for(lambda: subprocess.run(["klist", "-s"], check=False).returncode, "the ticket's end")
 
 
 def test_a_store_with_a_ticket(
@@ -177,8 +183,7 @@ def test_a_keytab_is_enough(
 ) -> None:
     """The library itself then gets tickets, and new ones when they expire."""
     monkeypatch.setenv("KRB5_CLIENT_KTNAME", str(secure.keytab))
-    secure.kinit(cache, lifetime="1s")
-    time.sleep(1.1)
+    get_ticket_that_expires(secure, cache)
     with Store(HdfsBackend(url)) as store:
         assert store.publish("name", b"1")
 
@@ -188,8 +193,7 @@ def test_a_ticket_that_expires_meanwhile(secure: SecureHdfs, cache: Path, url: s
     secure.kinit(cache)
     with Store(HdfsBackend(url)) as store:
         assert store.publish("name", b"1")
-        secure.kinit(cache, lifetime="1s")
-        time.sleep(1.1)
+        get_ticket_that_expires(secure, cache)
         assert store.read("name") == b"1"
         secure.hdfs.stop_namenode()
         secure.hdfs.start_namenode()
