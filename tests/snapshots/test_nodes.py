@@ -21,8 +21,29 @@ from tests.snapshots.support.counted import counted_request, rooted, runs
 from tests.support.trees import describe, differences
 
 
+class _Meeting:
+    """A step of a set-up's command that ends once each of `count` nodes runs the set-up, or waits
+    for it: however slow the machine is, they are at it at once."""
+
+    def __init__(self, tmp_path: Path, count: int) -> None:
+        self._all_here = tmp_path / "all-here"
+        self._count = count
+        self._names: set[str] = set()
+        look = f"test -e {self._all_here}"
+        self.script = f"for i in $(seq 3000); do {look} && break; sleep 0.02; done; {look}"
+
+    def hear(self, name: str, sentence: str) -> None:
+        """Take note of a sentence that a node reports. Any thread."""
+        if "running the set-up" in sentence or sentence.endswith("; waiting"):
+            self._names.add(name)
+        if len(self._names) == self._count:
+            self._all_here.touch()
+
+
 def _on_nodes(
-    requests: Mapping[str, tuple[Settings, Request]], said: dict[str, list[str]] | None = None
+    requests: Mapping[str, tuple[Settings, Request]],
+    meeting: _Meeting | None = None,
+    said: dict[str, list[str]] | None = None,
 ) -> dict[str, SetupResult]:
     """`said` gets what each node says."""
     results: dict[str, SetupResult] = {}
@@ -30,7 +51,13 @@ def _on_nodes(
     def run(name: str) -> None:
         settings, request = requests[name]
         sentences: list[str] = []
-        results[name] = run_setup(settings, request, report=sentences.append, wait_s=60)
+
+        def report(sentence: str) -> None:
+            sentences.append(sentence)
+            if meeting is not None:
+                meeting.hear(name, sentence)
+
+        results[name] = run_setup(settings, request, report=report, wait_s=60)
         if said is not None:
             said[name] = sentences
 
@@ -45,11 +72,14 @@ def _on_nodes(
 def test_many_nodes_at_once_run_it_once(tmp_path: Path, make_node: MakeNode) -> None:
     names = ["a", "b", "c", "d"]
     said: dict[str, list[str]] = {}
-    results = _on_nodes({name: (make_node(name), rooted(tmp_path, name)) for name in names}, said)
+    meeting = _Meeting(tmp_path, len(names))
+    requests = {name: (make_node(name), rooted(tmp_path, name, meeting.script)) for name in names}
+    results = _on_nodes(requests, meeting, said)
     assert runs(tmp_path) == 1
     # What others took is told apart from what the restore took.
-    for sentences in said.values():
+    for name, sentences in said.items():
         has_waited = any(sentence.endswith("; waiting") for sentence in sentences)
+        assert has_waited == (results[name].how == "restored")
         assert has_waited == ("; waited " in sentences[-1])
     hows = sorted(result.how for result in results.values())
     assert hows == ["captured", "restored", "restored", "restored"]
@@ -92,7 +122,9 @@ def test_clocks_that_differ_cost_time_and_no_more(
     """A node may take over a lease that is held, and lose its own; nothing else goes wrong."""
     monkeypatch.setattr(lease, "time", _ClocksOfNodes)
     names = ["exact", "ahead", "behind"]
-    results = _on_nodes({name: (make_node(name), rooted(tmp_path, name)) for name in names})
+    meeting = _Meeting(tmp_path, len(names))
+    requests = {name: (make_node(name), rooted(tmp_path, name, meeting.script)) for name in names}
+    results = _on_nodes(requests, meeting)
     assert "captured" in {result.how for result in results.values()}
     # One that lost its lease finds another's snapshot stored.
     assert {result.how for result in results.values()} <= {"captured", "restored", "ran"}
@@ -100,13 +132,15 @@ def test_clocks_that_differ_cost_time_and_no_more(
     assert trees == ["hello\n"] * 3
     with open_store(make_node("exact").store_url) as store:
         assert len(list(catalogue.list_all(store))) == 1
-    assert run_setup(make_node("late"), rooted(tmp_path, "late")).how == "restored"
+    late = rooted(tmp_path, "late", meeting.script)
+    assert run_setup(make_node("late"), late).how == "restored"
 
 
 def test_many_processes_of_one_node_run_it_once(tmp_path: Path, make_node: MakeNode) -> None:
-    request = counted_request(tmp_path, "sleep 0.5")
+    meeting = _Meeting(tmp_path, 3)
+    request = counted_request(tmp_path, meeting.script)
     node = make_node("a")
-    results = _on_nodes({str(number): (node, request) for number in range(3)})
+    results = _on_nodes({str(number): (node, request) for number in range(3)}, meeting)
     assert runs(tmp_path) == 1
     assert sorted(result.how for result in results.values()) == ["captured", "in place", "in place"]
 
@@ -220,7 +254,9 @@ def test_nodes_that_wait_do_not_ask_in_step(
 def test_nodes_share_through_hdfs(tmp_path: Path, make_node: MakeNode, hdfs_url: str) -> None:
     names = ["a", "b"]
     nodes = {name: replace(make_node(name), store_url=hdfs_url) for name in names}
-    results = _on_nodes({name: (nodes[name], rooted(tmp_path, name)) for name in names})
+    meeting = _Meeting(tmp_path, len(names))
+    requests = {name: (nodes[name], rooted(tmp_path, name, meeting.script)) for name in names}
+    results = _on_nodes(requests, meeting)
     assert runs(tmp_path) == 1
     assert sorted(result.how for result in results.values()) == ["captured", "restored"]
     trees = [describe(tmp_path / "roots" / name / "opt/env") for name in names]

@@ -37,7 +37,7 @@ def rooted(tmp_path: Path, name: str, script: str = "") -> Request:
     root = tmp_path / "roots" / name
     root.mkdir(parents=True)
     text = (
-        f"echo run >> {tmp_path}/runs; sleep 1; "
+        f"echo run >> {tmp_path}/runs; "
         f"mkdir -p $ROOT/opt/env; echo hello > $ROOT/opt/env/file; {script}"
     )
     return Request(
