@@ -1,9 +1,10 @@
 """Who keeps a mounted snapshot, who ends it, and what kills leave."""
 
+import contextlib
 import os
+import re
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,11 @@ def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode
     with Job(node, request) as one, Job(node, request) as other:
         assert (one.how, other.how) == ("restored", "in place")
         assert other.ready_name_count == (node.restore_mode == "mount")
-        assert len(servers(node)) == 1
+        pids = _server_pids(node)
         one.end()
-        # Long enough for a server that made a mistake.
-        time.sleep(0.5)
+        # A server that had made a mistake would have ended instead.
+        wait_for(lambda: _is_watched(other.pid, pids), "a look at who else uses the mount")
+        assert _server_pids(node) == pids
         assert (target / "d/file").read_text() == "hello\n"
         other.end()
     wait_uncovered(target)
@@ -59,6 +61,25 @@ def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode
     with Job(node, request) as third:
         assert third.how == "restored"
         third.end()
+
+
+def _server_pids(node: Settings) -> list[int]:
+    """The processes that serve the only mount of a node, and take it off."""
+    ((state_dir, state),) = live_mounts(node.run_dir)
+    pids = [state.pid]
+    if node.restore_mode == "mount":
+        pids.append(int(ask(state_dir, "status")["worker_pid"]))
+    return pids
+
+
+def _is_watched(pid: int, watchers: list[int]) -> bool:
+    """Whether one of these processes has a pidfd of `pid`: pidfd_open(2)."""
+    for watcher in watchers:
+        for path in Path(f"/proc/{watcher}/fdinfo").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if re.search(rf"^Pid:\s+{pid}$", path.read_text(), re.MULTILINE):
+                    return True
+    return False
 
 
 def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
@@ -132,10 +153,8 @@ def test_a_server_that_is_being_killed_costs_a_new_mount(
 
 def _kill_server(node: Settings) -> Path:
     """The folder of the only server, of which nobody is left who could serve."""
-    ((state_dir, state),) = live_mounts(node.run_dir)
-    pids = [state.pid]
-    if node.restore_mode == "mount":
-        pids.append(int(ask(state_dir, "status")["worker_pid"]))
+    ((state_dir, _),) = live_mounts(node.run_dir)
+    pids = _server_pids(node)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not any(start_time(pid) for pid in pids), "the end of both", look_s=0.01)
