@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,13 +24,20 @@ pytestmark = pytest.mark.fuse
 
 _DEADLINE_S = 60.0
 _FILE_BYTES = 96 << 20
-_SLOW_HASH = """
+_KILLS = 4
+# Chooses other moments; a test that fails prints it.
+_SEED = os.environ.get("BOOTSEER_TEST_SEED", "1")
+# Reads as many MiB as each line says, and tells of each. It is slow, so that it is not done with a
+# line before the worker is killed.
+_HASH = """
 import hashlib, sys, time
 digest = hashlib.sha256()
-sys.stdout.write("x"); sys.stdout.flush()
 with open(sys.argv[1], "rb", buffering=0) as file:
-    while block := file.read(1 << 20):
-        digest.update(block); time.sleep(0.01)
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            digest.update(file.read(1 << 20)); time.sleep(0.01)
+            sys.stdout.write("."); sys.stdout.flush()
+    assert not file.read(1)
 sys.stdout.write(digest.hexdigest())
 """
 
@@ -196,24 +204,29 @@ def test_kill_9_of_the_worker_goes_unseen(source: Path, mountpoint: Path, mode: 
     expected = _write_large(source)
     with _process(mountpoint, "supervise", source, mountpoint, mode) as server:
         reader = subprocess.Popen(
-            [sys.executable, "-c", _SLOW_HASH, mountpoint / "large"],
+            [sys.executable, "-c", _HASH, mountpoint / "large"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert reader.stdin is not None
         assert reader.stdout is not None
-        assert reader.stdout.read(1) == "x"
         worker = server.worker()
-        for _ in range(4):
+        part = (_FILE_BYTES >> 20) // _KILLS
+        for _ in range(_KILLS):
+            reader.stdin.write(f"{part}\n")
+            reader.stdin.flush()
+            assert reader.stdout.read(1) == "."
             os.kill(worker, signal.SIGKILL)
             worker = server.worker(other_than=worker)
-            time.sleep(0.2)
+            assert reader.stdout.read(part - 1) == "." * (part - 1)
         assert reader.communicate(timeout=_DEADLINE_S)[0] == expected
         # Opened by the new worker, with the old one's backing id where there is one.
         assert _cat(mountpoint / "small") == "small"
         server.process.terminate()
         code, out, err = server.end()
         assert (code, out) == (0, "ended\n"), err
-        assert err.count("restarting") == 4
+        assert err.count("restarting") == _KILLS
 
 
 @pytest.mark.parametrize("mode", ["direct_io", "passthrough"])
@@ -246,8 +259,11 @@ sys.stdout.write("whole")
             for _ in range(3)
         ]
         worker = server.worker()
-        for number in range(60):
-            time.sleep(0.003 * (number % 8))
+        moments = random.Random(_SEED)
+        sys.stdout.write(f"BOOTSEER_TEST_SEED={_SEED}\n")
+        for _ in range(60):
+            # The input: how old the worker is.
+            time.sleep(moments.uniform(0, 0.021))
             os.kill(worker, signal.SIGKILL)
             worker = server.worker(other_than=worker)
         stop.touch()
