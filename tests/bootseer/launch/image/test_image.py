@@ -228,7 +228,7 @@ def test_a_setup_that_fails_inside(node: Node, known_image: Image, tmp_path: Pat
     """The mounts of the host go, too, although the set-up was in a namespace of its own."""
     done = node.run(
         *("--image", known_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
-        *("--setup", "exec 9> /ckpt/open; (sleep 2 <&9 >/dev/null 2>&1 & ); exit 9"),
+        *("--setup", "exec 9> /ckpt/open; (sleep 600 <&9 >/dev/null 2>&1 & ); exit 9"),
         *("--target", "/job/env", "--", "true"),
     )
     assert done.returncode == 9, done.stderr
