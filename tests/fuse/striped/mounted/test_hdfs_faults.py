@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -118,14 +117,23 @@ def test_fsx_while_a_datanode_dies(
         str(tmp_path),
     ]
     with checkpoints(tmp_path, mountpoint, hdfs_url + "?replication=2", **options):
-        exerciser = subprocess.Popen([*command, "12", "40", "65536"], stderr=subprocess.PIPE)
+        exerciser = subprocess.Popen(
+            [*command, "12", "40", "65536"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         try:
-            time.sleep(0.7)
+            _wait_done(exerciser, 10)
             hdfs.kill_datanode(0)
-            time.sleep(0.5)
+            _wait_done(exerciser, 25)
             hdfs.start_datanode(0)
             _, stderr = exerciser.communicate(timeout=90)
             assert exerciser.returncode == 0, stderr.decode()
         finally:
             end(exerciser)
             hdfs.wait_for_datanodes(hdfs.datanode_count)
+
+
+def _wait_done(exerciser: "subprocess.Popen[bytes]", count: int) -> None:
+    """Until it has done so many operations."""
+    assert exerciser.stdout is not None
+    if not any(int(line) == count for line in exerciser.stdout):
+        pytest.fail(exerciser.communicate()[1].decode())

@@ -1,8 +1,8 @@
 """`python -m tests.fuse.striped.support.fsx MOUNTED LOCAL SEED COUNT UNIT`: a file exerciser.
 
 After Apple's fsx: random operations on one file, within what docs/SEMANTICS.md promises, on a mount
-and on a local file side by side; whatever is read must be the same bytes. Prints what it did when
-they differ. Run as a process of its own: it touches the mount.
+and on a local file side by side; whatever is read must be the same bytes. Prints the number of the
+operations after each, and what it did when they differ. A process of its own: it touches the mount.
 """
 
 import errno
@@ -207,8 +207,10 @@ def main() -> None:
     folder, local, seed, count, unit = sys.argv[1:]
     exerciser = Exerciser(Path(folder) / "fsx", Path(local) / "fsx", int(seed), int(unit))
     try:
-        for _ in range(int(count)):
+        for number in range(1, int(count) + 1):
             exerciser.step()
+            sys.stdout.write(f"{number}\n")
+            sys.stdout.flush()
         if exerciser.fds is not None:
             exerciser.close()
         exerciser.compare()
