@@ -1,12 +1,12 @@
 """The installer on a real containerd: each version that can be had, with the folders of a node."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -292,28 +292,78 @@ def test_a_containerd_that_does_not_come_back_gets_its_old_configuration(
     assert machine.answers()
 
 
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(machine: Machine) -> None:
+# Runs a function of the installer again and again, in copies of this process. Each is killed before
+# its next change to the node's files, and the last one when it asks for a restart.
+KILLED_AT_EACH_STEP = """
+import itertools, json, os, pathlib, signal, sys
+from bootseer.kubernetes.installer.daemon import Daemon
+from bootseer.kubernetes.installer.install import install, remove
+
+what, socket, config, asked, *words = sys.argv[1:]
+config, asked = pathlib.Path(config), pathlib.Path(asked)
+before = config.read_text()
+
+CHANGES = ("write", "fsync", "rename", "replace", "unlink")
+
+def kill_at(number):
+    left = number
+    def look(frame, event, argument):
+        nonlocal left
+        is_text = isinstance(getattr(argument, "__self__", None), str)  # str.replace
+        if event == "c_call" and argument.__name__ in CHANGES and not is_text:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(look)
+
+found = []
+for number in itertools.count(1):
+    pid = os.fork()
+    if not pid:
+        try:
+            daemon = Daemon(pathlib.Path(socket), f"touch {asked}; kill -KILL {os.getpid()}")
+            kill_at(number)
+            {"install": install, "remove": remove}[what](daemon, *words)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    found.append(config.read_text())
+    config.write_text(before)
+    if asked.exists():
+        break
+print(json.dumps(found))
+"""
+
+
+def left_by_kills(machine: Machine, what: str, *words: str) -> list[str]:
+    """The configuration after each kill, from the first step to the last."""
+    paths = (machine.socket, machine.config, machine.base / f"{what}-asked")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_EACH_STEP, what, *map(str, paths), *words],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_kill_at_each_step_leaves_the_old_or_the_new_file(machine: Machine) -> None:
     machine.start(NODE)
     install(machine.daemon(), ADDRESS, PLATFORM)
     new = machine.config.read_text()
-    command = "from bootseer.kubernetes.installer.daemon import Daemon\n"
-    command += "from bootseer.kubernetes.installer.install import install, remove\n"
-    command += "from pathlib import Path\nimport sys\n"
-    command += f"daemon = Daemon(Path({str(machine.socket)!r}), 'true')\n"
-    command += "print('ready', flush=True)\n"
-    command += f"remove(daemon, {ADDRESS!r})\n"
-    for delay_s in (0.0, 0.05, 0.1, 0.15, 0.2, 0.3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", command], stdout=subprocess.PIPE, cwd=REPOSITORY
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(delay_s)
-        process.kill()
-        process.communicate()
-        assert machine.config.read_text() in (NODE, new)
-        machine.config.write_text(new)
+    found = left_by_kills(machine, "remove", ADDRESS)
+    assert found == sorted(found, key=[new, NODE].index)
+    assert (found[0], found[-1]) == (new, NODE)
     remove(machine.daemon(), ADDRESS)
+    found = left_by_kills(machine, "install", ADDRESS, PLATFORM)
+    assert found == sorted(found, key=[NODE, new].index)
+    assert (found[0], found[-1]) == (NODE, new)
+    # Nor does anything stay that was beside it.
+    machine.config.write_text(new)
+    remove(machine.daemon(), ADDRESS)
+    assert [path.name for path in machine.config.parent.iterdir()] == ["config.toml"]
+    assert machine.config.read_text() == NODE
 
 
 def test_a_containerd_that_knows_no_class_s_snapshotter_is_named(short_folder: Path) -> None:
