@@ -11,10 +11,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
+from bootseer.base.documents import to_builtins
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
@@ -166,45 +168,78 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
 
 
 def test_without_a_spawner_servers_are_forked_with_one_warning(
-    tmp_path: Path,
-    address: Path,
-    settings: Settings,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, address: Path, settings: Settings
 ) -> None:
-    monkeypatch.setattr(spawned._warned, "_flag", False)
-    for number in range(2):
-        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / f"m{number}"))
-        with mount_checkpoints(spec):
-            pass
-    assert _said(caplog) == [
+    folders = [_made(tmp_path / f"m{number}") for number in range(2)]
+    done = _mounted_elsewhere(settings, f"file://{tmp_path}/stored", *folders)
+    assert len(done.parents) == 2
+    assert done.said == [
         f"the spawner at {address} cannot be asked ([Errno 2] No such file or directory): "
         "servers end with this container"
     ]
 
 
-def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == spawned.__name__]
-
-
 def test_a_spawner_of_another_protocol_is_asked_for_nothing(
-    tmp_path: Path,
-    address: Path,
-    settings: Settings,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, address: Path, settings: Settings
 ) -> None:
     """After an upgrade, until the node is drained: as without a spawner, and it says why."""
     with running(tmp_path / "run", address) as spawner:
-        monkeypatch.setattr(spawned._warned, "_flag", False)
-        monkeypatch.setattr(spawned, "PROTOCOL", spawned.PROTOCOL + 1)
-        spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
-        with mount_checkpoints(spec) as mounted:
-            assert _parent(mounted.pid) != spawner.pid
-        (said,) = _said(caplog)
+        folder = _made(tmp_path / "mount")
+        protocol = spawned.PROTOCOL + 1
+        url = f"file://{tmp_path}/stored"
+        done = _mounted_elsewhere(settings, url, folder, protocol=protocol)
+        assert done.parents != [spawner.pid]
+        (said,) = done.said
         assert "drain the node, and delete its pod of bootseer-mounts" in said
         # It lives: what was mounted before, and died, may be mounted anew.
         assert answers(address)
+
+
+class _Mounted(NamedTuple):
+    """What a process has seen that mounted folders one after the other."""
+
+    parents: list[int]
+    """Of the servers."""
+    said: list[str]
+    """The warnings about the spawner."""
+
+
+def _mounted_elsewhere(
+    settings: Settings, url: str, *folders: Path, protocol: int = spawned.PROTOCOL
+) -> _Mounted:
+    """Mount the storage in a process of its own: each says only once that it does without a
+    spawner."""
+    what = json.dumps([protocol, to_builtins(settings), url, list(map(str, folders))])
+    done = subprocess.run(
+        [sys.executable, "-c", _MOUNT, what],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    name = f"{spawned.__name__}: "
+    lines = done.stderr.splitlines()
+    return _Mounted(
+        json.loads(done.stdout),
+        [line.removeprefix(name) for line in lines if line.startswith(name)],
+    )
+
+
+_MOUNT = """
+import json, logging, sys
+from pathlib import Path
+from bootseer.base.documents import from_builtins
+from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+from bootseer.linux.processes import stat_fields
+from bootseer.served import spawned
+from bootseer.settings.config import Settings
+
+logging.basicConfig(format="%(name)s: %(message)s")
+spawned.PROTOCOL, settings, url, folders = json.loads(sys.argv[1])
+parents = []
+for folder in folders:
+    with mount_checkpoints(mount_spec(from_builtins(settings, Settings), url, Path(folder))) as one:
+        parents.append(int(stat_fields(one.pid)[1]))
+print(json.dumps(parents))
+"""
 
 
 def test_a_spawner_asked_in_another_protocol_says_its_own(tmp_path: Path, address: Path) -> None:
