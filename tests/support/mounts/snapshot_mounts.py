@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.covers import covers, uncover
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
+from tests.support.waiting import wait_for
 
 WAIT_S = 60.0
 
@@ -26,27 +26,30 @@ def servers(settings: Settings) -> list[MountState]:
 def wait_gone(settings: Settings) -> None:
     """Until nothing of a node is mounted or being published, and nothing of it is left.
 
-    Skips the rest where another program of this machine has copied the mounts into a namespace of
-    its own: they live on there.
+    The mounts of a test run are its own (`pytest_configure`): where a process has a copy of them in
+    another namespace, the test has left that process.
     """
-    end = time.monotonic() + WAIT_S
-    while left := servers(settings):
-        if time.monotonic() > end:
-            if any(_is_elsewhere(state.id) for state in left):
-                pytest.skip("another mount namespace on this machine has a copy of the mounts")
-            pytest.fail(f"the server of {left[0].reference} does not end")
-        time.sleep(0.05)
+    try:
+        wait_for(lambda: not servers(settings), "the end of all servers", timeout_s=WAIT_S)
+    except AssertionError:
+        left = {state.reference: _processes_with(state.id) for state in servers(settings)}
+        pytest.fail(f"servers do not end, and these processes see what they have mounted: {left}")
     assert wait_published(settings, WAIT_S)
     scratch = settings.cache_dir / "containers"
     assert not scratch.exists() or list(scratch.iterdir()) == []
 
 
-def _is_elsewhere(identity: str) -> bool:
-    for table in Path("/proc").glob("[0-9]*/mountinfo"):
+def _processes_with(identity: str) -> list[str]:
+    """Processes outside of this one's mount namespace that have a copy of a mount."""
+    found = []
+    own = os.readlink("/proc/self/ns/mnt")
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if identity.encode() in table.read_bytes():
-                return True
-    return False
+            is_ours = os.readlink(folder / "ns/mnt") == own
+            if not is_ours and identity.encode() in (folder / "mountinfo").read_bytes():
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found.append(f"{folder.name} {words.decode(errors='replace')}")
+    return found
 
 
 def end_everything(top: Path, *nodes: Settings) -> None:
