@@ -1,6 +1,5 @@
 """Fixtures that several packages' tests use."""
 
-import os
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
 # How long an example takes, to draw and to run, says only how busy the machine is.
 settings.register_profile("bootseer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bootseer")
-
-
-os.environ[TEST_NETWORK] = limited.__name__
-# Else each start is followed by a process that puts its timeline into the store.
-os.environ[variable_of("publish_timelines")] = "off"
 
 
 def pytest_configure() -> None:
@@ -116,6 +110,15 @@ def pytest_runtest_call() -> Generator[None]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.getoption("loadgroup", default=False):
         scheduling.check_groups(session.items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(TEST_NETWORK, limited.__name__)
+        # Else each start is followed by a process that puts its timeline into the store.
+        patched.setenv(variable_of("publish_timelines"), "off")
+        yield
 
 
 @pytest.fixture
