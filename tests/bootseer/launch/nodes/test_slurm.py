@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,12 +129,14 @@ def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
 
 
 def _lines_of_a_job(folder: Path, **more: str) -> list[str]:
-    """What prolog and epilog log, with the configuration and the program of this folder."""
+    """Run prolog and epilog at once, with the configuration and the program of this folder, and
+    return the lines that they log, those of the prolog first."""
     text = SCRIPT.read_text().replace("/etc/bootseer/slurm.conf", str(folder / "conf"))
     log = folder / "log"
     (folder / "script").write_text(text.replace("/var/log/bootseer-slurm.log", str(log)))
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0", **more}
-    for kind in ("prolog", "epilog"):
+
+    def run(kind: str) -> None:
         done = subprocess.run(
             ["sh", folder / "script"],
             env={**job, "SLURM_SCRIPT_CONTEXT": f"{kind}_slurmd", "PATH": os.environ["PATH"]},
@@ -141,7 +144,11 @@ def _lines_of_a_job(folder: Path, **more: str) -> list[str]:
             timeout=60,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    return log.read_text().splitlines() if log.exists() else []
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, ("prolog", "epilog")))
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sorted(lines, key=lambda line: " epilog of job " in line)
 
 
 @_root_only
@@ -164,7 +171,7 @@ def test_the_script_succeeds_whatever_bootseer_does(
     if program is not None:
         (tmp_path / "bootseer").write_text(program + "\n")
         (tmp_path / "bootseer").chmod(0o755)
-    (tmp_path / "conf").write_text(f"BOOTSEER={tmp_path}/bootseer DEADLINE=1\n")
+    (tmp_path / "conf").write_text(f"BOOTSEER={tmp_path}/bootseer DEADLINE=1 GRACE=4\n")
     lines = _lines_of_a_job(tmp_path)
     assert len(lines) == (2 if line else 0)
     for kind, one in zip(("prolog", "epilog"), lines, strict=False):
