@@ -73,6 +73,7 @@ def supervise(
     restart: RestartPolicy | None = None,
     attached: Attached | None = None,
     hand_over: Callable[[Attached], None] | None = None,
+    stop_grace_s: float = _STOP_GRACE_S,
 ) -> None:
     """Mount, and serve what `factory` makes from a worker process until unmounted, SIGTERM or
     SIGINT.
@@ -84,6 +85,8 @@ def supervise(
     `attached`: a mount that another process of ours has made; its requests are asked for again.
     `hand_over` is called after a worker has ended with `HANDED_OVER`, with the stop signals
     blocked; where it returns, this code goes on serving.
+
+    `stop_grace_s`: how long after `options.shutdown_s` a worker that has not ended is killed.
 
     Raises:
         InvalidInputError: this process has other threads. BootseerError: the mount failed.
@@ -107,7 +110,15 @@ def supervise(
             with control.connection(attached.device_minor) as connection:
                 policy = restart or RestartPolicy()
                 supervisor = _Supervisor(
-                    factory, options, attached, connection, stop, policy, hand_over, report
+                    factory,
+                    options,
+                    attached,
+                    connection,
+                    stop,
+                    policy,
+                    hand_over,
+                    report,
+                    stop_grace_s,
                 )
                 supervisor.run(on_ready, is_taken_over)
         finally:
@@ -125,6 +136,7 @@ class _Supervisor(Struct):
     restart: RestartPolicy
     hand_over: Callable[[Attached], None] | None
     report: Report | None
+    stop_grace_s: float
     heartbeat: Heartbeat | None = None
     dying: set[int] = field(default_factory=set)
     """Workers that were killed and could not end yet."""
@@ -276,7 +288,7 @@ class _Supervisor(Struct):
         if worker >= 0:
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGCONT)  # a stopped one would not see it
-        if worker >= 0 and not ends_within(worker, self.options.shutdown_s + _STOP_GRACE_S):
+        if worker >= 0 and not ends_within(worker, self.options.shutdown_s + self.stop_grace_s):
             log.warning("the process that serves %s does not end: killing it", attached.path)
             os.kill(worker, signal.SIGKILL)
             # Whether it could end or not: its readers wait for the end of the connection.

@@ -386,7 +386,8 @@ def test_a_frozen_worker_is_replaced(source: Path, mountpoint: Path) -> None:
     _require_resend()
     if not freezers():
         pytest.skip("this machine lets nobody freeze a cgroup")
-    with _process(mountpoint, "supervise", source, mountpoint, "direct_io") as server:
+    options = ("5", "600", "3")  # the last one: silent for so many seconds, it is replaced
+    with _process(mountpoint, "supervise", source, mountpoint, "direct_io", *options) as server:
         for freezer in freezers():
             worker = server.worker()
             with frozen(worker, freezer=freezer):
@@ -395,7 +396,9 @@ def test_a_frozen_worker_is_replaced(source: Path, mountpoint: Path) -> None:
 
 
 def test_a_stopped_worker_ends_with_its_mount(source: Path, mountpoint: Path) -> None:
-    with _process(mountpoint, "supervise", source, mountpoint, "cached") as server:
+    # It is killed after the first and the last of these seconds together.
+    options = ("1", "600", "6", "1")
+    with _process(mountpoint, "supervise", source, mountpoint, "cached", *options) as server:
         os.kill(server.worker(), signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
         code, out, err = server.end()

@@ -1,6 +1,7 @@
 """Serves a flat directory from a process of its own, for tests that kill or stop servers.
 
-    python -m tests.support.mounts.flat_server HOW SOURCE MOUNTPOINT MODE [SHUTDOWN_S]
+    python -m tests.support.mounts.flat_server HOW SOURCE MOUNTPOINT MODE
+        [SHUTDOWN_S [KERNEL_DEADLINE_S [WORKER_SILENCE_S [STOP_GRACE_S]]]]
 
 HOW is serve, supervise, or supervise-always (which never gives up). Prints "ready" when the mount
 works and "ended" when it ended as it should.
@@ -57,12 +58,14 @@ def main() -> None:
     how, source, mountpoint, mode = sys.argv[1:5]
     shutdown_s = float(sys.argv[5]) if len(sys.argv) > 5 else 5.0
     kernel_deadline_s = int(sys.argv[6]) if len(sys.argv) > 6 else 600
+    worker_silence_s = float(sys.argv[7]) if len(sys.argv) > 7 else 6.0
+    stop_grace_s = float(sys.argv[8]) if len(sys.argv) > 8 else 15.0
     options = short_options(
         read_only=True,
         passthrough=mode == Mode.PASSTHROUGH,
         shutdown_s=shutdown_s,
         kernel_deadline_s=kernel_deadline_s,
-        worker_silence_s=6.0,
+        worker_silence_s=worker_silence_s,
     )
 
     def factory() -> FlatDirectory:
@@ -82,6 +85,7 @@ def main() -> None:
             options,
             on_ready=lambda: _say("ready"),
             restart=restart,
+            stop_grace_s=stop_grace_s,
         )
     else:
         serve(factory(), Path(mountpoint), options, on_ready=lambda: _say("ready"))
