@@ -75,7 +75,8 @@ print(h.hexdigest())
 
 @pytest.mark.needs(linux=(6, 9))
 def test_a_frozen_worker_is_replaced_while_a_job_reads(node: Node) -> None:
-    settings = replace(node.settings, deadline_s=60.0)
+    # The deadline decides after how long a silence the worker is replaced.
+    settings = replace(node.settings, deadline_s=20.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         worker = image.status()["worker_pid"]
         with frozen(worker):

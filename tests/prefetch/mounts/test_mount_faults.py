@@ -37,7 +37,7 @@ def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
 
 
 def test_store_goes_away_under_a_reader(node: Node) -> None:
-    settings = replace(node.settings, deadline_s=20.0)
+    settings = replace(node.settings, deadline_s=5.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
         (node.base / "store").rename(node.base / "elsewhere")

@@ -76,6 +76,13 @@ def running(tmp_path: Path) -> Iterator[_Running]:
         yield found
 
 
+@pytest.fixture
+def impatient(tmp_path: Path) -> Iterator[_Running]:
+    """A server whose connections end sooner; long enough for a handshake on a busy machine."""
+    with _serving(_Running(tmp_path, connection_s=3.0)) as found:
+        yield found
+
+
 def test_questions_and_probes_are_answered(running: _Running) -> None:
     assert running.ask("POST", "/pods?timeout=3s", b"1") == (200, b'{"answer":1}')
     assert running.ask("GET", "/healthz") == (200, b"ok\n")
@@ -120,16 +127,16 @@ def test_hostile_requests_are_refused_before_they_are_read(
 
 
 @pytest.mark.parametrize("sent", [None, b"", b"POST /pods HTT", b"full"])
-def test_slow_clients_are_ended_and_leave_room(running: _Running, sent: bytes | None) -> None:
+def test_slow_clients_are_ended_and_leave_room(impatient: _Running, sent: bytes | None) -> None:
     """They say nothing, not even for TLS; nothing after that; half a request; half a body."""
     request = b"POST /pods HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"
     with contextlib.ExitStack() as undo:
         clients: list[socket.socket] = []
         for _ in range(4):
             if sent is None:
-                clients.append(undo.enter_context(running.connect()))
+                clients.append(undo.enter_context(impatient.connect()))
             else:
-                secured = undo.enter_context(running.secured())
+                secured = undo.enter_context(impatient.secured())
                 secured.sendall(request if sent == b"full" else sent)
                 clients.append(secured)
         for client in clients:
@@ -140,11 +147,11 @@ def test_slow_clients_are_ended_and_leave_room(running: _Running, sent: bytes | 
     def has_room() -> bool:
         """As soon as the threads of those that were ended have noticed."""
         with contextlib.suppress(urllib3.exceptions.HTTPError):
-            return running.ask("GET", "/healthz")[0] == 200
+            return impatient.ask("GET", "/healthz")[0] == 200
         return False
 
     wait_for(has_room, "room for another client")
-    assert not running.asked
+    assert not impatient.asked
 
 
 def test_half_a_question_is_not_answered(running: _Running) -> None:
@@ -159,8 +166,8 @@ def test_half_a_question_is_not_answered(running: _Running) -> None:
     assert not running.asked
 
 
-def test_one_who_sends_byte_by_byte_is_ended_too(running: _Running) -> None:
-    with running.secured() as client, contextlib.suppress(ConnectionError, ssl.SSLError):
+def test_one_who_sends_byte_by_byte_is_ended_too(impatient: _Running) -> None:
+    with impatient.secured() as client, contextlib.suppress(ConnectionError, ssl.SSLError):
         client.settimeout(0.05)
         is_open = True
         while is_open:
