@@ -228,7 +228,7 @@ def test_a_store_that_fails_leaves_what_the_folder_has(tmp_path: Path) -> None:
     for unusable in ("nosuch://store/x", "oci://127.0.0.1:1/store:v1"):
         shown = _run("--store", unusable, "--timeline-dir", str(tmp_path), "report", "j")
         assert "submission s" in shown
-    url = ("--store", "hdfs://127.0.0.1:1/store")
+    url = ("--store", "hdfs://127.0.0.1:1/store?deadline_s=2")
     shown = _run(*url, "--timeline-dir", str(tmp_path), "report", "j")
     assert "submission s" in shown
     failed = CliRunner().invoke(cli, [*url, "--timeline-dir", str(tmp_path / "x"), "report", "j"])

@@ -64,7 +64,7 @@ def test_an_active_namenode_that_falls_silent_is_left(
     address = urlsplit(hdfs.url).netloc
     with NameNodeRelay(int(address.rpartition(":")[2])) as relay:
         url = configure(monkeypatch, tmp_path / "conf", relay.address, address)
-        backend = open_backend(url + "?deadline_s=15")
+        backend = open_backend(url + "?deadline_s=8")
         put(backend, "a", b"before")
         put(backend, "b", b"moved")
         relay.fall_silent()

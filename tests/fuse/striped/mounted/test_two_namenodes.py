@@ -123,7 +123,7 @@ def test_the_active_namenode_falls_silent_under_a_save(
         conf = tmp_path / "conf"
         write_configuration(conf, pair_configuration((relay.address, address)))
         monkeypatch.setenv("HADOOP_CONF_DIR", str(conf))
-        url = f"hdfs://{NAME}/{tmp_path.name}?deadline_s=15"
+        url = f"hdfs://{NAME}/{tmp_path.name}?deadline_s=8"
 
         def note(_: int) -> None:
             relay.fall_silent()

@@ -133,7 +133,7 @@ def test_a_cluster_that_hangs_is_an_error_at_the_deadline(
 ) -> None:
     with storage_at(hdfs_url) as storage:
         copy_in(storage, source, "f")
-    with storage_at(hdfs_url, deadline_s=15.0) as storage:
+    with storage_at(hdfs_url, deadline_s=5.0) as storage:
         file = storage.reader.open(storage.tree.stored.view("f"))
         hdfs.pause()
         try:

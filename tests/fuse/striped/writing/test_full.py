@@ -80,7 +80,7 @@ def test_full_datanodes_are_told_to_the_writer(
         check_python(TOLD, mountpoint, "ENOSPC", "new:60")
         assert_nothing_is_left(url)
     # A DataNode that has room and is dead is another matter.
-    with contextlib.closing(open_backend(url, deadline_s=20)) as backend:
+    with contextlib.closing(open_backend(url, deadline_s=5)) as backend:
 
         def has_room() -> bool:
             # What the save had written is removed by and by.
