@@ -61,7 +61,7 @@ def test_the_epilog_publishes_what_a_killed_publisher_has_not(tmp_path: Path, no
 
 
 def test_a_store_that_is_dead_is_said_by_the_epilog(tmp_path: Path) -> None:
-    with node_at(tmp_path / "node", "hdfs://127.0.0.1:1/store") as node:
+    with node_at(tmp_path / "node", "hdfs://127.0.0.1:1/store?deadline_s=2") as node:
         folder = _kill_a_start(node, "1.json")
         done = _end(node, "7")
         assert done.returncode == 0
