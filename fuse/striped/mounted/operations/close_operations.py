@@ -9,8 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from bootseer.fuse.kernel.operations import Caller
 from bootseer.fuse.striped.mounted.operations.callers import process_of, was_killed
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
@@ -200,11 +198,6 @@ class CloseOperations(MountTables):
             self._listings.drop(view.path)
             is_first = not node.status.identity
             node.status, node.seen_s = status_of(view), now_s
-            for other in self._nodes.same_file(node):
-                # The file that it was opened on, and emptied, is gone.
-                is_emptied = any(h.is_superseded and h.only_empties for h in other.handles)
-                if other is not node and other.is_writing and is_emptied:
-                    other.status = replace(other.status, size_bytes=0)
             if node.is_detached or node.parent is None:
                 self._nodes.note_moved()
                 return

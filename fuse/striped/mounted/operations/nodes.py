@@ -83,6 +83,16 @@ class Node(Struct, eq=False):
         return None
 
     @property
+    def is_emptied(self) -> bool:
+        """Whether it is the node of those alone who emptied the file, and wrote nothing, before it
+        was opened anew."""
+        return (
+            self.is_writing
+            and len(self.handles) > 0
+            and all(handle.is_superseded and handle.only_empties for handle in self.handles)
+        )
+
+    @property
     def is_unpublished(self) -> bool:
         """Whether the file exists in this mount alone, because somebody writes it here."""
         return self.is_local and any(

@@ -49,6 +49,8 @@ def attributes_of(node: Node, owner: Ownership, writer: FileWriter | None = None
         writer = writer or node.writer()
         is_growing = writer is not None and not writer.has_failed
         size_bytes = writer.size_bytes if writer and is_growing else status.size_bytes
+        if writer is None and node.is_emptied:
+            size_bytes = 0
         mode, links = stat.S_IFREG | 0o666 & ~owner.umask, 0 if node.is_detached else 1
     times = status.modified_ns
     return Attributes(

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -45,6 +46,8 @@ UNIT_BYTES = 64 * 2**10
 LENGTH = 80
 """Operations of one sequence."""
 _ANSWER_S = 60.0
+_KILLS_COUNT, _KILLS_S = 4, 12.0
+"""How often a server is killed in how many seconds, at most."""
 _LOG_LINES = 8
 _LINE_CHARS = 300
 _PROCESSES = ("A0", "A1", "A2", "B0", "B1")
@@ -140,6 +143,7 @@ class Site:
         self.backend = open_backend(url)
         self._storage = storage_on(self.backend, unit=UNIT_BYTES)
         self.processes: dict[str, Process] = {}
+        self._kills: dict[str, deque[float]] = {one: deque(maxlen=_KILLS_COUNT) for one in mounted}
         self._address = str(folder / "socket")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._address)
@@ -174,6 +178,7 @@ class Site:
         made = self.mounted[mount]
         before = made.worker_pid
         if how == "kill":
+            self._space_out_kills(mount)
             os.kill(before, signal.SIGKILL)
             wait_for(lambda: made.worker_pid != before, "another worker")
             return {"ok": None}
@@ -182,6 +187,13 @@ class Site:
         except BusyError as error:
             return {"busy": str(error)}
         return {"ok": None}
+
+    def _space_out_kills(self, mount: str) -> None:
+        """A supervisor gives up a server that is killed more often."""
+        kills = self._kills[mount]
+        if len(kills) == kills.maxlen:
+            wait_for(lambda: time.monotonic() > kills[0] + _KILLS_S, "a time without kills")
+        kills.append(time.monotonic())
 
     def wait_for_releases(self, mount: str, count: int) -> None:
         """Until the server knows that no more than `count` files are open."""

@@ -215,7 +215,9 @@ class Model:
         if do == "open":
             return slot not in slots and self._may_open(mount, operation)
         if do in ("look", "unmap"):
-            return slot in self.mapped(who)
+            one = self.mapped(who).get(slot or "")
+            # A page that cannot be read ends the process.
+            return one is not None and (do == "unmap" or not self._reading_errors(one))
         if do == "map":
             one = slots.get(slot or "")
             return (
@@ -482,7 +484,9 @@ class Model:
             self._refused(answer, {errno.ENOENT}, must_fail=True)
             return
         if flags & os.O_CREAT and flags & os.O_EXCL:
-            errors, must_fail = {errno.EEXIST} if True in exists else set(), False not in exists
+            is_stale = any(was is not None for was in self._were(mount, path))
+            errors = {errno.EEXIST} if True in exists or is_stale else set()
+            must_fail = False not in exists
         elif flags & os.O_CREAT:
             errors, must_fail = set(), False
         else:
