@@ -588,7 +588,9 @@ class Model:
     def _begin_writing(self, one: Description, *, is_empty: bool = False) -> set[int]:
         """Make the writer of a file that is opened to add to; the errors that this may give."""
         if one.writer is not None:
-            return set()
+            # A new server looks at what it would go on with when it does.
+            may_be_stale = one.writer.was_restarted and True in self._stale(one)
+            return {errno.ESTALE} if may_be_stale else set()
         base = one.base
         stale = True in self._stale(one) or one.lost_s is not None
         if is_empty or base is None:
