@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 _CALLS = "write,fsync,fdatasync,rename,renameat,renameat2,openat,unlinkat"
-_TRACED = re.compile(r"(?:\[pid\s+\d+\] |\d+ )?(\w+)\((.*)\)\s+= (\d+)")
+_TRACED = re.compile(r"(?:\[pid\s+\d+\] |\d+ +)?(\w+)\((.*)\)\s+= (\d+)")
 _PATH = re.compile(r"\d+<([^>]*)>")
 _NAME = re.compile(r'"([^"]*)"')
 
