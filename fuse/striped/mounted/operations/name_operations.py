@@ -23,6 +23,7 @@ from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES, left_s
 from bootseer.fuse.striped.mounted.operations.tables import NAME_MAX_BYTES
 from bootseer.fuse.striped.names.stored import refuse
+from bootseer.fuse.striped.view import moved_identity
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class NameOperations(CloseOperations):
             handles = [h for h in self._nodes.handles.values() if h.writer in moving]
             self._nodes.note_moved()
             self._listings.clear()
-        self._refresh_moved(known)
+        self._refresh_moved(known, source, target)
         for handle in handles:
             self._publish_moved(handle)
 
@@ -239,15 +240,20 @@ class NameOperations(CloseOperations):
         except (BootseerError, OSError) as error:
             _log.error("%s was renamed, and what was written is lost: %s", writer.path, error)
 
-    def _refresh_moved(self, node: Node | None) -> None:
+    def _refresh_moved(self, node: Node | None, source: str, target: str) -> None:
         """An ordinary file's identity names its path: see it anew, or its next open is refused."""
         if node is None or node.status.is_dir:
             return
         status, seen_s = self._status(node.path)
         with self._lock:
-            if status is not None and not node.is_detached:
-                node.status, node.seen_s = status, seen_s
-                self._nodes.note_node(node)
+            if status is None or node.is_detached:
+                return
+            if status.identity != moved_identity(node.status.identity, source, target):
+                # Another node had replaced what was renamed: who has the old file open keeps it.
+                self._nodes.detach(node)
+                return
+            node.status, node.seen_s = status, seen_s
+            self._nodes.note_node(node)
 
     def _gone(self, directory: Node, name: str, path: str) -> None:
         with self._lock:

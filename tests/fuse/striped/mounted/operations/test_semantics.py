@@ -161,6 +161,22 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
     assert (two.read("made"), two.read("emptied")) == (b"", b"")
 
 
+@pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
+def test_a_reader_keeps_its_size_when_what_another_node_put_there_is_renamed(
+    one: Driver, two: Driver, old: bytes
+) -> None:
+    """Found by the exerciser: SIGBUS for who had mapped it."""
+    one.write("a", old)
+    file = one.open("a", os.O_RDONLY)
+    one.rename("a", "b")
+    two.truncate("b", 0)
+    one.rename("b", "c")
+    assert one.fs.getattr(CALLER, file[0], None)[0].size_bytes == len(old)
+    assert one.size("c") == 0
+    assert one.read("c") == b""
+    one.close(file)
+
+
 @pytest.mark.parametrize("written", [b"", b"by the second"])
 def test_of_two_that_empty_a_file_the_first_shows_no_other_content(
     one: Driver, written: bytes
