@@ -141,8 +141,10 @@ class NameOperations(CloseOperations):
             directory, new_directory = self._node(parent), self._node(new_parent)
             text, source = self._child_path(directory, name)
             new_text, target = self._child_path(new_directory, new_name)
-            # One whose file is gone has nothing to do with what has the name now.
+            # One whose file is gone has nothing to do with what has the name now; its parts are
+            # still in the folder.
             writers = [writer for writer in self._nodes.writers() if not writer.is_detached]
+            nameless = [writer for writer in self._nodes.writers() if writer.is_detached]
             taken = self._nodes.child(new_directory, new_text)
             waiting = self._waiting_at(target)
         if source == target:
@@ -150,7 +152,10 @@ class NameOperations(CloseOperations):
         if flags and taken is not None and taken.is_unpublished:
             raise refuse(errno.EEXIST, target)
         inside = [w for w in writers if w.path.startswith(source + "/")]
-        if any(writer.needs_publishing for writer in inside):
+        below = [w for w in nameless if w.path.startswith(source + "/")]
+        if any(writer.needs_publishing for writer in inside) or any(
+            writer.was_written and writer.has_parts for writer in below
+        ):
             # Their parts lie in a folder that would move away under them.
             raise refuse(errno.EBUSY, source)
         if taken is not None and taken.status.is_dir and self._is_folder(directory, text):
@@ -183,7 +188,7 @@ class NameOperations(CloseOperations):
                     writer.detach()
             for writer in moving:
                 writer.path = target
-            for writer in inside:
+            for writer in (*inside, *below):
                 writer.path = target + writer.path[len(source) :]
             self._nodes.move_bases(source, target)
             directory.seen_s = new_directory.seen_s = 0.0

@@ -986,7 +986,12 @@ class Model:
                 for one in self.descriptions
             ):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
-            return errors, bool(errors)
+            must_fail = bool(errors)
+            if any(
+                self._has_nameless_parts(one) for one in self.descriptions if one.mount == mount
+            ):
+                errors.add(errno.EBUSY)  # where that is the folder that it was in
+            return errors, must_fail
         if target in self.dirs:
             errors |= {errno.EISDIR, errno.ENOTEMPTY} if self.children(target) else {errno.EISDIR}
             if parent_of(source) == target or source.startswith(target + "/"):
@@ -1010,6 +1015,16 @@ class Model:
         if kinds == {True}:
             return {errno.EXDEV}, True
         return ({errno.EXDEV} if kinds - {False} else set()), False
+
+    def _has_nameless_parts(self, one: Description) -> bool:
+        """Whether a file without a name is being written that is larger than a unit."""
+        writer = one.writer
+        return (
+            writer is not None
+            and writer.is_detached
+            and bool(writer.wrote)
+            and writer.size > self.unit_bytes
+        )
 
     def _move_file(self, mount: str, source: str, target: str) -> None:
         moving = self.at(mount, source)

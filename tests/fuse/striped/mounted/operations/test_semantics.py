@@ -161,6 +161,25 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
     assert (two.read("made"), two.read("emptied")) == (b"", b"")
 
 
+def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: Driver) -> None:
+    """Found by the exerciser: EIO, since its parts had moved with the folder."""
+    one.mkdir("d")
+    file = one.open("d/f", os.O_RDWR | os.O_CREAT)
+    one.pwrite(file, 0, OLD)
+    one.unlink("d/f")
+    with refused_with(errno.EBUSY):
+        one.rename("d", "e")
+    one.fs.fsync(CALLER, *file, False)
+    one.rename("d", "e")
+    assert one.pread(file, 0, len(OLD) + 1) == OLD
+    one.pwrite(file, len(OLD), NEW)
+    one.fs.fsync(CALLER, *file, False)
+    assert one.pread(file, 0, len(OLD + NEW) + 1) == OLD + NEW
+    one.close(file)
+    assert one.names("e") == []
+    wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of its parts")
+
+
 @pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
 def test_a_reader_keeps_its_size_when_what_another_node_put_there_is_renamed(
     one: Driver, two: Driver, old: bytes
