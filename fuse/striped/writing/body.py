@@ -27,6 +27,11 @@ class Body(Protocol):
         """How many they are."""
         ...
 
+    @property
+    def has_new_parts(self) -> bool:
+        """Whether parts lie beside the file that no published generation of it names."""
+        ...
+
     def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         """Take the next unit; full, unless `publish` follows. Raises: as `SegmentWriter.send`."""
         ...

@@ -44,6 +44,10 @@ class PlainBody(Body):
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
+    @property
+    def has_new_parts(self) -> bool:
+        return self._segment is not None or bool(self._unpublished)
+
     def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         self._check_can_add()
         if self._segment is None:

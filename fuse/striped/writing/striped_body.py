@@ -47,6 +47,10 @@ class StripedBody(Body):
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
+    @property
+    def has_new_parts(self) -> bool:
+        return bool(self._open or self._unpublished)
+
     def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         if not self._open or self._open[-1].is_full:
             sealed = self._open[-1] if self._open else None

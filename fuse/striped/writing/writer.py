@@ -112,6 +112,11 @@ class FileWriter:
         return self._body is not None
 
     @property
+    def has_new_parts(self) -> bool:
+        """Whether parts were sent that only the next `publish` makes part of the file."""
+        return self._body is not None and self._body.has_new_parts
+
+    @property
     def has_failed(self) -> bool:
         """Whether an earlier call failed, so that every later one will."""
         return self._error is not None

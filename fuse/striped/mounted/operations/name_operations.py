@@ -164,6 +164,10 @@ class NameOperations(CloseOperations):
                     raise refuse(errno.ENOTEMPTY, target)
         replaced = self._writers_of(target)
         moving = [w for w in writers if w.path == source and not w.has_failed]
+        is_moved = directory.id != new_directory.id
+        if is_moved and any(writer.has_new_parts for writer in moving):
+            # The parts lie beside the file, and the two cannot move in one step.
+            raise refuse(errno.EXDEV, target)
         # What is written from the start is published under the new name only, so that a rename that
         # is refused has published nothing. What is added to a file is published after its rename.
         begun = [writer for writer in moving if writer.needs_publishing and writer.starts_anew]

@@ -180,6 +180,24 @@ def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: 
     wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of its parts")
 
 
+@pytest.mark.parametrize("flags", [os.O_APPEND, os.O_TRUNC], ids=["append", "anew"])
+def test_a_file_whose_parts_are_written_is_not_renamed_into_another_folder(
+    one: Driver, two: Driver, flags: int
+) -> None:
+    """Found by the exerciser: a small file that had been appended to could not be read any more."""
+    one.mkdir("d")
+    one.write("f", b"small")
+    file = one.open("f", os.O_WRONLY | flags)
+    start = 5 if flags == os.O_APPEND else 0
+    one.pwrite(file, start, OLD)
+    with refused_with(errno.EXDEV):
+        one.rename("f", "d/f")
+    assert (two.read("f"), two.names("d")) == (b"small", [])
+    one.pwrite(file, start + len(OLD), NEW)
+    one.close(file)
+    assert two.read("f") == b"small"[:start] + OLD + NEW
+
+
 @pytest.mark.parametrize("old", [b"small", OLD], ids=["plain", "striped"])
 def test_a_reader_keeps_its_size_when_what_another_node_put_there_is_renamed(
     one: Driver, two: Driver, old: bytes
