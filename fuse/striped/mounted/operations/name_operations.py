@@ -22,6 +22,7 @@ from bootseer.fuse.striped.mounted.operations.close_operations import CloseOpera
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES, left_s
 from bootseer.fuse.striped.mounted.operations.tables import NAME_MAX_BYTES
+from bootseer.fuse.striped.names.publishing import directory_of
 from bootseer.fuse.striped.names.stored import refuse
 from bootseer.fuse.striped.view import moved_identity
 
@@ -101,6 +102,7 @@ class NameOperations(CloseOperations):
             known = self._nodes.child(directory, text)
             if known is not None and self._nodes.local_children(known):
                 raise refuse(errno.ENOTEMPTY, path)
+            self._check_no_parts(path)
         try:
             self._tree.rmdir(path)
         except NotFoundError:
@@ -162,6 +164,7 @@ class NameOperations(CloseOperations):
             with self._lock:
                 if self._nodes.local_children(taken):
                     raise refuse(errno.ENOTEMPTY, target)
+                self._check_no_parts(target)
         replaced = self._writers_of(target)
         moving = [w for w in writers if w.path == source and not w.has_failed]
         is_moved = directory.id != new_directory.id
@@ -203,6 +206,13 @@ class NameOperations(CloseOperations):
         self._refresh_moved(known, source, target)
         for handle in handles:
             self._publish_moved(handle)
+
+    def _check_no_parts(self, path: str) -> None:
+        """Raise ENOTEMPTY if the folder has parts of a file without a name that is being written,
+        as NFS does. Under the lock."""
+        for writer in self._nodes.writers():
+            if writer.is_detached and writer.has_parts and directory_of(writer.path) == path:
+                raise refuse(errno.ENOTEMPTY, path)
 
     def _is_folder(self, directory: Node, name: str) -> bool:
         with self._lock:

@@ -812,7 +812,7 @@ class Model:
         if writer.errors:
             return
         data = writer.bytes_at(offset, length)
-        errors = self._reading_errors(one)
+        errors = self._reading_errors(one) | writer.doubts | one.refused
         if writer.is_dirty and offset < writer.sent and writer.unchanged < writer.sent:
             errors = errors | {errno.EOPNOTSUPP}
         if writer.was_restarted and writer.is_detached:
@@ -924,7 +924,8 @@ class Model:
         ]
         local = any(True in exists for exists in unfinished)
         must_fail = bool(self.children(path)) or {True} in unfinished
-        errors = {errno.ENOTEMPTY} if must_fail or local else set()
+        may_fail = must_fail or local or self._may_have_nameless_parts(mount)
+        errors = {errno.ENOTEMPTY} if may_fail else set()
         if not self._refused(answer, errors, must_fail=must_fail):
             self._past.append(_Past(self._ended_s, mount, path, "dir"))
             self.dirs.discard(path)
@@ -987,10 +988,8 @@ class Model:
             ):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
             must_fail = bool(errors)
-            if any(
-                self._has_nameless_parts(one) for one in self.descriptions if one.mount == mount
-            ):
-                errors.add(errno.EBUSY)  # where that is the folder that it was in
+            if self._may_have_nameless_parts(mount):
+                errors |= {errno.EBUSY, errno.ENOTEMPTY}
             return errors, must_fail
         if target in self.dirs:
             errors |= {errno.EISDIR, errno.ENOTEMPTY} if self.children(target) else {errno.EISDIR}
@@ -1016,15 +1015,18 @@ class Model:
             return {errno.EXDEV}, True
         return ({errno.EXDEV} if kinds - {False} else set()), False
 
-    def _has_nameless_parts(self, one: Description) -> bool:
-        """Whether a file without a name is being written that is larger than a unit."""
-        writer = one.writer
-        return (
-            writer is not None
-            and writer.is_detached
-            and bool(writer.wrote)
-            and writer.size > self.unit_bytes
-        )
+    def _may_have_nameless_parts(self, mount: str) -> bool:
+        """Whether a file without a name is open to write that is, or was, larger than a unit. Of
+        which folder its name was is not known any more."""
+        for one in self.descriptions:
+            writer = one.writer
+            if one.mount != mount or writer is None or not writer.is_detached:
+                continue
+            known = [held.content for held in (writer.base, writer.published) if held is not None]
+            sizes = [writer.size, writer.unsure_before, *map(len, known)]
+            if max(sizes) > self.unit_bytes:
+                return True
+        return False
 
     def _move_file(self, mount: str, source: str, target: str) -> None:
         moving = self.at(mount, source)

@@ -169,7 +169,14 @@ def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: 
     one.unlink("d/f")
     with refused_with(errno.EBUSY):
         one.rename("d", "e")
+    one.mkdir("other")
+    with refused_with(errno.ENOTEMPTY):
+        one.rename("other", "d")
+    with refused_with(errno.ENOTEMPTY):
+        one.rmdir("d")
     one.fs.fsync(CALLER, *file, False)
+    with refused_with(errno.ENOTEMPTY):
+        one.rmdir("d")
     one.rename("d", "e")
     assert one.pread(file, 0, len(OLD) + 1) == OLD
     one.pwrite(file, len(OLD), NEW)
@@ -178,6 +185,7 @@ def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: 
     one.close(file)
     assert one.names("e") == []
     wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of its parts")
+    one.rmdir("e")
 
 
 @pytest.mark.parametrize("flags", [os.O_APPEND, os.O_TRUNC], ids=["append", "anew"])
