@@ -43,13 +43,17 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test fuzz test-kubernetes test-slurm test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: demo test durations fuzz test-kubernetes test-slurm test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
 
 test: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+# The whole suite, noting what each test takes: the longest are begun first from then on.
+durations: system-test $(VENV)/ready $(VENV)/formats
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --note-durations
 
 # Mutations of all that is read from disks and networks, for so long; a failing input is kept in
 # .fuzz, and `python -m tests.fuzz TARGET FILE` reads it again.

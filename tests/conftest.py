@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests use."""
 
 import signal
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from datetime import date
@@ -30,9 +31,29 @@ settings.register_profile("bootseer", deadline=None, suppress_health_check=[Heal
 settings.load_profile("bootseer")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--note-durations", action="store_true", help="write tests/durations.txt anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     reset_signals()
     leave_mounts()
+    if config.getoption("note_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Durations())
+
+
+class _Durations:
+    """Adds up what each test takes, with what it sets up, and writes it at the end."""
+
+    def __init__(self) -> None:
+        self._durations: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._durations[scheduling.bare(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        text = scheduling.durations_text(self._durations)
+        scheduling.DURATIONS.write_text(text, encoding="utf-8")
 
 
 def leave_mounts() -> None:
@@ -69,10 +90,8 @@ def pytest_xdist_make_scheduler(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _quarantine(items)
     if hasattr(config, "workerinput"):
-        for item in items:
-            if item.get_closest_marker(scheduling.HDFS):
-                item.add_marker(pytest.mark.xdist_group(scheduling.HDFS))
-        scheduling.sort_long_first(items)
+        text = scheduling.DURATIONS.read_text(encoding="utf-8")
+        scheduling.arrange(items, scheduling.read_durations(text))
 
 
 def _quarantine(items: list[pytest.Item]) -> None:

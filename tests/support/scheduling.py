@@ -1,40 +1,36 @@
 """How the tests share the workers of pytest-xdist; tests/conftest.py has the hooks that ask.
 
-A worker gets a whole file, for its fixtures' sake. All tests on HDFS are one worker's, though: that
-is one cluster, a JVM of half a GiB, and a test that breaks it is alone with it. What takes long
-begins first, so that no worker is left with it at the end.
+The unit that a worker takes is a file, or one test of a file that takes long and has no fixtures of
+its own to share. All tests on HDFS are one unit: that is one cluster, a JVM of half a GiB, and a
+test that breaks it is alone with it. The longest unit begins first, by tests/durations.txt, so that
+no worker is left with it at the end. `make durations` writes that file anew.
 """
 
 import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
 HDFS = "hdfs"
+DURATIONS = Path(__file__).parents[1] / "durations.txt"
+"""A line a test: its seconds and its node id."""
 # More than the cores, because the tests wait for a third of their time: for a server to be up, a
 # lease to end, a process to be gone. Few more, because each may have torch or a JVM beside it, and
 # because no test should wait for the processor until a deadline ends it.
 _EXTRA_WORKERS = 2
 _MAX_WORKERS = 6
-# What takes longer than others, in this order. A file that should be here and is not costs some
-# seconds at the end of a run, nothing else.
-_LONG = (
-    "tests/bootseer/launch/image/test_image.py",
-    "tests/prefetch/resolve/",
-    "tests/prefetch/container/test_container_run.py",
-    "tests/prefetch/publish/test_image_zoo.py",
-    "tests/snapshots/capture/test_crash.py",
-    "tests/fuse/striped/mounted/test_mount_life.py",
-    "tests/prefetch/snapshotter/test_containerd.py",
-    "tests/prefetch/sources/test_layer_tar.py",
-    "tests/fuse/formats/test_formats.py",
-    "tests/prefetch/serve/test_large_tree.py",
-    "tests/snapshots/relocation/test_kind",
-    "tests/bootseer/launch/",
-    "tests/prefetch/",
-    "tests/snapshots/",
-    "tests/fuse/striped/",
-)
+_ALONE = "alone"
+"""The group's name of a test that is a unit of its own."""
+_NOTED_FROM_S = 1.0
+"""What takes less changes the order of nothing."""
+_SHORT_S = 0.1
+"""What a test counts that is not listed."""
+_SPLIT_FROM_S = 10.0
+_SHARING = ("class", "module", "package")
+"""Scopes of fixtures that several tests of a file share."""
 
 
 def worker_count() -> int:
@@ -42,16 +38,63 @@ def worker_count() -> int:
     return min(len(os.sched_getaffinity(0)) + _EXTRA_WORKERS, _MAX_WORKERS)
 
 
-def sort_long_first(items: list[pytest.Item]) -> None:
-    """Tests on HDFS, then what takes long; each file's own order stays."""
+def read_durations(text: str) -> dict[str, float]:
+    """Return the seconds of each listed test, by its node id."""
+    lines = (line.partition(" ") for line in text.splitlines())
+    return {node_id: float(seconds) for seconds, _, node_id in lines}
 
-    def place(item: pytest.Item) -> int:
+
+def durations_text(durations: Mapping[str, float]) -> str:
+    """Return the text of tests/durations.txt."""
+    noted = sorted(item for item in durations.items() if item[1] >= _NOTED_FROM_S)
+    return "".join(f"{seconds:.1f} {node_id}\n" for node_id, seconds in noted)
+
+
+def bare(node_id: str) -> str:
+    """Return a test's node id without the name of a group behind it."""
+    for group in (HDFS, _ALONE):
+        node_id = node_id.removesuffix(f"@{group}")
+    return node_id
+
+
+def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
+    """Mark each test's unit, and sort the units, the longest first. In a worker."""
+    totals: dict[str, float] = defaultdict(float)
+    for item in items:
+        totals[_file_of(item.nodeid)] += durations.get(item.nodeid, _SHORT_S)
+    shared = {_file_of(item.nodeid) for item in items if _shares(item)}
+    units = {}
+    for item in items:
+        file = _file_of(item.nodeid)
         if item.get_closest_marker(HDFS):
-            return -1
-        starts = (i for i, start in enumerate(_LONG) if item.nodeid.startswith(start))
-        return next(starts, len(_LONG))
+            units[item] = HDFS
+            item.add_marker(pytest.mark.xdist_group(HDFS))
+        elif totals[file] >= _SPLIT_FROM_S and file not in shared:
+            units[item] = item.nodeid
+            item.add_marker(pytest.mark.xdist_group(_ALONE))
+        else:
+            units[item] = file
+    lengths: dict[str, float] = defaultdict(float)
+    for item in items:
+        lengths[units[item]] += durations.get(item.nodeid, _SHORT_S)
+    # Each file's own order stays.
+    items.sort(key=lambda item: -lengths[units[item]])
 
-    items.sort(key=place)
+
+def _file_of(node_id: str) -> str:
+    return node_id.split("::", 1)[0]
+
+
+def _shares(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture that others of its file use, too."""
+    info = getattr(item, "_fixtureinfo", None)
+    definitions: Iterable[object] = () if info is None else info.name2fixturedefs.values()
+    return any(
+        getattr(one, "scope", "") in _SHARING
+        for several in definitions
+        if isinstance(several, Iterable)
+        for one in several
+    )
 
 
 def check_groups(items: list[pytest.Item]) -> None:
@@ -65,9 +108,9 @@ def check_groups(items: list[pytest.Item]) -> None:
 
 
 class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
-    """By file, but for the tests of a group, which have its name behind their own."""
+    """By file, but for tests that are alone, and for HDFS's."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.endswith(f"@{HDFS}"):
             return HDFS
-        return nodeid.split("::", 1)[0]
+        return nodeid if nodeid.endswith(f"@{_ALONE}") else _file_of(nodeid)
