@@ -267,9 +267,10 @@ class NameOperations(CloseOperations):
         with self._lock:
             if status is None or node.is_detached:
                 return
-            if status.identity != moved_identity(node.status.identity, source, target):
-                # Another node had replaced what was renamed: who has the old file open keeps it.
-                self._nodes.detach(node)
+            is_same = status.identity == moved_identity(node.status.identity, source, target)
+            if node.had_readers and not is_same:
+                # Another node had replaced what was renamed: who has the old file open keeps its
+                # size, and the next one who opens it looks the name up again.
                 return
             node.status, node.seen_s = status, seen_s
             self._nodes.note_node(node)

@@ -222,6 +222,26 @@ def test_a_reader_keeps_its_size_when_what_another_node_put_there_is_renamed(
     one.close(file)
 
 
+def test_a_name_that_the_kernel_has_kept_is_looked_up_once_more_at_most(
+    one: Driver, two: Driver
+) -> None:
+    """Found by the exerciser: ESTALE for the program, for which the kernel asks only once more."""
+    one.write("a", b"old")
+    kept = one.node("a")
+    reader = one.open("a", os.O_RDONLY)
+    two.write("a", b"by another node")
+    one.rename("a", "b")
+    one.rename("b", "a")
+    with refused_with(errno.ESTALE):
+        one.fs.open(CALLER, kept, os.O_WRONLY | os.O_TRUNC)
+    node = one.node("a")
+    writer = (node, one.fs.open(CALLER, node, os.O_WRONLY | os.O_TRUNC).handle)
+    one.pwrite(writer, 0, b"new")
+    one.close(writer)
+    one.close(reader)
+    assert two.read("a") == b"new"
+
+
 @pytest.mark.parametrize("written", [b"", b"by the second"])
 def test_of_two_that_empty_a_file_the_first_shows_no_other_content(
     one: Driver, written: bytes
