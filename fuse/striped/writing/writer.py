@@ -131,6 +131,11 @@ class FileWriter:
         """Whether bytes came, or went, since the last `publish`."""
         return self._was_written
 
+    @property
+    def has_unsaved_bytes(self) -> bool:
+        """Whether bytes of it are in this process alone; also of a file without a name."""
+        return self._was_written and self._error is None
+
     # ---- writing --------------------------------------------------------------------------
 
     def append(self, data: Data, cancelled: Callable[[], bool] = _never) -> int:

@@ -45,7 +45,7 @@ class StripedFileSystem(NameOperations, FileOperations):
         """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
         False where a file is being written."""
         with self._lock:
-            if any(handle.is_unfinished for handle in self._nodes.handles.values()):
+            if any(writer.has_unsaved_bytes for writer in self._nodes.writers()):
                 return False
             stop()
             return True

@@ -89,7 +89,9 @@ class MountTables(Operations):
             file.streams.active_count(now_s - _ACTIVE_S) for file in self._reader.open_files()
         )
         with self._lock:
-            unfinished = {w.path for w in self._nodes.writers() if w.needs_publishing}
+            unfinished = {
+                w.path for w in self._nodes.writers() if w.needs_publishing or w.has_unsaved_bytes
+            }
             count = len(self._nodes.handles)
             return OpenFigures(count, active, self._request_count, tuple(sorted(unfinished)))
 

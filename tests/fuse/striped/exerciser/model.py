@@ -119,6 +119,11 @@ class Description:
         )
 
     @property
+    def has_unsaved_bytes(self) -> bool:
+        """Also of a file that has no name any more."""
+        return self.writer is not None and bool(self.writer.wrote) and not self.writer.errors
+
+    @property
     def only_empties(self) -> bool:
         return self.is_unfinished and self.writer is not None and not self.writer.wrote
 
@@ -1122,9 +1127,11 @@ class Model:
 
     def _do_restart(self, answer: Answer, mount: str, how: str) -> None:
         """`how`: "kill", "force" or "wait"."""
-        unfinished = {
-            one.name for one in self.descriptions if one.mount == mount and one.is_unfinished
-        }
+        unfinished = any(
+            one.is_unfinished or one.has_unsaved_bytes
+            for one in self.descriptions
+            if one.mount == mount
+        )
         if "busy" in answer:
             if how != "wait" or not unfinished:
                 raise DeviationError(f"the server does not restart: {answer['busy']}")

@@ -31,6 +31,46 @@ def kill_the_worker(mount: MountedCheckpoints) -> None:
     wait_for(lambda: mount.worker_pid != before, "another worker")
 
 
+def test_a_restart_waits_for_a_writer_whose_file_was_removed(
+    tmp_path: Path, mountpoint: Path
+) -> None:
+    """Found by the exerciser: nothing was named, and the server did not go."""
+    (tmp_path / "stored").mkdir()
+    code = """
+import os, sys
+file = os.open(sys.argv[1] + "/f", os.O_RDWR | os.O_CREAT)
+os.write(file, b"unsaved")
+os.unlink(sys.argv[1] + "/f")
+print("written", flush=True)
+sys.stdin.readline()
+os.fsync(file)
+os.close(file)
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+    with checkpoints(tmp_path, mountpoint, (tmp_path / "stored").as_uri()) as mount:
+        writer = subprocess.Popen(
+            [sys.executable, "-c", code, str(mountpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert writer.stdin is not None
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "written\n"
+            with pytest.raises(BusyError, match="f is being written"):
+                restart_checkpoints(mount.run_dir, mountpoint, timeout_s=0.0)
+            writer.stdin.write("go on\n")
+            writer.stdin.flush()
+            assert writer.stdout.readline() == "closed\n"
+            before = mount.worker_pid
+            assert restart_checkpoints(mount.run_dir, mountpoint, timeout_s=60.0) != before
+        finally:
+            writer.kill()
+            writer.communicate()
+
+
 READERS = """
 import hashlib, mmap, os, random, sys, threading
 folder, size = sys.argv[1], int(sys.argv[2])
