@@ -209,8 +209,7 @@ class Timeline:
             descriptor = os.open(self.path, _APPEND, 0o600)
             try:
                 # What a full disk, or a killed writer, has left of a line must not take ours along.
-                size = os.fstat(descriptor).st_size
-                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                if _ends_amid_a_line(descriptor):
                     line = b"\n" + line
                 if os.write(descriptor, line) < len(line):
                     raise OSError(errno.ENOSPC, "a line was cut, as a full disk does it")
@@ -318,3 +317,15 @@ def ready() -> None:
     if timeline is not None:
         timeline.span(READY).end()
     tell_ready()
+
+
+def _ends_amid_a_line(descriptor: int) -> bool:
+    """Whether the file ends with a line that nobody goes on writing."""
+    size = -1
+    for _ in range(3):
+        before, size = size, os.fstat(descriptor).st_size
+        if not size or os.pread(descriptor, 1, size - 1) == b"\n":
+            return False
+        if size != before:
+            time.sleep(0.002)  # another process may be in the middle of it
+    return True

@@ -86,7 +86,8 @@ def supervise(
     `hand_over` is called after a worker has ended with `HANDED_OVER`, with the stop signals
     blocked; where it returns, this code goes on serving.
 
-    `stop_grace_s`: how long after `options.shutdown_s` a worker that has not ended is killed.
+    `stop_grace_s`: how long a worker is given to end, after the time for open files
+    (`shutdown_s`), before it is killed.
 
     Raises:
         InvalidInputError: this process has other threads. BootseerError: the mount failed.

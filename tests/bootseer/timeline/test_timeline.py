@@ -187,7 +187,8 @@ def test_threads_and_processes_share_a_file(tmp_path: Path) -> None:
     assert sum(stage.name == "child" for stage in stages) == 50
     assert all(stage.end_ns for stage in stages)
     for line in timeline.path.read_bytes().splitlines():
-        json.loads(line)
+        # A line that was being written for some milliseconds counted as cut off.
+        assert not line or json.loads(line)
 
 
 def test_the_file_is_private(tmp_path: Path) -> None:

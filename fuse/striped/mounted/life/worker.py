@@ -156,10 +156,12 @@ class MountedFileSystem(StripedFileSystem):
         if self._figures_writer is not None:
             self._figures_writer.close()
         super().destroyed()
+        self._storage.close()
+
+    def note_unwritten(self) -> None:
         if self.unwritten:
             with contextlib.suppress(BootseerError):
                 write_state(self._folder, replace(self._state, unwritten=tuple(self.unwritten)))
-        self._storage.close()
 
     def _lose_user(self) -> None:
         """A process that the mount is for has ended: wait for another's end, or unmount."""

@@ -61,11 +61,15 @@ class StripedFileSystem(NameOperations, FileOperations):
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
-            writer = handle.writer
-            is_due = writer is not None and writer.needs_publishing and not handle.was_killed
-            self.release(handle.node.id, handle.id, 0)
-            if is_due and writer is not None and (writer.has_failed or writer.needs_publishing):
-                self.unwritten.append(writer.path)
+            # What was written is published at the close itself, or was given up then.
+            if handle.only_empties and handle.was_flushed:
+                writer = handle.writer
+                self.release(handle.node.id, handle.id, 0)
+                if writer is not None and (writer.has_failed or writer.needs_publishing):
+                    self.unwritten.append(writer.path)
+
+    def note_unwritten(self) -> None:
+        """Called once `unwritten` is complete, at the end of the mount."""
 
     def destroyed(self) -> None:
         """A file that is still open was not finished by its writer: it does not appear."""
@@ -73,11 +77,14 @@ class StripedFileSystem(NameOperations, FileOperations):
             handles = list(self._nodes.handles.values())
         for handle in handles:
             writer = handle.writer
-            if writer is not None:
-                if writer.needs_publishing:
-                    self.unwritten.append(writer.path)
-                    _log.error("%s was still being written: nothing of it is kept", writer.path)
-                writer.close(_ABORT_WAIT_S)
+            if writer is not None and writer.needs_publishing:
+                self.unwritten.append(writer.path)
+                _log.error("%s was still being written: nothing of it is kept", writer.path)
+        # Before the parts are removed: that may take longer than this process is given.
+        self.note_unwritten()
+        for handle in handles:
+            if handle.writer is not None:
+                handle.writer.close(_ABORT_WAIT_S)
             if handle.file is not None:
                 self._reader.close(handle.file)
         self._nodes.close_journal()

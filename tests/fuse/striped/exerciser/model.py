@@ -1047,10 +1047,6 @@ class Model:
         self._replace(mount, source, None)
         for one in moving:
             one.name = target
-        for one in self.descriptions:
-            # The file is still there, under another name.
-            if one.generation is moved:
-                one.lost_s = one.lost_s if one.mount != mount else None
 
     def _move_directory(self, mount: str, source: str, target: str) -> None:
         until = self._ended_s
