@@ -984,16 +984,19 @@ class Model:
                 errors.add(errno.ENOTDIR)
             if self.children(target):
                 errors |= {errno.ENOTEMPTY, errno.EEXIST}
-            if any(
-                one.mount == mount
+            unfinished = [
+                one
+                for one in self.descriptions
+                if one.mount == mount
                 and one.is_unfinished
                 and one.name is not None
                 and one.name.startswith((source + "/", target + "/"))
-                for one in self.descriptions
-            ):
+            ]
+            # Nothing is lost of what was emptied only, and opened anew since.
+            if any(not (one.is_superseded and one.only_empties) for one in unfinished):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
             must_fail = bool(errors)
-            if self._may_have_nameless_parts(mount):
+            if unfinished or self._may_have_nameless_parts(mount):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
             return errors, must_fail
         if target in self.dirs:

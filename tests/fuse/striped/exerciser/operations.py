@@ -369,7 +369,7 @@ class Chooser:
 
     def _neighbour(self, who: str) -> str:
         """A process of the same mount, maybe the same one."""
-        mount = self._model.processes[who]
+        mount = who[0]  # also of one that has ended
         return self._random.choice([p for p, its in self._model.processes.items() if its == mount])
 
     def _reader(
