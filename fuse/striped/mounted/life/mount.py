@@ -42,6 +42,7 @@ from bootseer.served.folders import (
     read_state,
     remove_mount_dir,
     take_lock,
+    wait_released,
 )
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
@@ -50,6 +51,7 @@ _START_S = 10.0
 # A server that was asked to go is gone after this, or has stayed: a file was being written again.
 _RESTART_S = 3.0
 _LOOK_S = 0.1
+_RELEASED_S = 5.0
 
 
 class MountedCheckpoints(Struct, frozen=True):
@@ -260,6 +262,8 @@ def unmount_checkpoints(
         for process in known.state.processes:
             end_process(process)
     ended = read_state(known.folder)
+    # What was killed may hold the folder's lock for a moment longer than it is seen to run.
+    wait_released(known.folder, _RELEASED_S)
     with contextlib.suppress(OSError):
         lock = take_lock(known.folder, create=False)
         remove_mount_dir(known.folder)
