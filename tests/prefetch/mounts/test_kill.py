@@ -241,7 +241,7 @@ def test_unmount_where_only_its_state_is_left(node: Node) -> None:
     directory = _with_a_dead_server(node)
     mounts.detach(directory, lazy=True)
     unmount_image(node.settings, directory)
-    assert not list(mounts_dir(node.settings.run_dir).iterdir())
+    wait_for(lambda: not any(mounts_dir(node.settings.run_dir).iterdir()))
     with pytest.raises(NotFoundError):
         unmount_image(node.settings, directory)
 

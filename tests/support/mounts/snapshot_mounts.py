@@ -36,7 +36,7 @@ def wait_gone(settings: Settings) -> None:
         pytest.fail(f"servers do not end, and these processes see what they have mounted: {left}")
     assert wait_published(settings, WAIT_S)
     scratch = settings.cache_dir / "containers"
-    assert not scratch.exists() or list(scratch.iterdir()) == []
+    wait_for(lambda: not scratch.exists() or not any(scratch.iterdir()), "the end of its scratch")
 
 
 def _processes_with(identity: str) -> list[str]:
