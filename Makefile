@@ -63,7 +63,7 @@ fuzz: $(VENV)/ready
 
 # With the containerd of Debian's next release, 2.x: not in `test`, since it changes from day to day.
 test-containerd-2: system-test $(VENV)/ready
-	set -e; found=$$($(BIN)/python -c 'import pathlib, bench.containers.packages as p; \
+	set -e; found=$$($(BIN)/python -c 'import pathlib, testbed.packages as p; \
 		print(p.Packages(pathlib.Path("$(VENV)/packages").absolute()).unpacked("forky", "containerd"))'); \
 	BOOTSEER_TEST_CONTAINERD="$$found/usr/bin" $(BIN)/python -m pytest tests/prefetch/snapshotter
 
@@ -133,7 +133,7 @@ $(VENV)/formats: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python -m tests.support.cli_reference
-	$(BIN)/python -m tests.support.containers.chart
+	$(BIN)/python -m testbed.containers.chart
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

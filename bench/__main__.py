@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.catalogue import all_cases
-from bench.model import SkippedError, only
+from bench.model import only
 from bench.reporting import generated_page
 from bench.reporting.result import Result, save
 from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
 from bench.runner import run_case
+from testbed.needs import MissingError
 
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
@@ -94,7 +95,7 @@ def main(
             result = run_case(
                 case, is_quick=is_quick, kept=work_dir.absolute(), rounds=runs, say=log.print
             )
-        except SkippedError as reason:
+        except MissingError as reason:
             raise click.ClickException(f"{case_name} cannot run here: {reason}") from reason
         if json_file is not None:
             save(result, json_file)

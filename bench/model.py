@@ -11,9 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-
-class SkippedError(Exception):
-    """A variant cannot run here; the message says what is missing and how to get it."""
+from testbed.needs import MissingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Variant:
     session: Callable[[Workspace], AbstractContextManager[TakeSample]]
     """Entered once (it starts servers, mounts, ...); the callable is called once per round.
 
-    Raises: SkippedError when something it needs is not there.
+    Raises: MissingError when something it needs is not there.
     """
 
 
@@ -124,7 +122,7 @@ class Case:
     description: str
     """One sentence: what is measured, of what."""
     prepare: Callable[[Workspace], AbstractContextManager[None]]
-    """Makes what all variants share. Raises: SkippedError when the case cannot run at all."""
+    """Makes what all variants share. Raises: MissingError when the case cannot run at all."""
     variants: tuple[Variant, ...]
     ratios: tuple[Ratio, ...]
     columns: tuple[Column, ...]
@@ -136,9 +134,9 @@ class Case:
 
 
 def only(case: Case, names: Collection[str]) -> Case:
-    """The case with no other variants than these. Raises: SkippedError where it lacks one."""
+    """The case with no other variants than these. Raises: MissingError where it lacks one."""
     if unknown := set(names) - {variant.name for variant in case.variants}:
-        raise SkippedError(f"{case.name} has no variant called {', '.join(sorted(unknown))}")
+        raise MissingError(f"{case.name} has no variant called {', '.join(sorted(unknown))}")
     return replace(case, variants=tuple(one for one in case.variants if one.name in names))
 
 

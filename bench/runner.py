@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.machine import environment
-from bench.model import Case, SkippedError, TakeSample, Workspace, figures_of
+from bench.model import Case, TakeSample, Workspace, figures_of
 from bench.reporting.result import Result, VariantResult
 from bench.reporting.summary import Run, Turn, measure_ratio, schedule
+from testbed.needs import MissingError
 
 
 def run_case(
@@ -24,7 +25,7 @@ def run_case(
 
     `kept` is where cases keep what they need again (None: nothing is kept); `say` gets a line per
     event, for people. A variant that fails in the middle is dropped from there on, with the
-    reason. Raises: SkippedError when the whole case cannot run.
+    reason. Raises: MissingError when the whole case cannot run.
     """
     rounds = rounds or (case.quick_runs if is_quick else case.runs)
     started_at_s = time.time()
@@ -39,14 +40,14 @@ def run_case(
         for variant in case.variants:
             try:
                 takers[variant.name] = stack.enter_context(variant.session(workspace))
-            except SkippedError as reason:
+            except MissingError as reason:
                 skipped[variant.name] = str(reason)
                 say(f"{variant.name}: skipped: {reason}")
         for turn in schedule(list(takers), rounds, case.warmups):
             if turn.variant not in skipped:
                 try:
                     run = _take(case, turn, takers[turn.variant])
-                except (OSError, RuntimeError, SkippedError) as error:
+                except (OSError, RuntimeError, MissingError) as error:
                     skipped[turn.variant] = str(error)
                     say(f"{turn.variant}: dropped: {error}")
                     continue

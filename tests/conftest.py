@@ -16,12 +16,12 @@ from bootseer.linux import namespaces
 from bootseer.settings.config import variable_of
 from bootseer.store import TEST_NETWORK
 from bootseer.transfer.pace import Pace
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.running import running
 from testbed.needs import MissingError, require
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.running import running
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.registry import Registry, running_registry
 from tests.support import quarantine, scheduling
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.registry import Registry, running_registry
 
 if TYPE_CHECKING:
     from xdist.remote import Producer

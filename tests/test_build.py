@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).resolve().parent.parent
+from testbed.paths import REPOSITORY
 
 
 def test_a_checkout_that_cannot_be_written_can_be_installed(tmp_path: Path) -> None:
@@ -19,7 +19,8 @@ def test_a_checkout_that_cannot_be_written_can_be_installed(tmp_path: Path) -> N
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace can be made here")
     script = (
-        f"mount --bind {_ROOT} {_ROOT} && mount -o remount,bind,ro {_ROOT} && cd {_ROOT} && "
+        f"mount --bind {REPOSITORY} {REPOSITORY} && mount -o remount,bind,ro {REPOSITORY} && "
+        f"cd {REPOSITORY} && "
         f"! touch here 2> /dev/null && exec {sys.executable} -B -m pip wheel --quiet --no-deps "
         f"--disable-pip-version-check --no-build-isolation --wheel-dir {tmp_path} ."
     )

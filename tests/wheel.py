@@ -10,7 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
+from testbed.paths import REPOSITORY
+
 # Every package must have arrived through the three symlinks, under its own import name only.
 _CHECK = """
 import bootseer, bootseer.fuse.kernel, bootseer.prefetch, bootseer.snapshots, importlib.util, sys
@@ -31,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bootseer-wheel-") as name:
         work = Path(name)
         build = [sys.executable, "-m", "build", "--installer", "uv", "--wheel", "--outdir"]
-        _run([*build, str(work), str(_ROOT)], work)
+        _run([*build, str(work), str(REPOSITORY)], work)
         (wheel,) = work.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             tops = {entry.split("/")[0] for entry in archive.namelist()}
@@ -40,7 +41,7 @@ def main() -> None:
         environment = work / "environment"
         _run([sys.executable, "-m", "uv", "venv", "--quiet", str(environment)], work)
         python = str(environment / "bin/python")
-        constraints = str(_ROOT / "constraints.txt")
+        constraints = str(REPOSITORY / "constraints.txt")
         install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", python]
         _run([*install, "--constraint", constraints, str(wheel)], work)
         _run([python, "-I", "-c", _CHECK], work)

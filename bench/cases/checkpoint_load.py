@@ -21,18 +21,9 @@ from bench.checkpoint.peers import note, once, program, rclone_mount
 from bench.checkpoint.torch_environment import BASE, FASTSAFETENSORS, RUNAI, TorchEnvironment
 from bench.containers.services import assemble_hdfs
 from bench.machine.page_cache import evict_everything
-from bench.machine.processes import Server
-from bench.model import (
-    Case,
-    Column,
-    Figure,
-    Ratio,
-    Sample,
-    SkippedError,
-    TakeSample,
-    Variant,
-    Workspace,
-)
+from bench.model import Case, Column, Figure, Ratio, Sample, TakeSample, Variant, Workspace
+from testbed.needs import MissingError
+from testbed.processes import Server
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**27
 _DATANODES, _BYTES_PER_S = 4, 50e6
@@ -80,10 +71,10 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 def _fetch(workspace: Workspace, environment: TorchEnvironment) -> None:
     """Have what comes from outside; what cannot be had is missed by those who need it."""
     assemble_hdfs()
-    with contextlib.suppress(SkippedError):
+    with contextlib.suppress(MissingError):
         program(workspace, *_RCLONE)
     for requirement in (RUNAI, FASTSAFETENSORS):
-        with contextlib.suppress(SkippedError):
+        with contextlib.suppress(MissingError):
             _add(workspace, environment, requirement)
 
 

@@ -9,7 +9,6 @@ from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.files import NAME, ORDINARY, PLAIN, STRIPED, Kind, ensure, write
 from bench.checkpoint.measure import derive, our_mount, run_client, sample
 from bench.machine.page_cache import evict_everything
-from bench.machine.processes import Server, tree_peak_bytes
 from bench.machine.tmpfs import tmpfs
 from bench.model import (
     Bound,
@@ -23,6 +22,7 @@ from bench.model import (
     Variant,
     Workspace,
 )
+from testbed.processes import Server, tree_peak_bytes
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
 _DATANODES = 4

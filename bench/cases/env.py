@@ -8,18 +8,8 @@ from bench.env.recipe import IMPORTS, REQUIREMENTS
 from bench.env.site import RATE_MBIT, Site, open_site
 from bench.env.ways import ALL, Way
 from bench.machine.environment import file_system_of
-from bench.model import (
-    Bound,
-    Case,
-    Column,
-    Figure,
-    Ratio,
-    SkippedError,
-    TakeSample,
-    Target,
-    Variant,
-    Workspace,
-)
+from bench.model import Bound, Case, Column, Figure, Ratio, TakeSample, Target, Variant, Workspace
+from testbed.needs import MissingError
 
 
 @contextlib.contextmanager
@@ -50,7 +40,7 @@ def _session(way: Way) -> Callable[[Workspace], contextlib.AbstractContextManage
         try:
             way.prepare(site)
         except RuntimeError as error:
-            raise SkippedError(str(error)) from error
+            raise MissingError(str(error)) from error
         yield lambda: take(site, way)
 
     return session

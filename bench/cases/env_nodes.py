@@ -14,12 +14,12 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
+from testbed.needs import MissingError
 
 _NODE_COUNT = 8
 _FIRST = "first start"
@@ -33,7 +33,7 @@ def _session(way: Way) -> Callable[[Workspace], contextlib.AbstractContextManage
         try:
             way.prepare(site)
         except RuntimeError as error:
-            raise SkippedError(str(error)) from error
+            raise MissingError(str(error)) from error
 
         def take() -> Sample:
             return take_many(site, lambda node: [way.restore(site, node), IMPORT], _NODE_COUNT)

@@ -9,20 +9,11 @@ from pathlib import Path
 from bench.machine.environment import kernel_version
 from bench.machine.libfuse import build_passthrough
 from bench.machine.page_cache import evict_everything
-from bench.machine.processes import ROOT, mounted, python_command, run_json, tree_cpu_s
 from bench.machine.tmpfs import tmpfs
-from bench.model import (
-    Bound,
-    Case,
-    Column,
-    Sample,
-    SkippedError,
-    TakeSample,
-    Target,
-    Variant,
-    Workspace,
-    ratio,
-)
+from bench.model import Bound, Case, Column, Sample, TakeSample, Target, Variant, Workspace, ratio
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+from testbed.processes import mounted, python_command, run_json, tree_cpu_s
 
 _BLOCK_BYTES = 2**20
 _FULL_BYTES, _QUICK_BYTES = 2**31, 2**29
@@ -88,9 +79,9 @@ def _served(
 def _ours(mode: str) -> Callable[[Workspace, Path], Sequence[str]]:
     def command(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
         if mode == "passthrough" and os.geteuid() != 0:
-            raise SkippedError("FUSE passthrough needs root")
+            raise MissingError("FUSE passthrough needs root")
         if mode == "passthrough" and kernel_version() < (6, 9):
-            raise SkippedError("FUSE passthrough needs Linux 6.9")
+            raise MissingError("FUSE passthrough needs Linux 6.9")
         source = str(workspace.shared["source"])
         return _peer("ours_passthrough", source, str(mountpoint), "--mode", mode)
 
@@ -100,7 +91,7 @@ def _ours(mode: str) -> Callable[[Workspace, Path], Sequence[str]]:
 def _mfusepy(*flags: str) -> Callable[[Workspace, Path], Sequence[str]]:
     def command(workspace: Workspace, mountpoint: Path) -> Sequence[str]:
         if importlib.util.find_spec("mfusepy") is None:
-            raise SkippedError("mfusepy is not installed; pip install mfusepy")
+            raise MissingError("mfusepy is not installed; pip install mfusepy")
         source = str(workspace.shared["source"])
         return _peer("mfusepy_passthrough", source, str(mountpoint), *flags)
 
@@ -117,8 +108,8 @@ def _libfuse(*flags: str) -> Callable[[Workspace, Path], Sequence[str]]:
 
 
 def _peer(name: str, *arguments: str) -> Sequence[str]:
-    if not (ROOT / "bench" / "peers" / f"{name}.py").exists():
-        raise SkippedError(f"bench/peers/{name}.py is missing")
+    if not (REPOSITORY / "bench" / "peers" / f"{name}.py").exists():
+        raise MissingError(f"bench/peers/{name}.py is missing")
     return python_command("-m", f"bench.peers.{name}", *arguments)
 
 

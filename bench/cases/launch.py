@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.machine.processes import python_command, run_json
 from bench.model import (
     Bound,
     Case,
@@ -17,6 +16,7 @@ from bench.model import (
     Variant,
     Workspace,
 )
+from testbed.processes import python_command, run_json
 
 _DEADLINE_S = 300.0
 _STAGES = ("image", "environment", "checkpoint")

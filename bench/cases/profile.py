@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from bench.machine.processes import ROOT, python_command, tree_cpu_s, tree_peak_bytes
 from bench.model import (
     Bound,
     Case,
@@ -19,15 +18,17 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
-from bench.profile.generate import hard
 from bench.profile.score import Score, score
-from bench.profile.timelines import write_timelines
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+from testbed.processes import python_command, tree_cpu_s, tree_peak_bytes
+from testbed.starts.generate import hard
+from testbed.starts.timelines import write_timelines
 
 _NODES, _QUICK_NODES = 10_000, 500
 _FAULTY_COUNTS = (1, 3, 10, 30, 100)
@@ -87,7 +88,7 @@ def _together(workspace: Workspace) -> Iterator[TakeSample]:
 def _large(workspace: Workspace) -> Iterator[TakeSample]:
     browser = shutil.which("chromium")
     if browser is None:
-        raise SkippedError("chromium is not installed (apt install chromium)")
+        raise MissingError("chromium is not installed (apt install chromium)")
     timelines, page = workspace.directory / "timelines", workspace.directory / "start.html"
     recipe = replace(hard(_nodes(workspace), 50, 9), filler_count=_FILLERS)
     write_timelines(timelines, recipe, job="large", submission="s")
@@ -115,7 +116,9 @@ def _report(timelines: Path, page: Path) -> tuple[float, float, int]:
     """Seconds, seconds of CPU, and the most bytes that its processes had, each at its own time."""
     command = python_command("-m", "bootseer", "--timeline-dir", str(timelines), "report", "large")
     began, peak_bytes, cpu_s = time.monotonic(), 0, 0.0
-    process = subprocess.Popen([*command, "--html", str(page)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--html", str(page)], cwd=REPOSITORY, stdout=subprocess.DEVNULL
+    )
     deadline = threading.Timer(_DEADLINE_S, process.kill)
     deadline.start()
     try:

@@ -17,10 +17,10 @@ from bench.model import (
     Variant,
     Workspace,
 )
-from bench.profile.experiment import FAULTS, Experiment, Scale
-from bench.profile.nodes import nodes
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.peers import as_its_peers
+from testbed.starts.experiment import FAULTS, Experiment, Scale
+from testbed.starts.nodes import nodes
 
 _NODES = 8
 _ALL = "three faults"

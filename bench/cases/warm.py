@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bench.machine.processes import Server, mounted, python_command, tree_cpu_s
 from bench.model import (
     Bound,
     Case,
@@ -19,13 +18,14 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
-from tests.support.mounts.slow_fs import read_counters
+from testbed.mounts.slow_fs import read_counters
+from testbed.needs import MissingError
+from testbed.processes import Server, mounted, python_command, tree_cpu_s
 
 _LATENCY_S = 0.001
 _DEADLINE_S = 300.0
@@ -39,7 +39,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     for name in _PACKAGES:
         found = importlib.util.find_spec(name.removesuffix(".libs"))
         if found is None or found.origin is None:
-            raise SkippedError(f"{name} is not installed; pip install numpy pyarrow")
+            raise MissingError(f"{name} is not installed; pip install numpy pyarrow")
         source = Path(found.origin).parents[1] / name
         if source.is_dir():
             shutil.copytree(source, tree / name, symlinks=True)
@@ -118,7 +118,7 @@ def _slow(workspace: Workspace, readahead: str) -> Iterator[tuple[Server, Path]]
     counters = workspace.directory / "counters"
     command = python_command(
         "-m",
-        "tests.support.mounts.slow_fs",
+        "testbed.mounts.slow_fs",
         str(workspace.shared["tree"]),
         str(mountpoint),
         str(_LATENCY_S),

@@ -13,9 +13,9 @@ from typing import Any, Self
 from bench.checkpoint.limits import Limiter, Links
 from bench.checkpoint.placement import Moved
 from bench.machine.tmpfs import tmpfs
-from bench.model import SkippedError, Workspace
-from tests.hdfs.classpath import CannotAssembleError
-from tests.hdfs.cluster import MiniHdfs
+from bench.model import Workspace
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.needs import MissingError
 
 _REQUEST_DEADLINE_S = 30
 # For two JVMs, a mount and a client, with what they cache.
@@ -42,7 +42,7 @@ def data_folder(workspace: Workspace, size_bytes: int) -> Iterator[tuple[Path, s
         try:
             folder = stack.enter_context(tmpfs(workspace.directory, size_bytes, _BESIDE_BYTES))
             note = "DataNodes keep blocks in memory (tmpfs)"
-        except SkippedError as reason:
+        except MissingError as reason:
             folder = workspace.directory
             note = f"DataNodes sync blocks to one disk, which writes wait for ({reason})"
         yield folder, note
@@ -154,13 +154,13 @@ class CappedHdfs:
             opener.open(request, timeout=_REQUEST_DEADLINE_S).close()
 
     def __enter__(self) -> Self:
-        """Raises: SkippedError when there is no HDFS on this machine."""
+        """Raises: MissingError when there is no HDFS on this machine."""
         try:
             self._hdfs.start()
-        except CannotAssembleError as error:
-            raise SkippedError(f"no HDFS: {error}") from error
+        except MissingError as error:
+            raise MissingError(f"no HDFS: {error}") from error
         except RuntimeError as error:
-            raise SkippedError(f"HDFS did not start: {str(error)[:300]}") from error
+            raise MissingError(f"HDFS did not start: {str(error)[:300]}") from error
         with contextlib.ExitStack() as stack:
             stack.callback(self._hdfs.stop)
             if self._limiter is not None and self.bytes_per_s is not None:

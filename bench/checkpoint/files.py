@@ -63,7 +63,7 @@ CODED_6_3 = Kind("coded-6-3", Way.STREAM, share=0.5, policy="RS-6-3-1024k")
 
 
 def write(workspace: Workspace, cluster: CappedHdfs, kind: Kind) -> Sample:
-    """Write the file of `kind` anew. Raises: RuntimeError, SkippedError."""
+    """Write the file of `kind` anew. Raises: RuntimeError, MissingError."""
     size_bytes = kind.size_bytes(workspace)
     cluster.empty_folder(f"/{kind.folder}")
     if kind.policy is not None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.checkpoint.placement import Moved
-from bench.containers.line import configure, own_network
-from bench.model import SkippedError
-from tests.hdfs.relay import Relays
+from testbed.hdfs.relay import Relays
+from testbed.line import configure, own_network
+from testbed.needs import MissingError
 
 # What an idle link may send at once; relays have the same.
 _BURST_S = 0.01
@@ -49,7 +49,7 @@ class Limiter(Protocol):
     def links(self, ports: Sequence[int], bytes_per_s: float) -> AbstractContextManager[Links]:
         """Limit the DataNodes that clients reach at these ports, until the block ends.
 
-        Raises: SkippedError.
+        Raises: MissingError.
         """
 
 
@@ -65,7 +65,7 @@ def limiter() -> Iterator[Limiter]:
         try:
             stack.enter_context(own_network())
             chosen = Classes()
-        except SkippedError as reason:
+        except MissingError as reason:
             stack.close()
             chosen = _WithRelays(str(reason))
         yield chosen
@@ -81,7 +81,7 @@ class Classes:
     )
 
     def __init__(self) -> None:
-        """Raises: SkippedError when the kernel lacks HTB or u32."""
+        """Raises: MissingError when the kernel lacks HTB or u32."""
         self._count = 0
         # Nothing is lost here. The end of what a link has queued must not be sent a second time
         # because it is not acknowledged within a few ms, as TCP's tail loss probe would.

@@ -14,8 +14,8 @@ from typing import Any
 
 from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.placement import placement_figures
-from bench.machine.processes import Server, mounted, python_command, run_json, tree_cpu_s
 from bench.model import Sample, Workspace
+from testbed.processes import Server, mounted, python_command, run_json, tree_cpu_s
 
 DEADLINE_S = 180.0
 _numbers = itertools.count()
@@ -42,7 +42,7 @@ def run_timed(command: list[str], env: Mapping[str, str] | None = None) -> Mappi
 
 @contextlib.contextmanager
 def our_mount(workspace: Workspace, url: str, *flags: str) -> Iterator[Server]:
-    """`bootseer checkpoint mount` of `url`, with nothing in its memory. Raises: SkippedError."""
+    """`bootseer checkpoint mount` of `url`, with nothing in its memory. Raises: MissingError."""
     mountpoint = workspace.directory / f"mount-{next(_numbers)}"
     run_dir = workspace.directory / f"run-{mountpoint.name}"
     command = python_command("-m", "bootseer", "--run-dir", str(run_dir), "checkpoint", "mount")

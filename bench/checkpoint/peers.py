@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.containers.packages import Packages
-from bench.machine.processes import Server, mounted
-from bench.model import SkippedError, Workspace
-from tests.hdfs.classpath import classpath
+from bench.model import Workspace
+from testbed.hdfs.classpath import classpath
+from testbed.needs import MissingError
+from testbed.packages import Packages
+from testbed.processes import Server, mounted
 
 _SUITE = "bookworm"
 _PYDOOP = "pydoop==2.0.0"
@@ -27,7 +28,7 @@ _STEP_DEADLINE_S = 240.0
 
 
 def program(workspace: Workspace, package: str, name: str) -> Path:
-    """The program `name` of a Debian package. Raises: SkippedError."""
+    """The program `name` of a Debian package. Raises: MissingError."""
     packages = Packages(workspace.kept / "packages")
     folder: Path = once(workspace, package, lambda: packages.unpacked(_SUITE, package))
     note(workspace, f"{name} is that of Debian {_SUITE}'s package {package} {_version(folder)}")
@@ -47,15 +48,15 @@ def _version(folder: Path) -> str:
 def once(workspace: Workspace, name: str, bring: Callable[[], Any]) -> Any:
     """What `bring` brought from outside when it was first called with this name.
 
-    A case may later be in a network that leads nowhere. Raises: SkippedError, the same each time.
+    A case may later be in a network that leads nowhere. Raises: MissingError, the same each time.
     """
     brought: dict[str, Any] = workspace.shared.setdefault("brought", {})
     if name not in brought:
         try:
             brought[name] = bring()
-        except SkippedError as reason:
+        except MissingError as reason:
             brought[name] = reason
-    if isinstance(brought[name], SkippedError):
+    if isinstance(brought[name], MissingError):
         raise brought[name]
     return brought[name]
 
@@ -76,7 +77,7 @@ def rclone_remote(address: str, path: str) -> str:
 def rclone_mount(
     rclone: Path, address: str, folder: str, mountpoint: Path, log: Path
 ) -> Iterator[Server]:
-    """`folder` mounted by rclone with its defaults. Raises: SkippedError."""
+    """`folder` mounted by rclone with its defaults. Raises: MissingError."""
     command = [str(rclone), "mount", "--config", "/dev/null"]
     command += [rclone_remote(address, folder), str(mountpoint)]
     with mounted(command, mountpoint, log) as server:
@@ -84,7 +85,7 @@ def rclone_mount(
 
 
 def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
-    """What pyarrow needs to find libhdfs, the JVM and Hadoop's jars. Raises: SkippedError."""
+    """What pyarrow needs to find libhdfs, the JVM and Hadoop's jars. Raises: MissingError."""
     folder: Path = once(workspace, "libhdfs", lambda: _libhdfs(workspace.kept))
     note(workspace, f"libhdfs is built from the source in {_PYDOOP}, with the cluster's own jars")
     return {
@@ -95,7 +96,7 @@ def libhdfs_environment(workspace: Workspace) -> dict[str, str]:
 
 
 def _libhdfs(kept: Path) -> Path:
-    """The folder with libhdfs. Raises: SkippedError."""
+    """The folder with libhdfs. Raises: MissingError."""
     folder = kept / "libhdfs"
     if not (folder / "libhdfs.so").exists():
         work = kept / "libhdfs-work"
@@ -113,13 +114,13 @@ def _libhdfs(kept: Path) -> Path:
 def _java_home() -> Path:
     compiler = shutil.which("javac")
     if compiler is None:
-        raise SkippedError("libhdfs needs a JDK (openjdk-17-jdk-headless)")
+        raise MissingError("libhdfs needs a JDK (openjdk-17-jdk-headless)")
     return Path(compiler).resolve().parent.parent
 
 
 def _build_libhdfs(work: Path) -> None:
     if shutil.which("gcc") is None:
-        raise SkippedError("libhdfs is built with gcc, and there is none")
+        raise MissingError("libhdfs is built with gcc, and there is none")
     # Its setup.py, which pip asks for its needs, is of a time when setuptools had pkg_resources.
     (work / "constraints.txt").write_text("setuptools<60\n")
     _run(
@@ -163,7 +164,7 @@ def _run(command: list[str], folder: Path) -> None:
             timeout=_STEP_DEADLINE_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SkippedError(f"libhdfs cannot be built: {error}") from error
+        raise MissingError(f"libhdfs cannot be built: {error}") from error
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip()[-300:]
-        raise SkippedError(f"libhdfs cannot be built: {command[0]}: {words}")
+        raise MissingError(f"libhdfs cannot be built: {command[0]}: {words}")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.machine.processes import run_json
-from bench.model import SkippedError
+from testbed.needs import MissingError
+from testbed.processes import run_json
 
 BASE = ("torch==2.13.0", "numpy==2.4.6", "safetensors==0.8.0")
 RUNAI = "runai-model-streamer==0.17.0"
@@ -36,7 +36,7 @@ class TorchEnvironment:
         return str(self.folder / "bin/python")
 
     def build(self) -> None:
-        """Make it, unless it is there. Raises: SkippedError."""
+        """Make it, unless it is there. Raises: MissingError."""
         if self.folder.exists():
             return
         partial = self.folder.with_name(f"{self.folder.name}.partial")
@@ -48,7 +48,7 @@ class TorchEnvironment:
         partial.rename(self.folder)
 
     def add(self, requirement: str) -> None:
-        """Install a loader, unless it is there. Raises: SkippedError with pip's last words."""
+        """Install a loader, unless it is there. Raises: MissingError with pip's last words."""
         marker = self.folder / f"{requirement}.installed"
         if not marker.exists():
             _run([self.python, "-m", "pip", "install", "--quiet", requirement])
@@ -74,7 +74,7 @@ def _run(command: list[str]) -> None:
             timeout=_STEP_DEADLINE_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SkippedError(f"{command[-1]} cannot be installed: {error}") from error
+        raise MissingError(f"{command[-1]} cannot be installed: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-        raise SkippedError(f"{command[-1]} cannot be installed: {lines[-1][:200]}")
+        raise MissingError(f"{command[-1]} cannot be installed: {lines[-1][:200]}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zstandard
 
-from bench.containers.layout import Layer, LayerWriter, Layout
+from testbed.images.layout import Layer, LayerWriter, Layout
 
 _PIECE_BYTES = 2**20
 _ZSTD_LEVEL = 3  # the default of zstd, and of BuildKit

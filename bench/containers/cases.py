@@ -3,11 +3,8 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from bench.containers.layout import Layout
 from bench.containers.measure import session
 from bench.containers.site import Peer, Site, open_site
-from bench.containers.torch_image import TAGS, torch_image
-from bench.containers.workloads import Workload
 from bench.model import (
     Case,
     Column,
@@ -22,6 +19,9 @@ from bench.peers.containerd import Containerd, LocalContainerd
 from bench.peers.docker import Docker
 from bench.peers.soci import Soci
 from bench.peers.stargz import Stargz
+from testbed.images.layout import Layout
+from testbed.images.torch_image import TAGS, torch_image
+from testbed.images.workloads import Workload
 
 OURS: tuple[Peer, ...] = (
     Bootseer("unindexed", Mode.UNINDEXED),

@@ -6,21 +6,22 @@ from collections.abc import Iterator
 
 from bench.containers.site import Peer, Site
 from bench.machine.page_cache import evict_everything
-from bench.model import Sample, SkippedError, TakeSample
+from bench.model import Sample, TakeSample
+from testbed.needs import MissingError
 
 START_DEADLINE_S = 300.0
 
 
 @contextlib.contextmanager
 def session(site: Site, peer: Peer) -> Iterator[TakeSample]:
-    """Prepares the peer once; each sample is a start on a new node. Raises: SkippedError."""
+    """Prepares the peer once; each sample is a start on a new node. Raises: MissingError."""
     if peer.name in site.missing:
-        raise SkippedError(f"not available: {site.missing[peer.name]}")
+        raise MissingError(f"not available: {site.missing[peer.name]}")
     site.line.set_rate(None)
     try:
         peer.prepare(site)
     except RuntimeError as error:
-        raise SkippedError(str(error)) from error
+        raise MissingError(str(error)) from error
     yield lambda: take(site, peer)
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench.machine.processes import ending_with_us, process_tree, tree_cpu_s
-from bench.model import SkippedError
+from testbed.needs import MissingError
+from testbed.processes import ending_with_us, process_tree, tree_cpu_s
 
 _START_DEADLINE_S = 60.0
 # Process 1 of the node: gives it folders for the state of programs, then waits for whatever
@@ -68,7 +68,7 @@ class Node:
         if self._root.stdout.readline() != b"ready\n":
             words = (self.folder / "init.log").read_text(errors="replace").strip()
             self.__exit__(None, None, None)
-            raise SkippedError(f"no namespaces for a node of its own: {words[-300:]}")
+            raise MissingError(f"no namespaces for a node of its own: {words[-300:]}")
         self._init_pid = process_tree(self._root.pid)[1]
         return self
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from bench.containers.line import Line, own_network
 from bench.containers.node import HOST, Node
-from bench.containers.packages import Packages
 from bench.containers.services import assemble_hdfs, hdfs_store, listening
-from bench.containers.torch_image import TAGS
-from bench.containers.workloads import Workload
 from bench.machine.tmpfs import tmpfs
-from bench.model import SkippedError, Workspace
+from bench.model import Workspace
+from testbed.images.torch_image import TAGS
+from testbed.images.workloads import Workload
+from testbed.line import Line, own_network
+from testbed.needs import MissingError
+from testbed.packages import Packages
 
 # Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
 # that insist on it; nodes know it by name.
@@ -83,10 +84,10 @@ class Peer(Protocol):
     description: str
 
     def fetch(self, packages: Packages) -> None:
-        """Have what comes from outside, which later cannot be reached. Raises: SkippedError."""
+        """Have what comes from outside, which later cannot be reached. Raises: MissingError."""
 
     def prepare(self, site: Site) -> None:
-        """What is done once and not timed, as to index. Raises: SkippedError, RuntimeError."""
+        """What is done once and not timed, as to index. Raises: MissingError, RuntimeError."""
 
     def start(self, site: Site, node: Node) -> None:
         """Start the daemons that a node has running before anyone asks for the image."""
@@ -106,19 +107,19 @@ def open_site(
     rate_mbit: int,
     peers: Sequence[Peer],
 ) -> Iterator[Site]:
-    """A registry with the images of `layout`, and an empty store. Raises: SkippedError."""
+    """A registry with the images of `layout`, and an empty store. Raises: MissingError."""
     if os.geteuid() != 0:
-        raise SkippedError("namespaces, mounts and dropping the page cache need root")
+        raise MissingError("namespaces, mounts and dropping the page cache need root")
     for tool in ("openssl", "skopeo", "nsenter", "setpriv", "unshare", "runc"):
         if shutil.which(tool) is None:
-            raise SkippedError(f"there is no {tool}; apt install openssl skopeo util-linux runc")
+            raise MissingError(f"there is no {tool}; apt install openssl skopeo util-linux runc")
     # All that comes from outside comes now: the network of its own leads nowhere.
     packages = Packages(workspace.kept / "packages")
     missing = {}
     for peer in peers:
         try:
             peer.fetch(packages)
-        except SkippedError as reason:
+        except MissingError as reason:
             missing[peer.name] = str(reason)
     assemble_hdfs()
     registry = packages.unpacked("bookworm", "docker-registry") / "usr/bin/docker-registry"
@@ -153,7 +154,7 @@ def _make_certificate(certificate: Path) -> Path:
 
 
 def copy_image(source: str, target: str) -> None:
-    """As skopeo names them, byte for byte. Raises: SkippedError."""
+    """As skopeo names them, byte for byte. Raises: MissingError."""
     options = ["--quiet", "--src-tls-verify=false", "--dest-tls-verify=false"]
     _run(["skopeo", "copy", *options, source, target], "copy the image")
 
@@ -163,4 +164,4 @@ def _run(command: list[str], what: str) -> None:
         command, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False
     )
     if done.returncode != 0:
-        raise SkippedError(f"cannot {what}: {done.stderr.strip()[-500:]}")
+        raise MissingError(f"cannot {what}: {done.stderr.strip()[-500:]}")

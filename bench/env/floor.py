@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.containers.packages import Packages
-from bench.model import SkippedError
 from bootseer.blob.tree import Tree
+from testbed.needs import MissingError
+from testbed.packages import Packages
 
 _SOURCE = Path(__file__).with_name("floor.c")
 _TASK_BYTES = 2**20
@@ -28,9 +28,9 @@ _LINK = struct.Struct("=4Iq")
 
 
 def compile_floor(packages: Packages, program: Path) -> None:
-    """Compile the extractor. Raises: SkippedError."""
+    """Compile the extractor. Raises: MissingError."""
     if shutil.which("gcc") is None:
-        raise SkippedError("there is no gcc; apt install gcc libc6-dev")
+        raise MissingError("there is no gcc; apt install gcc libc6-dev")
     development = packages.unpacked(_SUITE, "libzstd-dev") / "usr"
     headers, libraries = development / "include", next(development.glob("lib/*/libzstd.a"))
     command = ["gcc", "-O2", "-pthread", f"-I{headers}", str(_SOURCE), str(libraries)]
@@ -39,7 +39,7 @@ def compile_floor(packages: Packages, program: Path) -> None:
         capture_output=True, text=True, timeout=_DEADLINE_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        raise SkippedError(f"the floor cannot be compiled: {done.stderr.strip()[-300:]}")
+        raise MissingError(f"the floor cannot be compiled: {done.stderr.strip()[-300:]}")
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _Piece:
 def write_plan(tree: Tree, target: Path) -> None:
     """The plan for a tree of one blob whose files have one extent each and one name.
 
-    Raises: SkippedError for any other.
+    Raises: MissingError for any other.
     """
     heap = _Heap()
     folders = {0: 0}
@@ -85,7 +85,7 @@ def write_plan(tree: Tree, target: Path) -> None:
             text = heap.add(inode.link_target)
             links.append(_LINK.pack(folder, name, text, 0, inode.mtime_ns))
         elif not stat.S_ISREG(inode.mode) or len(inode.extents) > 1 or tree.link_count(number) > 1:
-            raise SkippedError("the floor knows files of one piece and one name only")
+            raise MissingError("the floor knows files of one piece and one name only")
         else:
             length = inode.extents[0].length if inode.extents else 0
             stream = inode.extents[0].blob_offset if inode.extents else 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.containers.node import Node
-from bench.model import SkippedError
+from testbed.needs import MissingError
 
 REQUIREMENTS = (
     "torch==2.13.0+cpu",
@@ -76,11 +76,11 @@ class Kept:
 
 
 def uv() -> str:
-    """The program. Raises: SkippedError."""
+    """The program. Raises: MissingError."""
     try:
         from uv import find_uv_bin
     except ImportError as error:
-        raise SkippedError("there is no uv; pip install uv") from error
+        raise MissingError("there is no uv; pip install uv") from error
     return str(find_uv_bin())
 
 
@@ -96,7 +96,7 @@ def node_at(folder: Path, tree: Path | None = None) -> Iterator[Node]:
 
 
 def environment(kept: Path, say: Callable[[str], None]) -> Kept:
-    """Made if `kept` has none of this recipe. Raises: SkippedError."""
+    """Made if `kept` has none of this recipe. Raises: MissingError."""
     identity = hashlib.sha256("\n".join(_RECIPE).encode()).hexdigest()[:16]
     folder = kept / f"env-{identity}"
     if not folder.is_dir():
@@ -138,7 +138,7 @@ def _make(kept: Kept, say: Callable[[str], None]) -> None:
             command = [sys.executable, "-m", "bootseer", *create]
             node.run(command, timeout_s=_STEP_DEADLINE_S, env=store)
         except RuntimeError as error:
-            raise SkippedError(f"the environment cannot be made: {error}") from error
+            raise MissingError(f"the environment cannot be made: {error}") from error
         (node.folder / ENVIRONMENT.name).rename(kept.tree)
 
 
@@ -162,4 +162,4 @@ def _step(command: list[str]) -> None:
     )
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip()[-500:]
-        raise SkippedError(f"the environment cannot be made: {command[0]}: {words}")
+        raise MissingError(f"the environment cannot be made: {command[0]}: {words}")

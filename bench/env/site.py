@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.containers.line import Line, own_network
 from bench.containers.node import Node
-from bench.containers.packages import Packages
 from bench.containers.services import assemble_hdfs, hdfs_store, listening
 from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
 from bench.machine.disk import new_disk
 from bench.machine.tmpfs import tmpfs
-from bench.model import SkippedError, Workspace
+from bench.model import Workspace
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.store import open_backend, open_store
+from testbed.line import Line, own_network
+from testbed.needs import MissingError
+from testbed.packages import Packages
 
 RATE_MBIT = 1000
 # Wheels, the snapshot in two stores, two archives, and bundles.
@@ -91,12 +92,12 @@ def bootseer(store: str, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_site(workspace: Workspace) -> Iterator[Site]:
-    """Everything in its place. Raises: SkippedError."""
+    """Everything in its place. Raises: MissingError."""
     if os.geteuid() != 0:
-        raise SkippedError("namespaces, mounts and dropping the page cache need root")
+        raise MissingError("namespaces, mounts and dropping the page cache need root")
     for tool in ("nsenter", "setpriv", "unshare", "zstd"):
         if shutil.which(tool) is None:
-            raise SkippedError(f"there is no {tool}; apt install util-linux zstd")
+            raise MissingError(f"there is no {tool}; apt install util-linux zstd")
     workspace.kept.mkdir(parents=True, exist_ok=True)
     kept = environment(workspace.kept, workspace.say)
     assemble_hdfs()

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.model import SkippedError
+from testbed.needs import MissingError
 
 _DEADLINE_S = 60.0
 _MKFS = ["mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1"]
@@ -21,7 +21,7 @@ _MKFS = ["mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_jour
 def new_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
     """`folder`, made and removed again, with an ext4 of its own in a sparse file beside it.
 
-    Raises: SkippedError where there are no loop devices.
+    Raises: MissingError where there are no loop devices.
     """
     image = folder.with_name(folder.name + ".ext4")
     folder.mkdir()
@@ -49,8 +49,8 @@ def new_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 def _run(command: list[str]) -> str:
     if shutil.which(command[0]) is None:
-        raise SkippedError(f"there is no {command[0]}; apt install e2fsprogs mount")
+        raise MissingError(f"there is no {command[0]}; apt install e2fsprogs mount")
     done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     if done.returncode != 0:
-        raise SkippedError(f"no disk for a node: {done.stderr.strip()[-300:]}")
+        raise MissingError(f"no disk for a node: {done.stderr.strip()[-300:]}")
     return done.stdout.strip()

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
+from testbed.paths import REPOSITORY
+
 _PACKAGES = ("bootseer", "fsspec", "hdfs-native", "mfusepy", "pyarrow", "zstandard")
 
 
@@ -92,10 +93,10 @@ def _commit() -> str:
     try:
         head = subprocess.run(
             [git, "rev-parse", "--short=12", "HEAD"],
-            cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True,
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=True,
         )  # fmt: skip
         dirty = subprocess.run(
-            status, cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True
+            status, cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench.model import SkippedError
+from testbed.needs import MissingError
 
 _SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 
@@ -12,13 +12,13 @@ _SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 def build_passthrough(directory: Path) -> Path:
     """Compile `passthrough_ll` into `directory`; the path of the program.
 
-    Raises: SkippedError when the source, a compiler or the library is missing.
+    Raises: MissingError when the source, a compiler or the library is missing.
     """
     compiler, pkg_config = shutil.which("cc"), shutil.which("pkg-config")
     if not _SOURCE.exists():
-        raise SkippedError("C libfuse's example is not there; apt install libfuse3-dev")
+        raise MissingError("C libfuse's example is not there; apt install libfuse3-dev")
     if compiler is None or pkg_config is None:
-        raise SkippedError("no C compiler or no pkg-config; apt install gcc pkg-config")
+        raise MissingError("no C compiler or no pkg-config; apt install gcc pkg-config")
     program = directory / "passthrough_ll"
     try:
         flags = subprocess.run(
@@ -31,5 +31,5 @@ def build_passthrough(directory: Path) -> Path:
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", "") or str(error)
-        raise SkippedError(f"cannot build C libfuse's example: {reason.strip()[-300:]}") from error
+        raise MissingError(f"cannot build C libfuse's example: {reason.strip()[-300:]}") from error
     return program

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.machine.environment import file_system_of
-from bench.model import SkippedError
+from testbed.needs import MissingError
 
 # The one tmpfs that every Linux has.
 _SHARED_MEMORY = Path("/dev/shm")
@@ -28,11 +28,11 @@ def tmpfs(workspace: Path, size_bytes: int, beside_bytes: int | None = None) -> 
     """A tmpfs folder with room for `size_bytes`: a mount of its own for root, else in /dev/shm.
 
     `beside_bytes` of memory are left to everybody else; by default as much again, for instance for
-    caches of what is read. Raises: SkippedError when there is not enough memory or no tmpfs.
+    caches of what is read. Raises: MissingError when there is not enough memory or no tmpfs.
     """
     needed_bytes = size_bytes + (size_bytes + 2**29 if beside_bytes is None else beside_bytes)
     if available_memory_bytes() < needed_bytes:
-        raise SkippedError(f"less than {needed_bytes >> 20} MiB of memory are available")
+        raise MissingError(f"less than {needed_bytes >> 20} MiB of memory are available")
     own = workspace / "tmpfs"
     own.mkdir()
     if os.geteuid() == 0 and _mount(own, size_bytes):
@@ -42,9 +42,9 @@ def tmpfs(workspace: Path, size_bytes: int, beside_bytes: int | None = None) -> 
             subprocess.run(["umount", "-l", str(own)], timeout=20, check=False)
         return
     if file_system_of(_SHARED_MEMORY) != "tmpfs":
-        raise SkippedError("/dev/shm is no tmpfs, and mounting one needs root")
+        raise MissingError("/dev/shm is no tmpfs, and mounting one needs root")
     if shutil.disk_usage(_SHARED_MEMORY).free < size_bytes + 2**24:
-        raise SkippedError(f"/dev/shm has no room for {size_bytes >> 20} MiB")
+        raise MissingError(f"/dev/shm has no room for {size_bytes >> 20} MiB")
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY, prefix="bootseer-bench-") as name:
         yield Path(name)
 

@@ -5,11 +5,11 @@ before it fetches it; containerd 1.6's own `ctr image pull` fetches first.
 """
 
 from bench.containers.node import Node
-from bench.containers.packages import Packages
 from bench.containers.site import Site
-from bench.machine.processes import python_command
 from bench.peers.bootseer_image import Bootseer, Mode, settings
 from bench.peers.containerd import NAMESPACE, programs, run, shell, start_containerd
+from testbed.packages import Packages
+from testbed.processes import python_command
 
 _SOCKET = "/run/bootseer/snapshotter.sock"
 _CLIENT_SUITE = "bookworm"

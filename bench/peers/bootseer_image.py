@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from bench.containers.node import Node
-from bench.containers.packages import Packages
 from bench.containers.site import Site
-from bench.containers.torch_image import TAGS
+from testbed.images.torch_image import TAGS
+from testbed.packages import Packages
 
 _INDEX_DEADLINE_S = 600.0
 _WAIT_DEADLINE_S = 180.0

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bench.containers.node import CGROUP, Node
-from bench.containers.packages import Packages
 from bench.containers.site import Site
+from testbed.packages import Packages
 
 NAMESPACE = "bench"
 ADDRESS = "/run/containerd/containerd.sock"
@@ -30,7 +30,7 @@ _PROXY = """[proxy_plugins.{name}]
 
 
 def programs(site: Site, suite: str) -> Path:
-    """The folder of containerd's programs. Raises: SkippedError."""
+    """The folder of containerd's programs. Raises: MissingError."""
     return site.packages.unpacked(suite, "containerd") / "usr/bin"
 
 

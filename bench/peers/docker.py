@@ -1,9 +1,9 @@
 """Docker's engine: `docker pull`, then `docker run`, with overlay2."""
 
 from bench.containers.node import CGROUP, Node
-from bench.containers.packages import Packages
 from bench.containers.site import Site
 from bench.peers.containerd import path, shell
+from testbed.packages import Packages
 
 _SOCKET = "unix:///run/docker.sock"
 

@@ -8,8 +8,8 @@ Serves in the foreground until unmounted or terminated.
 import argparse
 from pathlib import Path
 
-from bench.peers.flat_directory import FlatDirectory, Mode
 from bootseer.fuse.kernel import MountOptions, serve
+from testbed.mounts.flat_directory import FlatDirectory, Mode
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ themselves come from the plain one, named as its mirror, as they do for everyone
 from pathlib import Path
 
 from bench.containers.node import Node
-from bench.containers.packages import Packages
 from bench.containers.site import Site
 from bench.peers.containerd import (
     NAMESPACE,
@@ -20,6 +19,7 @@ from bench.peers.containerd import (
     shell,
     start_containerd,
 )
+from testbed.packages import Packages
 
 _SOCKET = "/run/soci/soci.sock"
 _SUITE = "trixie"

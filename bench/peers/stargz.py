@@ -11,10 +11,10 @@ import subprocess
 from pathlib import Path
 
 from bench.containers.node import Node
-from bench.containers.packages import Packages
 from bench.containers.site import Site, copy_image
-from bench.model import SkippedError
 from bench.peers.containerd import NAMESPACE, ctr, programs, pull, run, shell, start_containerd
+from testbed.needs import MissingError
+from testbed.packages import Packages
 
 _SOCKET = "/run/stargz/stargz.sock"
 _SUITE = "trixie"
@@ -87,7 +87,7 @@ def _client(site: Site) -> str:
 
 
 def _snapshotter(packages: Packages) -> Path:
-    """The program, built if need be. Raises: SkippedError."""
+    """The program, built if need be. Raises: MissingError."""
     program = packages.folder / _SUITE / "containerd-stargz-grpc"
     if not program.exists():
         root = packages.unpacked_with_needs(_SUITE, _LIBRARY, "golang-go")
@@ -110,6 +110,6 @@ def _snapshotter(packages: Packages) -> Path:
         shutil.rmtree(cache, ignore_errors=True)
         shutil.rmtree(root)
         if done.returncode != 0:
-            raise SkippedError(f"the stargz snapshotter cannot be built: {done.stderr[-500:]}")
+            raise MissingError(f"the stargz snapshotter cannot be built: {done.stderr[-500:]}")
         partial.rename(program)
     return program

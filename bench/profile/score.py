@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from bench.profile.generate import Recipe, Start
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
+from testbed.starts.generate import Recipe, Start
 
 
 class Score(NamedTuple):

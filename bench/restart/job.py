@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.machine.processes import ROOT, process_tree, tree_cpu_s
 from bench.restart.events import read_events
+from testbed.paths import REPOSITORY
+from testbed.processes import process_tree, tree_cpu_s
 
 WORKERS = 4
 _DEADLINE_S = 300.0
@@ -35,13 +36,13 @@ class Job:
         self._log = node.with_name(f"{node.name}.log")
         self.wrapper = wrapper
         agent = ("-m", "bench.restart.agent", "--standalone", "--max-restarts=3")
-        program = (str(ROOT / "bench/restart/train.py"), folder, str(layers))
+        program = (str(REPOSITORY / "bench/restart/train.py"), folder, str(layers))
         self._command = (sys.executable, *agent, f"--nproc-per-node={WORKERS}", *program)
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("TORCH", "BOOTSEER_"))}
         self.environ: Mapping[str, str] = {
             **kept,
             "HOME": str(node),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(REPOSITORY),
             "EVENTS": str(self._events),
             # torch 2.13: restarted workers else find the addresses of those before them.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -10,12 +10,12 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
+from testbed.needs import MissingError
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def session(
 
 @contextlib.contextmanager
 def missing(workspace: Workspace) -> Iterator[TakeSample]:
-    raise SkippedError("needs a moon | or two")
+    raise MissingError("needs a moon | or two")
     yield  # unreachable; makes this a generator
 
 

@@ -10,12 +10,11 @@ import pytest
 from bench.cases.launch import sample_of
 from bench.catalogue import all_cases
 from bench.machine.environment import file_system_of
-from bench.machine.processes import process_tree, run_json, tree_cpu_s
 from bench.model import Case
 from bench.reporting import generated_page
 from bench.reporting.summary import problems
-
-ROOT = Path(__file__).resolve().parents[2]
+from testbed.paths import REPOSITORY
+from testbed.processes import process_tree, run_json, tree_cpu_s
 
 
 @pytest.mark.parametrize("case", all_cases().values(), ids=lambda case: case.name)
@@ -26,7 +25,7 @@ def test_declaration_is_valid(case: Case) -> None:
 def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "bench", *arguments],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=60,
@@ -48,8 +47,8 @@ def test_an_unknown_case_is_a_usage_error() -> None:
 
 
 def test_published_tables_are_those_of_the_results() -> None:
-    document = (ROOT / "docs" / "benchmarks.md").read_text()
-    results = generated_page.load_results(ROOT / "bench" / "results")
+    document = (REPOSITORY / "docs" / "benchmarks.md").read_text()
+    results = generated_page.load_results(REPOSITORY / "bench" / "results")
     generated = generated_page.render(results, all_cases())
     assert generated_page.replace_results(document, generated) == document, (
         "run `python -m bench --report`"
@@ -118,7 +117,7 @@ def test_reader_reads_everything(tmp_path: Path) -> None:
     path.write_bytes(bytes(300_000))
     done = subprocess.run(
         [sys.executable, "-m", "bench.reader", str(path), "65536"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     figures = json.loads(done.stdout)
     assert figures["read_bytes"] == figures["size_bytes"] == 300_000
@@ -132,8 +131,8 @@ def test_file_system_is_found() -> None:
 MOUNT = """
 import pathlib, sys
 from bench.machine.libfuse import build_passthrough
-from bench.model import SkippedError
-from bench.machine.processes import fuse_connection, mounted, run_json, tree_cpu_s
+from testbed.needs import MissingError
+from testbed.processes import fuse_connection, mounted, run_json, tree_cpu_s
 work = pathlib.Path(sys.argv[1])
 try:
     program = str(build_passthrough(work))
@@ -142,13 +141,13 @@ try:
         reader = [sys.executable, "-m", "bench.reader", str(work / "mount" / "data"), "4096"]
         assert run_json(reader, timeout_s=20)["read_bytes"] == 10_000
         assert tree_cpu_s(server.pid) >= 0
-except SkippedError as reason:
+except MissingError as reason:
     print("skipped:", reason)
 assert fuse_connection(work / "mount") is None
 try:
     with mounted([sys.executable, "-c", "raise SystemExit('no luck')"], work / "m2", work / "l2"):
         raise AssertionError("mounted?")
-except SkippedError as reason:
+except MissingError as reason:
     assert "no luck" in str(reason)
 """
 
@@ -162,7 +161,7 @@ def test_a_server_is_mounted_measured_and_unmounted(tmp_path: Path) -> None:
     # In a process of its own: should a mount get stuck, this one does not.
     done = subprocess.run(
         [sys.executable, "-c", MOUNT, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if done.stdout.startswith("skipped:"):

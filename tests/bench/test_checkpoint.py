@@ -13,8 +13,10 @@ from bench.checkpoint.loading import shapes
 from bench.checkpoint.measure import derive
 from bench.checkpoint.placement import Moved, allowed_s, even_s, placement_figures
 from bench.checkpoint.torch_environment import TorchEnvironment
-from bench.machine.processes import ROOT, run_json, tree_peak_bytes
-from bench.model import Sample, SkippedError
+from bench.model import Sample
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+from testbed.processes import run_json, tree_peak_bytes
 
 
 def test_the_busiest_link_says_what_the_placement_allows() -> None:
@@ -103,12 +105,12 @@ def test_an_environment_that_cannot_be_built_says_why(
     environment = TorchEnvironment(tmp_path)
     environment.folder.mkdir()
     monkeypatch.setattr(TorchEnvironment, "python", "/bin/false")
-    with pytest.raises(SkippedError, match=r"some-loader.* cannot be installed"):
+    with pytest.raises(MissingError, match=r"some-loader.* cannot be installed"):
         environment.add("some-loader==1.0")
 
 
 def test_peak_memory_of_a_process_is_read() -> None:
     assert 2**20 < tree_peak_bytes(os.getpid()) < 2**36
-    done = subprocess.Popen([sys.executable, "-c", ""], cwd=ROOT)
+    done = subprocess.Popen([sys.executable, "-c", ""], cwd=REPOSITORY)
     done.wait()
     assert tree_peak_bytes(done.pid) == 0

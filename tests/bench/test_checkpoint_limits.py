@@ -16,9 +16,10 @@ from bench.checkpoint.cluster import CappedHdfs, data_folder
 from bench.checkpoint.limits import Limiter, limiter
 from bench.checkpoint.measure import run_client
 from bench.checkpoint.placement import Moved
-from bench.containers.line import configure
-from bench.model import SkippedError, Workspace
-from tests.hdfs.classpath import CannotAssembleError, classpath
+from bench.model import Workspace
+from testbed.hdfs.classpath import classpath
+from testbed.line import configure
+from testbed.needs import MissingError
 
 _NET = Path("/proc/thread-self/ns/net")
 
@@ -112,7 +113,7 @@ def test_a_rate_changes_without_losing_the_count(kernel: Limiter) -> None:
 def test_where_the_kernel_cannot_relays_do(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def refused() -> Iterator[None]:
-        raise SkippedError("a network of its own needs root")
+        raise MissingError("a network of its own needs root")
         yield
 
     monkeypatch.setattr(limits, "own_network", refused)
@@ -130,7 +131,7 @@ def jars() -> None:
     """HDFS's, which cannot be downloaded any more once a test is in a network of its own."""
     try:
         classpath()
-    except CannotAssembleError as error:
+    except MissingError as error:
         if os.environ.get("BOOTSEER_REQUIRE_HDFS"):
             raise
         pytest.skip(f"no HDFS here: {error}")

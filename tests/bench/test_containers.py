@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.containers.big_image import as_zstd, synthetic
-from bench.containers.layout import Layout
-from bench.containers.line import own_network
 from bench.containers.node import HOST, Node
-from bench.machine.processes import ROOT, run_json
 from bootseer.prefetch.sources import open_source
-from tests.support.waiting import wait_for
+from testbed.images.layout import Layout
+from testbed.line import own_network
+from testbed.paths import REPOSITORY
+from testbed.processes import run_json
+from testbed.waiting import wait_for
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")
 
@@ -138,7 +139,7 @@ os.kill(os.getpid(), 9)
 def test_a_node_ends_when_its_benchmark_is_killed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ENTER_AND_DIE, str(tmp_path / "node")],
-        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     pids = done.stdout.split()
     assert len(pids) == 2, done.stderr

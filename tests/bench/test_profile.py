@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.profile.generate import Fault, Recipe, Start, Unkindness, hard, node_name
 from bench.profile.score import Score, score
+from testbed.starts.generate import Fault, Recipe, Start, Unkindness, hard, node_name
 
 
 def test_scores_of_several_starts_add_up() -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.model import SkippedError, only
+from bench.model import only
 from bench.reporting import generated_page
 from bench.reporting.result import from_json, load, save, to_json
 from bench.reporting.tables import ratio_rows, variant_rows
 from bench.runner import run_case
+from testbed.needs import MissingError
 from tests.bench.example import CASE
 
 
@@ -50,7 +51,7 @@ def test_variants_can_be_chosen() -> None:
     result = run_case(only(CASE, names[1:2]), is_quick=True)
     assert {run.variant for run in result.runs} == {names[1]}
     assert not any(ratio.per_round for ratio in result.ratios)
-    with pytest.raises(SkippedError, match="no variant called nobody"):
+    with pytest.raises(MissingError, match="no variant called nobody"):
         only(CASE, ["nobody"])
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from bench.model import SkippedError
 from bootseer.kubernetes.webhook.cluster import ASK_S
-from tests.support.containers.chart import CHART, MANIFESTS, objects, plain_manifests, render
-from tests.support.containers.helm import HELM_3, HELM_4, helm
-from tests.support.mounts.fuse_mount import REPOSITORY
+from testbed.containers.chart import CHART, MANIFESTS, objects, plain_manifests, render
+from testbed.containers.helm import HELM_3, HELM_4, helm
+from testbed.paths import REPOSITORY
 
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 EVERYTHING = {
@@ -53,10 +52,7 @@ def manifests() -> list[Object]:
 
 
 def rendered(values: Object, **changes: Any) -> list[Object]:
-    try:
-        return objects(render(values, **changes))
-    except SkippedError as error:
-        pytest.skip(str(error))
+    return objects(render(values, **changes))
 
 
 @pytest.fixture(params=["manifests", "chart", "chart with everything", "chart with least"])
@@ -82,21 +78,15 @@ def containers(pod: Object) -> list[Object]:
 
 
 def test_the_plain_manifests_are_the_chart_s() -> None:
-    try:
-        texts = plain_manifests()
-    except SkippedError as error:
-        pytest.skip(str(error))
+    texts = plain_manifests()
     assert {path.name: path.read_text() for path in MANIFESTS.iterdir()} == texts, "run `make docs`"
 
 
 @pytest.mark.parametrize("version", [HELM_3, HELM_4])
 def test_helm_has_nothing_to_say_of_it(version: str) -> None:
-    try:
-        for values in ({}, EVERYTHING, LEAST):
-            words = ("lint", "--strict", CHART, "--values", "-")
-            helm(*words, version=version, text=json.dumps(values))
-    except SkippedError as error:
-        pytest.skip(str(error))
+    for values in ({}, EVERYTHING, LEAST):
+        words = ("lint", "--strict", CHART, "--values", "-")
+        helm(*words, version=version, text=json.dumps(values))
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING, LEAST])
@@ -110,10 +100,7 @@ def test_it_can_be_part_of_another_chart(version: str, tmp_path: Path) -> None:
     """Which has values for all of its parts."""
     shutil.copytree(CHART, tmp_path / "charts/bootseer")
     (tmp_path / "Chart.yaml").write_text("{apiVersion: v2, name: site, version: 0.1.0}")
-    try:
-        text = helm("template", "site", tmp_path, "--set=global.a=b", version=version)
-    except SkippedError as error:
-        pytest.skip(str(error))
+    text = helm("template", "site", tmp_path, "--set=global.a=b", version=version)
     assert "name: bootseer-mounts" in text
 
 
@@ -225,10 +212,7 @@ def test_names_of_digits_stay_names() -> None:
         "webhook": {"priorityClassName": "70005", "nodeSelector": {"zone": "70006"}},
     }
     words = ("template", "70007", CHART, "--namespace", "70008", "--values", "-")
-    try:
-        text = helm(*words, version=HELM_4, text=json.dumps(values))
-    except SkippedError as error:
-        pytest.skip(str(error))
+    text = helm(*words, version=HELM_4, text=json.dumps(values))
     said = {one for each in yaml.safe_load_all(text) for one in scalars(each)}
     assert not {one for one in said if isinstance(one, int) and 70000 < one < 70010}
     assert {str(70000 + number) for number in range(1, 9)} <= said

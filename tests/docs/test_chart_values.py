@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from bench.model import SkippedError
 from bootseer.settings.config import Settings, variable_of
+from testbed.containers.chart import CHART, render
+from testbed.containers.helm import HELM_3, HELM_4
 from tests.docs.test_chart import DEFAULTS
-from tests.support.containers.chart import CHART, render
-from tests.support.containers.helm import HELM_3, HELM_4
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 _SAID_ONCE = {"enabled", "resources"}
@@ -55,11 +54,8 @@ def version(request: pytest.FixtureRequest) -> str:
 
 def refusals(values: Mapping[str, Any], version: str) -> list[tuple[Keys, str]]:
     """Where Helm does not take the values, and its words; it names all places at once."""
-    try:
-        with pytest.raises(ValueError) as caught:
-            render(values, version=version)
-    except SkippedError as error:
-        pytest.skip(str(error))
+    with pytest.raises(ValueError) as caught:
+        render(values, version=version)
     lines = re.findall(r"^ *- (?:at '/?(.*?)'|([^ ]+)): (.*)", str(caught.value), re.MULTILINE)
     places = [
         ("" if dots == "(root)" else dots or slashes, words) for slashes, dots, words in lines

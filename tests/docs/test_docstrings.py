@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bootseer
-from tests.support.named_tests import REPOSITORY
+from testbed.paths import REPOSITORY
 
 PRODUCT = ("bootseer", "fuse", "prefetch", "snapshots")
 # Hadoop's own definitions describe these messages.

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.named_tests import REPOSITORY
+from testbed.paths import REPOSITORY
 
 PAGES = {name: (REPOSITORY / name).read_text() for name in ("README.md", "docs/benchmarks.md")}
 PEERS = "docs/benchmarks.md"

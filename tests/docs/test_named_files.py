@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.named_tests import REPOSITORY
+from testbed.paths import REPOSITORY
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # These tell what was: files that were renamed since keep their old names there.

@@ -1,6 +1,7 @@
 """SECURITY.md promises nothing that no test holds."""
 
-from tests.support.named_tests import REPOSITORY, check_promises
+from testbed.paths import REPOSITORY
+from tests.support.named_tests import check_promises
 
 
 def test_every_promise_names_a_test_that_exists() -> None:

@@ -10,11 +10,14 @@ import click
 import pytest
 
 from bootseer.cli import cli
+from testbed.paths import REPOSITORY
 from tests.support.cli_reference import root_context
 
-ROOT = Path(__file__).resolve().parents[2]
 # docs/cli.md is made from the commands themselves.
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/cli.md"})]
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted({*(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "docs/cli.md"}),
+]
 # What may stand before it: a prompt, variables, a launcher.
 _COMMAND = re.compile(r"^[$ ]*(?:\w+=\S+ |exec |srun (?:--\S+ )*)*bootseer (.*)")
 
@@ -50,7 +53,7 @@ def _found(line: str, words: list[str]) -> tuple[click.Command, click.Context, l
     return command, context, words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_commands_in_blocks(page: Path) -> None:
     for line in _shown(page.read_text(encoding="utf-8")):
         command, context, words = _found(line, _words(line))
@@ -61,7 +64,7 @@ def test_commands_in_blocks(page: Path) -> None:
             pytest.fail(f"bootseer {line}: {error.format_message()}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_commands_in_sentences(page: Path) -> None:
     """These may leave out what is not their subject."""
     text = page.read_text(encoding="utf-8")

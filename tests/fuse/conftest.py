@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounts import fuse_mount
+from testbed.mounts import fuse_mount
 
 
 @pytest.fixture(scope="session", autouse=True)

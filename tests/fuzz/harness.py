@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from tests.support.bounded import ended_well
+from testbed.bounded import ended_well
 
 FAILURES = Path(".fuzz")
 _INPUT_BYTES_MAX = 2**24

@@ -27,10 +27,10 @@ from bootseer.store.hdfs.rpc.messages import ExtendedBlock
 from bootseer.store.hdfs.rpc.protobuf import delimited
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.kubernetes.webhook.pod_objects import pod_object, review_of
+from tests.bootseer.store.hdfs import protobuf as pb
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes
-from tests.support.servers import protobuf as pb
 
 # ---- HDFS ---------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.restoring.linking.node_trees import can_reflink
-from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
-from tests.support.mounts.snapshot_mounts import end_everything
+from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from testbed.mounts.snapshot_mounts import end_everything
 
 MakeNode = Callable[[str], Settings]
 

@@ -30,9 +30,9 @@ from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
+from testbed.images.building import Member, tar_of
+from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
-from tests.support.images.building import Member, tar_of
-from tests.support.trees import describe, differences
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from bootseer.launch.job import setup_command
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Outside
 from bootseer.store import open_store
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 class _Cli:

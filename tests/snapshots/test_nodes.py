@@ -16,9 +16,9 @@ from bootseer.snapshots.run import SetupResult, run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
 from bootseer.store.objects import lease
+from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.counted import counted_request, rooted, runs
-from tests.support.trees import describe, differences
 
 
 class _Meeting:

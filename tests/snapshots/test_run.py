@@ -14,9 +14,9 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.counted import counted_request, rooted, rooted_runner, runs
-from tests.support.trees import describe, differences
 
 
 def test_miss_in_place_restore(tmp_path: Path, make_node: MakeNode) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed.cgroups import frozen
 from tests.soak.site import Site, User
-from tests.support.cgroups import frozen
 
 _FIND_S = 8.0
 _YOUNG_S = 1.0

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from testbed.cgroups import Freezer, freezers
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.images.building import Layout
+from testbed.images.rootfs import python_root
+from testbed.needs import MissingError
+from testbed.servers.registry import Registry, running_registry
+from testbed.wheels import make_wheel
 from tests.bootseer.launch.harness import MARK, Node
-from tests.hdfs.classpath import CannotAssembleError
-from tests.hdfs.cluster import MiniHdfs
-from tests.support.cgroups import Freezer, freezers
-from tests.support.images.building import Layout
-from tests.support.images.rootfs import python_root
-from tests.support.servers.registry import Registry, running_registry
-from tests.support.wheels import make_wheel
 
 USER_IDS = (0, 65534, 1)
 """Root, nobody and daemon: fusermount3 mounts for nobody who has no name."""
@@ -149,7 +149,7 @@ def _hdfs(folder: Path) -> MiniHdfs | None:
     """With two replicas of each block, so that one DataNode's death loses nothing."""
     try:
         return MiniHdfs(folder / "hdfs", conf={"dfs.replication": "2"}).start()
-    except CannotAssembleError as error:
+    except MissingError as error:
         print(f"left out: no HDFS here: {error}")
         return None
 

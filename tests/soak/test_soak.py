@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.paths import REPOSITORY
 from tests.soak.site import missing_tools
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.root

@@ -4,15 +4,15 @@ tests/docs/test_cli_reference.py fails when the committed file is not what this 
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
 from bootseer import errors
 from bootseer.cli import cli
+from testbed.paths import REPOSITORY
 
-PATH = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+PATH = REPOSITORY / "docs" / "cli.md"
 
 
 def root_context(**options: Any) -> click.Context:

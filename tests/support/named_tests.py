@@ -1,9 +1,8 @@
 """Documents that promise, and name the tests which hold them to it."""
 
 import re
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from testbed.paths import REPOSITORY
 
 
 def check_promises(promises: str) -> None:

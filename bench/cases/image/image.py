@@ -1,8 +1,8 @@
 """How long until `import torch` has run on a node that has never seen the image?"""
 
 from bench.containers.cases import image_case
-from bench.containers.workloads import TORCH
 from bench.model import Bound, Target, ratio
+from testbed.images.workloads import TORCH
 
 CASE = image_case(
     "image",

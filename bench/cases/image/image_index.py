@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bench.containers.big_image import as_zstd, synthetic
-from bench.containers.layout import Layout
-from bench.containers.torch_image import TAGS, torch_image
 from bench.machine.page_cache import evict_everything
-from bench.machine.processes import python_command, run_json
 from bench.model import (
     Bound,
     Case,
@@ -22,6 +19,9 @@ from bench.model import (
     Variant,
     Workspace,
 )
+from testbed.images.layout import Layout
+from testbed.images.torch_image import TAGS, torch_image
+from testbed.processes import python_command, run_json
 
 _DEADLINE_S = 1200.0
 _GIB = 2**30

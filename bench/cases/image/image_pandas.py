@@ -1,8 +1,8 @@
 """The same as `image` for a script that imports torch and pandas and reads a data file."""
 
 from bench.containers.cases import image_case
-from bench.containers.workloads import PANDAS
 from bench.model import Bound, Target, ratio
+from testbed.images.workloads import PANDAS
 
 CASE = image_case(
     "image-pandas",

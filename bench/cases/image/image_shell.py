@@ -1,8 +1,8 @@
 """The same as `image` for a shell, which needs next to nothing of the image."""
 
 from bench.containers.cases import image_case
-from bench.containers.workloads import SHELL
 from bench.model import Bound, Target, ratio
+from testbed.images.workloads import SHELL
 
 CASE = image_case(
     "image-shell",

@@ -1,8 +1,8 @@
 """The same as `image`, where the registry is far away: the less is moved, the more is won."""
 
 from bench.containers.cases import image_case
-from bench.containers.workloads import TORCH
 from bench.model import Bound, Target, ratio
+from testbed.images.workloads import TORCH
 
 CASE = image_case(
     "image-slow-line",

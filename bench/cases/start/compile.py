@@ -19,15 +19,15 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
 
-_ROOT = Path(__file__).resolve().parents[3]
-_PROGRAM = _ROOT / "bench" / "compile" / "program.py"
+_PROGRAM = REPOSITORY / "bench" / "compile" / "program.py"
 _DEADLINE_S = 900.0
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -52,7 +52,7 @@ class _Node:
 
     def environment(self, **more: str) -> dict[str, str]:
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("TORCH", "BOOTSEER_"))}
-        return {**kept, "HOME": str(self.base), "PYTHONPATH": str(_ROOT), **more}
+        return {**kept, "HOME": str(self.base), "PYTHONPATH": str(REPOSITORY), **more}
 
     def step(
         self,
@@ -106,9 +106,9 @@ class _Node:
 def _prepare(workspace: Workspace) -> Iterator[None]:
     for name in ("torch", "triton"):
         if importlib.util.find_spec(name) is None:
-            raise SkippedError(f"{name} is not installed; pip install torch triton")
+            raise MissingError(f"{name} is not installed; pip install torch triton")
     if shutil.which("g++") is None:
-        raise SkippedError("there is no C++ compiler; apt-get install g++")
+        raise MissingError("there is no C++ compiler; apt-get install g++")
     workspace.shared["notes"] = [
         "One training step of a transformer that TorchInductor compiles for the CPU, in a new "
         "process; a new node is one whose caches are empty, at the same paths",

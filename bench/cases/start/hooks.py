@@ -7,19 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
-from bench.machine.processes import python_command
-from bench.model import (
-    Bound,
-    Case,
-    Column,
-    Sample,
-    SkippedError,
-    TakeSample,
-    Target,
-    Variant,
-    Workspace,
-    ratio,
-)
+from bench.model import Bound, Case, Column, Sample, TakeSample, Target, Variant, Workspace, ratio
+from testbed.needs import MissingError
+from testbed.processes import python_command
 
 _PACKAGES = ("torch", "transformers")
 # As training code has it: imports, a loader, and the first step, which is `ready`.
@@ -38,7 +28,7 @@ _PLAIN, _WATCHED = "not watched", "watched"
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
     if missing := [one for one in _PACKAGES if importlib.util.find_spec(one) is None]:
-        raise SkippedError(f"pip install {' '.join(missing)}")
+        raise MissingError(f"pip install {' '.join(missing)}")
     workspace.shared["notes"] = [
         "`bootseer run -- python`: imports of torch and transformers, a loader, four steps of a "
         "small model on one thread; no store is named, nothing is kept; CPU is that of the whole "

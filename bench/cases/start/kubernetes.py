@@ -21,12 +21,12 @@ from bench.model import (
     Workspace,
     ratio,
 )
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import bootseer_image, trainer_image
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.objects import pod
-from tests.clusters.kubernetes.starts import REPLAY, TRAIN, index, said, start, wait_said
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.images import bootseer_image, trainer_image
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.objects import pod
+from testbed.kubernetes.starts import REPLAY, TRAIN, index, said, start, wait_said
 
 _POD_COUNT = 20
 _WATCHED_S = 20.0

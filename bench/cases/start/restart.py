@@ -18,13 +18,13 @@ from bench.model import (
     Figure,
     Ratio,
     Sample,
-    SkippedError,
     TakeSample,
     Target,
     Variant,
     Workspace,
 )
 from bench.restart.job import WORKERS, Job
+from testbed.needs import MissingError
 
 _PACKAGES = ("torch", "transformers", "hdfs_native")
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
@@ -42,9 +42,9 @@ torch.save({"weight": torch.rand(int(sys.argv[3]) // 4)}, sys.argv[1])
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
     if missing := [one for one in _PACKAGES if importlib.util.find_spec(one) is None]:
-        raise SkippedError(f"pip install {' '.join(missing)}")
+        raise MissingError(f"pip install {' '.join(missing)}")
     if shutil.which("g++") is None:
-        raise SkippedError("there is no C++ compiler; apt-get install g++")
+        raise MissingError("there is no C++ compiler; apt-get install g++")
     # Before there is a network of our own, which leads nowhere.
     assemble_hdfs()
     size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES

@@ -14,7 +14,7 @@ from bootseer.base.documents import Count, Form, PathBytes, Sha256, parse
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.snapshots.catalogue.manifest_codec import decode
-from tests.support.bounded import run_bounded
+from testbed.bounded import run_bounded
 
 
 class Thing(Struct, frozen=True):

@@ -21,9 +21,9 @@ from bootseer.blob.pack import scan
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import BusyError
+from testbed.others import folder_of_others
+from testbed.waiting import wait_for
 from tests.bootseer.blob.trees import packed, reader_of, state
-from tests.support.others import folder_of_others
-from tests.support.waiting import wait_for
 
 NOBODY = 65534
 

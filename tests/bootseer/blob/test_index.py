@@ -17,7 +17,7 @@ from bootseer.blob.index import codec as index
 from bootseer.blob.read import verify
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from tests.support.bounded import run_bounded
+from testbed.bounded import run_bounded
 from tests.support.images.forged_index import Sections, forge, sections_of
 
 DIR = Inode(stat.S_IFDIR | 0o755)

@@ -11,7 +11,7 @@ from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of
 from bootseer.prefetch.record.hints import Hint, trace_of
 from bootseer.prefetch.record.hotset import HotRange, HotSet, stream_ranges
-from tests.support.bounded import run_bounded
+from testbed.bounded import run_bounded
 
 DIGEST = "sha256:" + "1" * 64
 

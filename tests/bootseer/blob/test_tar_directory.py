@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bootseer.blob.index.codec import encode
 from bootseer.blob.pack.packing import pack_directory, pack_tar, tar_directory
-from tests.support.images.rootfs import odd_tree
+from testbed.images.rootfs import odd_tree
 
 _FRAME = 128 * 1024
 

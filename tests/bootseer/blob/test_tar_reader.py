@@ -15,8 +15,8 @@ from bootseer.blob.read import BlobReader, verify
 from bootseer.blob.tar.fields import verify_checksum
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
+from testbed.images.odd_tars import pax
 from tests.bootseer.blob.trees import reader_of
-from tests.support.images.odd_tars import pax
 
 
 def entry(

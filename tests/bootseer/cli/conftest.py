@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bootseer.store import TEST_NETWORK
+from testbed.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 5
 # A command may use its deadline twice (one wait, then giving up), on a loaded machine.
 TIMEOUT_S = 30.0

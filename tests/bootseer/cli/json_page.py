@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tests.bootseer.cli.conftest import REPOSITORY
+from testbed.paths import REPOSITORY
 
 _ROW = re.compile(r"\| `(.+?)` \|(.*)\|")
 

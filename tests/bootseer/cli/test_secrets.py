@@ -12,7 +12,7 @@ import pytest
 from bootseer.base.redact import public_url, redact
 from bootseer.linux.processes import start_time
 from tests.bootseer.cli.conftest import World
-from tests.support.secret_commands import COMMANDS
+from tests.snapshots.support.secret_commands import COMMANDS
 
 SECRET = "s3kr1t"
 URLS = [

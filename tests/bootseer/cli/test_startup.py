@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bootseer.cli.conftest import REPOSITORY
+from testbed.paths import REPOSITORY
 
 HEAVY = (
     *("aiohttp", "asyncio", "ctypes", "docker", "fsspec", "hdfs_native", "hypothesis", "numpy"),

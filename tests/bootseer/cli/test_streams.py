@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.waiting import wait_for
 from tests.bootseer.cli.conftest import World
-from tests.support.waiting import wait_for
 
 _TIMEOUT_S = 60
 

@@ -29,8 +29,8 @@ from bootseer.snapshots.catalogue.verify import Verifier
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
-from tests.support.images.building import Member, write_layout
-from tests.support.mounts.image_mounts import index
+from testbed.images.building import Member, write_layout
+from testbed.mounts.image_mounts import index
 
 NOW = Rules(grace_s=0)
 

@@ -24,6 +24,8 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
 from bootseer.store.objects.uses import note_use, use_key
+from testbed.mounts.image_mounts import mounted, settings_at, skip_unless_fuse
+from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import (
     NOW,
     add_access,
@@ -33,8 +35,6 @@ from tests.bootseer.gc.collecting import (
     run_gc,
     run_setups,
 )
-from tests.support.mounts.image_mounts import mounted, settings_at, skip_unless_fuse
-from tests.support.waiting import wait_for
 
 
 def test_an_image_goes_with_all_that_only_it_needs(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from bootseer.store import FileInfo, Store, Writer, open_store
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease
 from bootseer.store.objects.uses import note_use, use_key
+from testbed.mounts.image_mounts import settings_at
+from testbed.waiting import TIMEOUT_S, wait_for
 from tests.bootseer.gc.collecting import (
     NOW,
     add_access,
@@ -41,8 +43,6 @@ from tests.bootseer.gc.collecting import (
     run_gc,
     run_setups,
 )
-from tests.support.mounts.image_mounts import settings_at
-from tests.support.waiting import TIMEOUT_S, wait_for
 
 
 def test_what_is_published_between_plan_and_deletion_is_spared(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.kubernetes.api import Api
 from bootseer.kubernetes.webhook.certificates import make_pair
-from tests.support.servers.answering import talking
-from tests.support.waiting import wait_for
+from testbed.servers.answering import talking
+from testbed.waiting import wait_for
 
 Talk = Callable[[socket.socket, threading.Event], None]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from testbed.containers.chart import MANIFESTS
+from testbed.kubernetes.programs import KEPT, VERSION, cache_folder
 from tests.bootseer.kubernetes.webhook.api_servers import NAMESPACE, ApiServer, real
-from tests.clusters.kubernetes.bed.programs import KEPT, VERSION, cache_folder
 from tests.docs.test_chart import EVERYTHING, LEAST, rendered
-from tests.support.containers.chart import MANIFESTS
 
 KUBECTL = cache_folder() / KEPT / "kubectl"
 

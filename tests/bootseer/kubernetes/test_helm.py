@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.model import SkippedError
+from testbed.containers.chart import CHART
+from testbed.containers.helm import HELM_3, HELM_4, helm, helm_program
 from tests.bootseer.kubernetes.webhook.api_servers import (
     CONFIGURATION,
     NAMESPACE,
@@ -17,8 +18,6 @@ from tests.bootseer.kubernetes.webhook.api_servers import (
     ApiServer,
     real,
 )
-from tests.support.containers.chart import CHART
-from tests.support.containers.helm import HELM_3, HELM_4, helm, helm_program
 
 _KINDS = (
     "/api/v1/configmaps",
@@ -42,10 +41,7 @@ _Helm = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    try:
-        helm_program(HELM_3), helm_program(HELM_4)
-    except SkippedError as error:
-        pytest.skip(str(error))
+    helm_program(HELM_3), helm_program(HELM_4)
     with real(tmp_path_factory.mktemp("server")) as found:
         yield found
 

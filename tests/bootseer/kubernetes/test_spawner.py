@@ -29,12 +29,13 @@ from bootseer.served.background import SPAWNER, begin
 from bootseer.served.folders import live_mounts
 from bootseer.served.spawned import answers
 from bootseer.settings.config import Settings
+from testbed.cgroups import contained
+from testbed.containers.containerd_node import Node
+from testbed.images.building import digest
+from testbed.mounts.image_mounts import checksums_outside, settings_at
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, lower_of, pull
-from tests.support.cgroups import contained
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import digest
-from tests.support.mounts.image_mounts import REPOSITORY, checksums_outside, settings_at
-from tests.support.waiting import wait_for
 
 _SERVER = "bootseer.fuse.striped.mounted.server"
 

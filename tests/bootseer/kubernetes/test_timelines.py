@@ -9,9 +9,9 @@ from bootseer.kubernetes.pod_start import of_volume
 from bootseer.kubernetes.timelines import noted
 from bootseer.profile.stored import Stored
 from bootseer.store import open_store
+from testbed.mounts.image_mounts import settings_at
+from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import silent_url
-from tests.support.mounts.image_mounts import settings_at
-from tests.support.waiting import wait_for
 
 __all__ = ["silent_url"]
 

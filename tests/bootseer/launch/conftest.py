@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from testbed.images.building import Layout
+from testbed.images.rootfs import python_root
+from testbed.mounts.fuse_mount import require_root
 from tests.bootseer.launch.harness import Node, node_at
-from tests.support.images.building import Layout
-from tests.support.images.rootfs import python_root
-from tests.support.mounts.fuse_mount import require_root
 
 IMAGE_PATH = "/usr/local/bin:/usr/bin:/bin"
 

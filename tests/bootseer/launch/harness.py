@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
-from tests.support import waiting
-from tests.support.mounts.fuse_mount import clear_mount
+from testbed import waiting
+from testbed.mounts.fuse_mount import clear_mount
+from testbed.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
 MARK = "BOOTSEER_TEST_NODE"
 _TIMES = re.compile(r'imeUnixNano":"(\d+)"')

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
-from tests.bootseer.launch.harness import REPOSITORY, Node, attribute, wait_for
+from testbed.mounts.fuse_mount import require_fuse
+from testbed.paths import REPOSITORY
+from tests.bootseer.launch.harness import Node, attribute, wait_for
 from tests.fuse.striped.support.mounting import checkpoints
-from tests.support.mounts.fuse_mount import require_fuse
 
 pytestmark = pytest.mark.fuse
 

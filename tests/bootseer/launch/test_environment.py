@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_root
+from testbed.waiting import wait_for
 from tests.bootseer.launch.harness import Node, attribute, node_at
-from tests.support.mounts.fuse_mount import require_root
-from tests.support.waiting import wait_for
 
 COUNTED = "echo ran >> ../count; mkdir -p env; echo {text} > env/{name}"
 

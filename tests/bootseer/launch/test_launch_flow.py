@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import REPOSITORY, Node, node_at
+from tests.bootseer.launch.harness import Node, node_at
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

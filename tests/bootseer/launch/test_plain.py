@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_root
 from tests.bootseer.launch.harness import Node, wait_for
-from tests.support.mounts.fuse_mount import require_root
 
 SHOW = """
 import json, os, signal, sys

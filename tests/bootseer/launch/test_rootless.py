@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_fuse
+from testbed.others import folder_of_others
 from tests.bootseer.launch.harness import Node, attribute
-from tests.support.mounts.fuse_mount import require_fuse
-from tests.support.others import folder_of_others
 
 pytestmark = pytest.mark.fuse
 

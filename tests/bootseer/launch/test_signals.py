@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed import waiting
+from testbed.mounts.fuse_mount import require_fuse, require_root
 from tests.bootseer.launch.harness import Node, wait_for
-from tests.support import waiting
-from tests.support.mounts.fuse_mount import require_fuse, require_root
 
 SLEEPING_SETUP = "sh -c ': > deeper; sleep 600; true'; true"
 SETUP = ("--setup", SLEEPING_SETUP, "--target", "env")

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.linux import namespaces
 from bootseer.linux.removal import empty_directory, remove_tree
-from tests.support.mounts.image_mounts import skip_unless_root
+from testbed.mounts.image_mounts import skip_unless_root
 
 _FLAGS = {"immutable": 0x10, "append only": 0x20}
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bench.profile.generate import Fault, Recipe, node_name, some_faults, tracks
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.peers import as_its_peers
 from bootseer.profile.model.replay import Replay, pieces_of
 from bootseer.profile.model.shape import Shape, begin_of, end_of
 from bootseer.profile.model.tracks import LAUNCHER, Span, Track
+from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
 
 
 def _replay(*found: Track) -> Replay:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec import to_builtins
 
-from bench.profile.generate import Fault, Recipe, node_name, some_faults, tracks
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import compare_starts
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.page import imports_of, to_page
+from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
 
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

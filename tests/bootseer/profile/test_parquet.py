@@ -9,13 +9,13 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.profile.generate import Recipe
-from bench.profile.timelines import write_timelines
 from bootseer.cli import cli
 from bootseer.errors import CorruptError, NotFoundError, UnsupportedError
 from bootseer.profile.files import Folder, find_start
 from bootseer.profile.parquet import ParquetFile
 from bootseer.timeline import Timeline
+from testbed.starts.generate import Recipe
+from testbed.starts.timelines import write_timelines
 
 
 def _run(folder: Path, *arguments: object) -> Result:

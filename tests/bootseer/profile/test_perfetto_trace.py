@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.profile.generate import Recipe, node_name, tracks
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.perfetto_trace import Slice, share_out, to_perfetto
+from testbed.starts.generate import Recipe, node_name, tracks
 
 messages = pytest.importorskip(
     "perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="perfetto is not installed"

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.profile.generate import Fault, Recipe, node_name, tracks
-from bench.profile.timelines import write_timelines
 from bootseer.cli import cli
 from bootseer.errors import InvalidInputError
 from bootseer.profile.model.analysis import StartModel, WhatIf
@@ -19,6 +17,8 @@ from bootseer.profile.model.history import Repeated, compare_starts, look_back
 from bootseer.profile.model.progress import StageProgress, progress
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Stage, encode_start
+from testbed.starts.generate import Fault, Recipe, node_name, tracks
+from testbed.starts.timelines import write_timelines
 from tests.bootseer.cli.json_page import documented, keys
 
 _SLOW = Fault(node_name(2), "slow disk", 3.0)

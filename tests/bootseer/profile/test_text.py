@@ -2,12 +2,12 @@
 
 import re
 
-from bench.profile.generate import Fault, Recipe, node_name, some_faults, tracks
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.document import analysis_document
 from bootseer.profile.views.text import explain, headline
+from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
 
 
 def test_a_start_with_a_slow_disk_is_explained_on_one_screen() -> None:

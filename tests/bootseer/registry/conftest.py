@@ -11,7 +11,7 @@ from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
 from bootseer.transfer.policy import Policy
-from tests.support.servers.registry import Registry, running_registry
+from testbed.servers.registry import Registry, running_registry
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,7 @@ from bootseer.registry import transport
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.hosts import Host
 from bootseer.registry.transport import Reach, may_lead, reach_of
-from tests.support.servers.registry import QuietHandler, serve
+from testbed.servers.registry import QuietHandler, serve
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import parse_reference
 from bootseer.registry.tokens import Authorizer
-from tests.bootseer.registry.conftest import Connect
-from tests.bootseer.registry.pushing import manifest_of, push_blob
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.registry import (
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.registry import (
     QuietHandler,
     Registry,
     TokenServer,
@@ -26,6 +24,8 @@ from tests.support.servers.registry import (
     running_registry,
     serve,
 )
+from tests.bootseer.registry.conftest import Connect
+from tests.bootseer.registry.pushing import manifest_of, push_blob
 
 USER, PASSWORD, REFRESH = "me", "s3cret-pass", "s3cret-refresh"
 LOGIN = Credential(USER, PASSWORD)

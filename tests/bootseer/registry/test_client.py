@@ -22,10 +22,10 @@ from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, fallback_tag
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import parse_reference
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.registry import Registry, free_port
 from tests.bootseer.registry.conftest import Connect
 from tests.bootseer.registry.pushing import manifest_of, push_blob
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.registry import Registry, free_port
 
 
 @pytest.fixture

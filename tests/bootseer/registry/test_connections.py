@@ -15,7 +15,7 @@ from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host, load_hosts
 from bootseer.registry.transport import _proxy
-from tests.support.servers.registry import QuietHandler, Registry, running_registry, serve
+from testbed.servers.registry import QuietHandler, Registry, running_registry, serve
 
 
 @pytest.fixture(scope="module")

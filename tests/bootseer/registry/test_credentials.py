@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.registry import credentials
 from bootseer.registry.credentials import Credential, find_credential
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 SECRET = "s3cret:with-colon"
 

@@ -13,9 +13,9 @@ from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host
 from bootseer.registry.transport import Transport
 from bootseer.transfer.policy import Policy
-from tests.support.servers.answering import talking
-from tests.support.servers.registry import QuietHandler, serve
-from tests.support.waiting import TIMEOUT_S, wait_for
+from testbed.servers.answering import talking
+from testbed.servers.registry import QuietHandler, serve
+from testbed.waiting import TIMEOUT_S, wait_for
 
 MIB = 2**20
 

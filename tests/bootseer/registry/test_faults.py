@@ -17,10 +17,10 @@ from bootseer.errors import (
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.registry import QuietHandler, Registry, free_port, serve
 from tests.bootseer.registry.conftest import Connect
 from tests.bootseer.registry.pushing import manifest_of, push_blob
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.registry import QuietHandler, Registry, free_port, serve
 
 SIZE = 300_000
 DATA = os.urandom(SIZE)

@@ -15,7 +15,7 @@ from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.hosts import Host
 from bootseer.transfer.policy import Policy
-from tests.support.servers.registry import QuietHandler, serve
+from testbed.servers.registry import QuietHandler, serve
 
 BLOB = b"0123456789"
 DIGEST = digest_of(BLOB)

@@ -15,7 +15,7 @@ from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.linux.processes import ProcessId
 from bootseer.served.control import Command, ControlServer, ask
 from bootseer.served.ready_socket import new_ready_name
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 def refuse() -> dict[str, object]:

@@ -10,7 +10,7 @@ from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.background import begin
 from bootseer.served.ending import sweep
 from bootseer.served.folders import MountState, new_mount_dir, write_state
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")

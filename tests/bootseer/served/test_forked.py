@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.bootseer.cli.conftest import REPOSITORY
+from testbed.paths import REPOSITORY
 
 _CHILD = """
 import json, logging, os, signal, sys, threading

@@ -11,9 +11,9 @@ from bootseer.registry.client import open_registry_client
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
 from bootseer.store import Backend, Store, open_backend
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.java_client import java_client_environment
-from tests.support.servers.registry import Registry, running_registry
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.java_client import java_client_environment
+from testbed.servers.registry import Registry, running_registry
 
 LOCAL = pytest.param("local", id="local")
 MEMORY = pytest.param("memory", id="memory")

@@ -10,7 +10,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store.deadline import Call, DeadlineCaller
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 def test_returns_and_raises_what_the_function_does() -> None:

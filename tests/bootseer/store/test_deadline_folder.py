@@ -12,10 +12,11 @@ import pytest
 
 from bootseer.store import open_backend
 from bootseer.store.local.deadline_folder import lies_on_network
+from testbed.mounts.fuse_mount import mounted, short_options
+from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.paths import REPOSITORY
+from testbed.waiting import TIMEOUT_S
 from tests.bootseer.store.using import put
-from tests.support.mounts.fuse_mount import REPOSITORY, mounted, short_options
-from tests.support.mounts.passthrough_fs import PassthroughFileSystem
-from tests.support.waiting import TIMEOUT_S
 
 WAITING = (
     *("lookup", "getattr", "setattr", "mkdir", "unlink", "rmdir", "rename", "open", "create"),

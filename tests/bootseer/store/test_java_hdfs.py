@@ -22,10 +22,10 @@ from bootseer.store import Backend, Space, open_backend
 from bootseer.store.abilities import joiner, open_reader
 from bootseer.store.hdfs.open_files import is_being_written
 from bootseer.transfer.attempt import Attempt
+from testbed.hdfs.cluster import MiniHdfs
 from tests.bootseer.store.conftest import JAVA_HDFS
+from tests.bootseer.store.hdfs.quota import set_space_quota
 from tests.bootseer.store.using import put
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.quota import set_space_quota
 
 on_hdfs = pytest.mark.parametrize("backend_url", [JAVA_HDFS], indirect=True)
 

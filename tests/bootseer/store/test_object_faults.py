@@ -22,10 +22,10 @@ from bootseer.errors import (
 from bootseer.store import Backend, Store, open_backend, open_store
 from bootseer.store.objects.lease import LeaseRenewal
 from bootseer.transfer.attempt import Attempt
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.s3 import s3_server
+from testbed.waiting import wait_for
 from tests.bootseer.store.using import put
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.s3 import s3_server
-from tests.support.waiting import wait_for
 
 MIB = 2**20
 PATIENT_S = 240.0

@@ -25,10 +25,10 @@ from bootseer.registry.reference import parse_reference
 from bootseer.store import Store, open_store
 from bootseer.store.oci import object_list as oci_list
 from bootseer.store.oci.objects import ARTIFACT_TYPE, decode_object, encode_object, objects_by_key
+from testbed.servers.faulty_relay import Fault, FaultyRelay, ReferrersRelay
+from testbed.servers.registry import Registry
+from testbed.waiting import TIMEOUT_S, wait_for
 from tests.bootseer.store.conftest import push_image
-from tests.support.servers.faulty_relay import Fault, FaultyRelay, ReferrersRelay
-from tests.support.servers.registry import Registry
-from tests.support.waiting import TIMEOUT_S, wait_for
 
 SUBJECT = {"mediaType": MANIFEST_TYPE, "digest": digest_of(b"image"), "size": 5}
 

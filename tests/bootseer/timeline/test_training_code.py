@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.profile.decoding import decode
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from testbed.paths import REPOSITORY
 
 # What a training program does, while whatever is imported must be of the standard library.
 TRAIN = """

@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.transfer.executor import Executor
 from tests.bootseer.transfer.faults import FAST, LONG_S, Cache, FaultyReader
-from tests.support.servers.ranged import into
+from tests.support.ranged import into
 
 
 @pytest.fixture

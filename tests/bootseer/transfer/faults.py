@@ -9,7 +9,7 @@ from bootseer.base.content_digest import content_digest
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
 from bootseer.transfer.policy import Policy
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 CHUNK_BYTES = 64
 COUNT = 64

@@ -16,6 +16,7 @@ from bootseer.errors import (
 )
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority
+from testbed.waiting import wait_for
 from tests.bootseer.transfer import faults
 from tests.bootseer.transfer.faults import (
     LONG_S,
@@ -25,7 +26,6 @@ from tests.bootseer.transfer.faults import (
     fetch,
     open_when_joined,
 )
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
 

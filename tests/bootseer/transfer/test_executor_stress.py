@@ -19,7 +19,7 @@ from bootseer.transfer.plan import Priority
 from bootseer.transfer.policy import Policy
 from tests.bootseer.transfer import faults
 from tests.bootseer.transfer.faults import COUNT, FAST, LONG_S, Cache, FaultyReader, chunk, fetch
-from tests.support.servers.ranged import into
+from tests.support.ranged import into
 
 
 def test_fifty_threads_read_each_chunk_once(

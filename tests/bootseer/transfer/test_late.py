@@ -20,10 +20,10 @@ from bootseer.transfer.executor import Executor
 from bootseer.transfer.pending import Reader
 from bootseer.transfer.plan import Chunk, Priority, covering
 from bootseer.transfer.policy import Policy
-from tests.support.servers.faulty_relay import Fault as Broken
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.s3 import s3_server
-from tests.support.servers.starving import Choose, Fault, StarvingServer
+from testbed.servers.faulty_relay import Fault as Broken
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.s3 import s3_server
+from testbed.servers.starving import Choose, Fault, StarvingServer
 
 MIB = 2**20
 DATA = random.Random(3).randbytes(24 * MIB)

@@ -4,19 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.model import SkippedError
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import bootseer_image, shell_image, trainer_image
-from tests.clusters.kubernetes.bed.installation import Installation
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.images import bootseer_image, shell_image, trainer_image
+from testbed.kubernetes.installation import Installation
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Two nodes with nothing on them but Kubernetes; a test removes what it applied."""
-    try:
-        running = Cluster()
-    except SkippedError as reason:
-        pytest.skip(f"no Kubernetes here: {reason}")
+    running = Cluster()
     with running:
         yield running
 
@@ -37,10 +33,7 @@ def trainer(cluster: Cluster) -> str:
 def installed(cluster: Cluster) -> Installation:
     """Bootseer as its chart installs it, from the image of this checkout."""
     image = cluster.push(bootseer_image(), "bootseer-node:test")
-    try:
-        installation = Installation(cluster, image)
-    except SkippedError as reason:
-        pytest.skip(str(reason))
+    installation = Installation(cluster, image)
     installation.apply()
     return installation
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.containers.layout import Layout
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import shell_image, trainer_image
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.objects import pod
-from tests.clusters.kubernetes.starts import REPLAY, index, said, start, wait_said
-from tests.support.waiting import wait_for
+from testbed.images.layout import Layout
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.images import shell_image, trainer_image
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.objects import pod
+from testbed.kubernetes.starts import REPLAY, index, said, start, wait_said
+from testbed.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.kubernetes.bed import machine
-from tests.clusters.kubernetes.bed.cluster import Cluster, sweep
-from tests.clusters.kubernetes.bed.machine import ADDRESS
-from tests.clusters.kubernetes.objects import pod
-from tests.support.waiting import wait_for
-
-REPOSITORY = Path(__file__).parents[3]
+from testbed.kubernetes import machine
+from testbed.kubernetes.cluster import Cluster, sweep
+from testbed.kubernetes.machine import ADDRESS
+from testbed.kubernetes.objects import pod
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +82,7 @@ def test_rights_are_those_of_roles(cluster: Cluster) -> None:
 
 def test_nothing_remains_of_a_cluster_whose_test_was_killed(tmp_path: Path) -> None:
     program = (
-        "from tests.clusters.kubernetes.bed.cluster import Cluster\n"
+        "from testbed.kubernetes.cluster import Cluster\n"
         "import sys, time\n"
         "cluster = Cluster(node_count=1)\n"
         "print(cluster.folder, cluster.nodes[0].pid, flush=True)\n"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import bootseer_image
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.objects import pod
-from tests.clusters.kubernetes.starts import (
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.images import bootseer_image
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.objects import pod
+from testbed.kubernetes.starts import (
     REPLAY,
     TRAIN,
     assert_nothing_lost,
@@ -27,8 +27,8 @@ from tests.clusters.kubernetes.starts import (
     saved,
     wait_saved,
 )
-from tests.support.mounts.fuse_mount import REPOSITORY
-from tests.support.waiting import wait_for
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 USER = {"runAsUser": 1000, "runAsGroup": 1000, "runAsNonRoot": True}
 SAVE = f"{TRAIN} --checkpoints /mnt/checkpoints --steps 1000000 --pause 0.2"

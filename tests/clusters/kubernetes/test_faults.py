@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.objects import pod
-from tests.clusters.kubernetes.starts import (
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.objects import pod
+from testbed.kubernetes.starts import (
     REPLAY,
     TRAIN,
     assert_nothing_lost,
@@ -24,7 +24,7 @@ from tests.clusters.kubernetes.starts import (
     saved,
     wait_saved,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 PROCESSES = {
     "snapshotter": "bootseer -v snapshotter",

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.model import SkippedError
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.images import bootseer_image
-from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.bed.settings import REGISTRY
-from tests.support.containers.helm import HELM_3, helm_program
-from tests.support.containers.node_image import NAME
-from tests.support.mounts.fuse_mount import REPOSITORY
-from tests.support.waiting import wait_for
+from testbed.containers.helm import HELM_3, helm_program
+from testbed.containers.node_image import NAME
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.images import bootseer_image
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.settings import REGISTRY
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 GUIDE = REPOSITORY / "docs" / "kubernetes.md"
 TRAINER = "team/trainer:v7"
@@ -40,11 +39,8 @@ def blocks() -> list[str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A cluster of its own: others share one that has Bootseer."""
-    try:
-        helm_program(HELM_3)
-        running = Cluster()
-    except SkippedError as reason:
-        pytest.skip(f"no Kubernetes here: {reason}")
+    helm_program(HELM_3)
+    running = Cluster()
     with running:
         image = bootseer_image()
         running.push(image, f"{NAME}:0.1.0")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.bed.machine import Node
-from tests.clusters.kubernetes.objects import pod
-from tests.clusters.kubernetes.starts import (
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.objects import pod
+from testbed.kubernetes.starts import (
     REPLAY,
     TRAIN,
     assert_nothing_lost,
@@ -23,7 +23,7 @@ from tests.clusters.kubernetes.starts import (
     saved,
     wait_saved,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 # A trainer that saves until it is told to end, and needs ten seconds more for that: as long as its
 # pod is there, the kubelet needs the driver, and containerd the snapshotter.

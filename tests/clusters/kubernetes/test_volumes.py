@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.objects import pod
-from tests.support.containers.chart import NAMESPACE
-from tests.support.mounts.fuse_mount import REPOSITORY
-from tests.support.waiting import wait_for
+from testbed.containers.chart import NAMESPACE
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.objects import pod
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 _USER = {"runAsUser": 1000, "runAsGroup": 1000, "runAsNonRoot": True}
 

@@ -12,12 +12,12 @@ import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
 from bootseer.cli import cli
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.objects import pod
-from tests.support.containers.chart import NAMESPACE
-from tests.support.mounts.fuse_mount import REPOSITORY
-from tests.support.waiting import wait_for
+from testbed.containers.chart import NAMESPACE
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.objects import pod
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 _NAME = "bootseer-webhook"
 _SPACE = "training"

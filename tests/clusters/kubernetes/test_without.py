@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.clusters.kubernetes.bed.cluster import Cluster
-from tests.clusters.kubernetes.bed.installation import Installation
-from tests.clusters.kubernetes.objects import pod
-from tests.support.containers.chart import NAMESPACE
-from tests.support.waiting import wait_for
+from testbed.containers.chart import NAMESPACE
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.objects import pod
+from testbed.waiting import wait_for
 
 REPLAY = {"bootseer.io/replay": "auto"}
 ENVIRONMENT = {"bootseer.io/environment": "none-such"}

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster, running_cluster
-from tests.clusters.slurm.pages import block, prolog_files
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.running import running as running_hdfs
-from tests.support.named_tests import REPOSITORY
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.running import running as running_hdfs
+from testbed.paths import REPOSITORY
+from testbed.slurm.cluster import SlurmCluster, running_cluster
+from testbed.slurm.pages import block, prolog_files
 
 
 @pytest.fixture(scope="module")

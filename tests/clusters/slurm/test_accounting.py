@@ -5,8 +5,8 @@ import json
 import pytest
 
 from bootseer.profile.adapters.slurm import parse_slurm
-from tests.clusters.slurm.cluster import running_cluster
-from tests.support.waiting import wait_for
+from testbed.slurm.cluster import running_cluster
+from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.slurm.cluster import cluster_folder, require_slurm
-from tests.support.named_tests import REPOSITORY
-from tests.support.waiting import wait_for
+from testbed.paths import REPOSITORY
+from testbed.slurm.cluster import cluster_folder, require_slurm
+from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.root]
 
 HOLD = """
 import sys, time
-from tests.clusters.slurm.cluster import running_cluster
+from testbed.slurm.cluster import running_cluster
 with running_cluster() as cluster:
     cluster.submit("-N2", "--wrap", "sleep 600")
     print(cluster.folder, flush=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
-from tests.clusters.slurm.pages import simple_cluster
+from testbed.images.building import Member, write_layout
+from testbed.slurm.cluster import SlurmCluster
+from testbed.slurm.pages import simple_cluster
 from tests.clusters.slurm.test_faults import assert_clean, script
-from tests.support.images.building import Member, write_layout
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

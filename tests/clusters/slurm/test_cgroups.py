@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
-from tests.clusters.slurm.machine import UNIFIED, has_groups
-from tests.clusters.slurm.pages import SHARED, simple_cluster
+from testbed.slurm.cluster import SlurmCluster
+from testbed.slurm.machine import UNIFIED, has_groups
+from testbed.slurm.pages import SHARED, simple_cluster
 from tests.clusters.slurm.test_faults import SRUN, assert_clean, script
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]

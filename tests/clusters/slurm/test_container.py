@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
-from tests.clusters.slurm.pages import block
+from testbed.images.building import run_tool
+from testbed.images.rootfs import python_root
+from testbed.slurm.cluster import SlurmCluster
+from testbed.slurm.pages import block
+from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import assert_clean, script
-from tests.support.images.building import run_tool
-from tests.support.images.rootfs import python_root
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
-from tests.clusters.slurm.machine import Machine
-from tests.hdfs.cluster import MiniHdfs
-from tests.support.waiting import wait_for
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.slurm.cluster import SlurmCluster
+from testbed.slurm.machine import Machine
+from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
 

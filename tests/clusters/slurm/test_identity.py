@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
+from testbed.slurm.cluster import SlurmCluster
 from tests.clusters.slurm.test_faults import assert_clean, script
 from tests.clusters.slurm.test_prolog import said
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
-from tests.clusters.slurm.pages import SHARED, simple_cluster
+from testbed.slurm.cluster import SlurmCluster
+from testbed.slurm.pages import SHARED, simple_cluster
+from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import SRUN, assert_clean, script
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.slurm.cluster import USERS, SlurmCluster
+from testbed.images.building import Member, write_layout
+from testbed.slurm.cluster import USERS, SlurmCluster
+from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import COUNTING, assert_clean, listed, script
-from tests.support.images.building import Member, write_layout
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
 

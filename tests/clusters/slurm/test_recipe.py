@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.slurm.cluster import SlurmCluster
-from tests.clusters.slurm.pages import block, give
-from tests.hdfs.cluster import MiniHdfs
-from tests.support.waiting import wait_for
-from tests.support.wheels import make_wheel
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.slurm.cluster import SlurmCluster
+from testbed.slurm.pages import block, give
+from testbed.waiting import wait_for
+from testbed.wheels import make_wheel
 
 pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
 

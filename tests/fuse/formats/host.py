@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer.linux.processes import wait_readable
+from testbed.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 # Its modules are compiled when they are first imported, which takes a slow machine a minute.
 _START_S = 110.0
 

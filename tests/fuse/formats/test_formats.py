@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.striped.mounted.life.status import mount_status
+from testbed.mounts import fuse_mount
 from tests.fuse.formats.host import TorchHost
 from tests.fuse.striped.support.mounting import MIB, checkpoints, settings_in, shell
-from tests.support.mounts import fuse_mount
 
 pytestmark = pytest.mark.fuse
 

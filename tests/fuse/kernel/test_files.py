@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from bootseer.fuse.kernel import server as server_module
 from bootseer.fuse.kernel.connection import InitRequest, decode_init
 from bootseer.fuse.kernel.server import Server
-from tests.support.mounts import fuse_mount
-from tests.support.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.mounts import fuse_mount
+from testbed.mounts.passthrough_fs import PassthroughFileSystem
 
 pytestmark = pytest.mark.fuse
 

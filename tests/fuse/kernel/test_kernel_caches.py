@@ -17,9 +17,9 @@ from bootseer.fuse.kernel.operations import (
     Operations,
 )
 from bootseer.fuse.kernel.server import Server
-from tests.support.mounts import fuse_mount
-from tests.support.mounts.passthrough_fs import PassthroughFileSystem
-from tests.support.waiting import wait_for
+from testbed.mounts import fuse_mount
+from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.support.mounts import fuse_mount
-from tests.support.mounts.file_agent import FileAgent
-from tests.support.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.mounts import fuse_mount
+from testbed.mounts.file_agent import FileAgent
+from testbed.mounts.passthrough_fs import PassthroughFileSystem
 
 pytestmark = pytest.mark.fuse
 

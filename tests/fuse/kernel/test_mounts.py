@@ -10,7 +10,7 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.mount import mount
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
-from tests.support.mounts import fuse_mount
+from testbed.mounts import fuse_mount
 
 _MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 90 22 0:45 / /mnt/with\040space\134 ro,nosuid,nodev - fuse.bootseer-tree hdfs://nn/ckpt ro,user_id=0

@@ -16,9 +16,10 @@ import pytest
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import wait_readable
 from bootseer.served.supervision.worker import RestartPolicy
-from tests.support.cgroups import freezers, frozen
-from tests.support.mounts import fuse_mount
-from tests.support.waiting import wait_for, waiting_places
+from testbed.cgroups import freezers, frozen
+from testbed.mounts import fuse_mount
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for, waiting_places
 
 pytestmark = pytest.mark.fuse
 
@@ -43,16 +44,16 @@ sys.stdout.write(digest.hexdigest())
 
 
 class Process:
-    """A running `tests.support.mounts.flat_server`."""
+    """A running `testbed.mounts.flat_server`."""
 
     def __init__(self, *arguments: str | Path) -> None:
-        command = [sys.executable, "-m", "tests.support.mounts.flat_server", *map(str, arguments)]
+        command = [sys.executable, "-m", "testbed.mounts.flat_server", *map(str, arguments)]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=fuse_mount.REPOSITORY,
+            cwd=REPOSITORY,
         )
 
     def await_ready(self) -> None:

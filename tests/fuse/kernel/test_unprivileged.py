@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
-from tests.support.mounts import fuse_mount
+from testbed.mounts import fuse_mount
 
 pytestmark = pytest.mark.fuse
 
@@ -23,8 +23,8 @@ from pathlib import Path
 from bootseer.fuse.kernel import Server, find_mounts
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.mount import can_mount_directly
-from tests.support.mounts.fuse_mount import short_options
-from tests.support.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.mounts.fuse_mount import short_options
+from testbed.mounts.passthrough_fs import PassthroughFileSystem
 assert not can_mount_directly()
 root = Path(sys.argv[1])
 options = short_options(name="a name", read_only=len(sys.argv) > 2)
@@ -45,7 +45,7 @@ _SUPERVISED = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from bootseer.fuse.kernel import find_mounts
-from tests.support.mounts import flat_server
+from testbed.mounts import flat_server
 root = Path(sys.argv[1])
 out, into = os.pipe()
 server = os.fork()
@@ -133,7 +133,7 @@ import sys
 from pathlib import Path
 from bootseer.errors import PermissionDeniedError
 from bootseer.fuse.kernel.mounting.mount import mount
-from tests.support.mounts.fuse_mount import short_options
+from testbed.mounts.fuse_mount import short_options
 try:
     mount(Path("/usr"), short_options())
 except PermissionDeniedError as error:
@@ -155,7 +155,7 @@ import os, sys
 from pathlib import Path
 from bootseer.errors import UnsupportedError
 from bootseer.fuse.kernel.mounting.mount import mount
-from tests.support.mounts.fuse_mount import short_options
+from testbed.mounts.fuse_mount import short_options
 os.environ["PATH"] = "/nowhere"
 try:
     mount(Path(sys.argv[1]) / "mnt", short_options())

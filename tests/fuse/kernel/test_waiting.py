@@ -22,7 +22,7 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
-from tests.support.mounts import fuse_mount
+from testbed.mounts import fuse_mount
 
 pytestmark = pytest.mark.fuse
 

@@ -20,9 +20,9 @@ from bootseer.errors import (
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store.local.backend import LocalBackend
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
-from tests.support.waiting import wait_for
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)
@@ -292,7 +292,7 @@ def test_a_reader_of_an_ordinary_file_replaced_elsewhere_gets_no_mix(
 def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
-    from tests.support.mounts.fuse_mount import run
+    from testbed.mounts.fuse_mount import run
 
     small = tmp_path / "small"
     small.mkdir()

@@ -29,8 +29,8 @@ from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.folders import log_path
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
-from tests.support.images.building import Member, write_layout
-from tests.support.mounts.image_mounts import (
+from testbed.images.building import Member, write_layout
+from testbed.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
     index,
@@ -39,7 +39,7 @@ from tests.support.mounts.image_mounts import (
     skip_unless_fuse,
     sweep_everything,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 A, B, C, D = ("sha256:" + digit * 64 for digit in "abcd")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bootseer.prefetch.bundle.format import BundleExtent, BundleFrame
 from bootseer.prefetch.bundle.replay import disk_runs
 from bootseer.prefetch.warm.residency import cached_ranges
+from testbed.waiting import wait_for
 from tests.support.images.stored_image import stored_image
-from tests.support.waiting import wait_for
 
 extents = st.builds(
     BundleExtent,

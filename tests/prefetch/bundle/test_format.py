@@ -21,7 +21,7 @@ from bootseer.prefetch.bundle.format import (
     write_bundle,
 )
 from bootseer.prefetch.cache.node_cache import SECTOR_BYTES
-from tests.support.bounded import run_bounded
+from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "12" * 32
 LENGTHS = (40 * 512 + 77, 9 * 512)

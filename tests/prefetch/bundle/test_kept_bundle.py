@@ -16,7 +16,7 @@ from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.served.control import ask
 from bootseer.settings.config import Settings
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     index,
     mounted,
     outside,
@@ -24,7 +24,7 @@ from tests.support.mounts.image_mounts import (
     skip_unless_fuse,
     sweep_everything,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 READ = "import sys; [open(p, 'rb').read() for p in sys.argv[1:]]"
 

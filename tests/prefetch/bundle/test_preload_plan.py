@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from bootseer.prefetch.bundle.preload_plan import PreloadPlan, PreloadWindow, plan_preload
 from bootseer.prefetch.index.stream_contents import PAGE_BYTES
+from testbed.images.building import Member
 from tests.prefetch.bundle.test_translation import Image, bundle_of, image_of, whole_files
-from tests.support.images.building import Member
 
 
 def _files(**sizes: int) -> list[Member]:

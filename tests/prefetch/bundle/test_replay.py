@@ -9,8 +9,8 @@ from bootseer.prefetch.bundle.format import decode_header
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.bundle.replay import plan_replay
 from bootseer.transfer.plan import Chunk
+from testbed.waiting import wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
-from tests.support.waiting import wait_for
 
 
 @pytest.fixture

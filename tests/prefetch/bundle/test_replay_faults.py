@@ -15,9 +15,9 @@ from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.transfer.pending import Deliver
 from bootseer.transfer.plan import Chunk
+from testbed.waiting import wait_for
 from tests.support.full_disk import FullDisk
 from tests.support.images.stored_image import Image, stored_image
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
 

@@ -24,7 +24,7 @@ from bootseer.prefetch.bundle.translation import shared_streams, translate
 from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.index.merge import merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
-from tests.support.images.building import Member, digest, tar_of
+from testbed.images.building import Member, digest, tar_of
 
 OLD, NEW = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 

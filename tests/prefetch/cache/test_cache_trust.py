@@ -23,10 +23,10 @@ from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
-from tests.support.images.building import Layout, Member, write_layout
+from testbed.images.building import Layout, Member, write_layout
+from testbed.waiting import wait_for
 from tests.support.images.pulled import Node, objects
 from tests.support.images.stored_image import INDEX, Image, stored_image
-from tests.support.waiting import wait_for
 
 CODE = b"print('the code of the image')\n" * 4000
 

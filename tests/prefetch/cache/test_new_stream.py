@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from tests.support.mounts.fuse_mount import require_root
+from testbed.mounts.fuse_mount import require_root
 
 DIGEST = "sha256:" + "cd" * 32
 STREAM = random.Random(5).randbytes(3 * 2**20 + 100)

@@ -11,8 +11,8 @@ import pytest
 
 from bootseer.linux import namespaces
 from bootseer.settings.config import Settings
-from tests.support.images.rootfs import python_root
-from tests.support.mounts.image_mounts import (
+from testbed.images.rootfs import python_root
+from testbed.mounts.image_mounts import (
     Completed,
     bootseer,
     index,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.settings.config import Settings
-from tests.support.images.rootfs import python_root
-from tests.support.mounts.image_mounts import index, settings_at, skip_unless_fuse, sweep_everything
-from tests.support.others import folder_of_others
+from testbed.images.rootfs import python_root
+from testbed.mounts.image_mounts import index, settings_at, skip_unless_fuse, sweep_everything
+from testbed.others import folder_of_others
 
 pytestmark = pytest.mark.fuse
 

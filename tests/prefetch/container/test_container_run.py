@@ -20,8 +20,8 @@ from bootseer.errors import NotFoundError
 from bootseer.prefetch.container.container_start import prepare_container
 from bootseer.served.folders import MountState, live_mounts, mounts_dir
 from bootseer.settings.config import Settings
-from tests.support.images.rootfs import python_root
-from tests.support.mounts.image_mounts import (
+from testbed.images.rootfs import python_root
+from testbed.mounts.image_mounts import (
     Completed,
     bootseer,
     drop_cache,
@@ -32,7 +32,7 @@ from tests.support.mounts.image_mounts import (
     start_bootseer,
     sweep_everything,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -21,7 +21,7 @@ from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
-from tests.support.mounts.image_mounts import index, settings_at, skip_unless_root
+from testbed.mounts.image_mounts import index, settings_at, skip_unless_root
 
 
 def plain(base: Path, name: str, word: str) -> Path:

@@ -21,7 +21,7 @@ from bootseer.prefetch.index.chains import (
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import Store
-from tests.support.images.building import Member, digest, tar_of, write_layout
+from testbed.images.building import Member, digest, tar_of, write_layout
 from tests.support.images.indexed import unsigned
 
 DIFF_IDS = tuple(digest(text) for text in (b"a", b"b", b"c"))

@@ -10,7 +10,7 @@ import pytest
 
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.settings.config import Settings
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
     index,

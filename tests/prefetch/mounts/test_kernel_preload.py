@@ -3,9 +3,9 @@
 import pytest
 
 from bootseer.prefetch.publish.publishing import wait_published
+from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
+from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import Node, digest_of
-from tests.support.mounts.image_mounts import checksums_outside, drop_cache, mounted
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

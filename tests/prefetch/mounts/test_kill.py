@@ -32,16 +32,16 @@ from bootseer.served.folders import (
     take_lock,
     write_state,
 )
-from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
-from tests.support.cgroups import frozen
-from tests.support.mounts.image_mounts import (
+from testbed.cgroups import frozen
+from testbed.mounts.image_mounts import (
     bootseer,
     checksums_outside,
     mounted,
     settings_at,
     start_outside,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
+from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
 
 pytestmark = pytest.mark.fuse
 

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from bootseer.fuse.kernel.mounting import control, mounts
 from bootseer.served.folders import live_mounts
-from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
-from tests.support.images.rootfs import odd_tree
-from tests.support.mounts.image_mounts import (
+from testbed.images.rootfs import odd_tree
+from testbed.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
     index,
@@ -22,7 +21,8 @@ from tests.support.mounts.image_mounts import (
     skip_unless_root,
     tree_outside,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
+from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
 
 pytestmark = pytest.mark.fuse
 

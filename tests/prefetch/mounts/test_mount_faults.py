@@ -11,14 +11,14 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.resolve.mount import mount_image, unmount_image
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.served.folders import live_mounts, log_path
-from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
     mounted,
     skip_unless_root,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
+from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
 
 pytestmark = pytest.mark.fuse
 

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.settings.config import Settings
-from tests.prefetch.mounts.conftest import Node, digest_of
-from tests.support.images.building import Member, write_layout
-from tests.support.mounts.image_mounts import (
+from testbed.images.building import Member, write_layout
+from testbed.mounts.image_mounts import (
     bootseer,
     checksums_outside,
     mounted,
     skip_unless_root,
     sweep_everything,
 )
+from tests.prefetch.mounts.conftest import Node, digest_of
 
 pytestmark = pytest.mark.fuse
 NAMES = ["big", "hot-1", "hot-2", "cold"]

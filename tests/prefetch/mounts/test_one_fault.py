@@ -14,8 +14,9 @@ import pytest
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 from bootseer.prefetch.streams.streams import BlobStreams
+from testbed.mounts.fuse_mount import check_python, mounted
+from testbed.paths import REPOSITORY
 from tests.support.images.stored_image import INDEX, stored_image
-from tests.support.mounts.fuse_mount import REPOSITORY, check_python, mounted
 
 pytestmark = pytest.mark.fuse
 

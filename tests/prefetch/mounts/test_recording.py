@@ -5,9 +5,9 @@ import pytest
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import open_store
+from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, outside
+from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import Node, read_hot
-from tests.support.mounts.image_mounts import checksums_outside, drop_cache, mounted, outside
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

@@ -14,8 +14,8 @@ from bootseer.linux.processes import wait_readable
 from bootseer.prefetch.container.container_start import prepare_container
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.folders import log_path, mounts_dir, read_state
-from tests.support.mounts.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
-from tests.support.waiting import wait_for
+from testbed.mounts.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
+from testbed.waiting import wait_for
 
 _END_S = 30.0
 
@@ -44,7 +44,7 @@ def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from bootseer.prefetch.serve.server import begin_tree_server
-from tests.support.mounts.image_mounts import settings_at
+from testbed.mounts.image_mounts import settings_at
 from pathlib import Path
 process = begin_tree_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
 print(process.process.pid, flush=True)
@@ -68,7 +68,7 @@ def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path:
     code = f"""
 import signal
 from bootseer.prefetch.serve.start_server import begin_serving
-from tests.support.mounts.image_mounts import settings_at
+from testbed.mounts.image_mounts import settings_at
 from pathlib import Path
 here = Path({str(tmp_path)!r})
 (here / "tree").mkdir()
@@ -104,7 +104,7 @@ assert not children()
 begin_tree_server_early()
 begun = children()
 # Only now is anything loaded that knows of settings.
-from tests.support.mounts.image_mounts import settings_at
+from testbed.mounts.image_mounts import settings_at
 settings = settings_at(Path(sys.argv[1]))
 with begin_tree_server(settings) as first:
     assert children() == begun

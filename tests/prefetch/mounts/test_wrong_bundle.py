@@ -14,9 +14,9 @@ from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.folders import log_path
 from bootseer.store import Store, open_store
+from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
+from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
-from tests.support.mounts.image_mounts import checksums_outside, drop_cache, mounted
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

@@ -18,9 +18,9 @@ import pytest
 import zstandard
 
 from bootseer.settings.config import Settings
-from tests.support.images.building import CONFIG_TYPE, LAYER_TYPE, MANIFEST_TYPE, Layout, digest
-from tests.support.images.odd_tars import END, GNU, block, gnu_long, pax
-from tests.support.mounts.image_mounts import TIMEOUT_S, bootseer, settings_at
+from testbed.images.building import CONFIG_TYPE, LAYER_TYPE, MANIFEST_TYPE, Layout, digest
+from testbed.images.odd_tars import END, GNU, block, gnu_long, pax
+from testbed.mounts.image_mounts import TIMEOUT_S, bootseer, settings_at
 
 MEMORY_BYTES_MAX = 400 * 2**20
 """Of one command. Two packers and their queues take some 150 MiB on two cores."""

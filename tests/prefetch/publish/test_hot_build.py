@@ -31,7 +31,7 @@ from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from bootseer.store.objects.lease import Lease
-from tests.support.mounts.image_mounts import index, settings_at
+from testbed.mounts.image_mounts import index, settings_at
 
 FILE_BYTES = 64 * 1024
 FILE_COUNT = 40

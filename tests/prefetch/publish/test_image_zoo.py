@@ -18,10 +18,10 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.index.catalogue import find_image, load_tree
 from bootseer.store import Store, open_store
-from tests.support.containers.containerd_unpack import Containerd, RefusedError, umoci_unpacked
-from tests.support.images.odd_tars import END, block, pax
-from tests.support.images.zoo import ZOO, write_zoo_layout
-from tests.support.mounts.image_mounts import (
+from testbed.containers.containerd_unpack import Containerd, RefusedError, umoci_unpacked
+from testbed.images.odd_tars import END, block, pax
+from testbed.images.zoo import ZOO, write_zoo_layout
+from testbed.mounts.image_mounts import (
     index,
     mounted,
     outside,

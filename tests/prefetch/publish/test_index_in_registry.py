@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from bootseer.store.oci.objects import ARTIFACT_TYPE
-from tests.support.images.building import NASTY, Member, run_tool, write_layout
-from tests.support.mounts.image_mounts import (
+from testbed.images.building import NASTY, Member, run_tool, write_layout
+from testbed.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
     mounted,
     settings_at,
     skip_unless_fuse,
 )
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.registry import Registry, htpasswd_auth, running_registry
-from tests.support.waiting import wait_for
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.registry import Registry, htpasswd_auth, running_registry
+from testbed.waiting import wait_for
 
 USER, PASSWORD = "me", "s3cret-pass"
 CONFIG = {"Cmd": ["/bin/tool"], "Env": ["A=1"]}

@@ -18,7 +18,7 @@ from bootseer.errors import UnknownFormatError
 from bootseer.prefetch.index.catalogue import image_key, layer_key, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.store import Store, open_store
-from tests.support.images.building import (
+from testbed.images.building import (
     NASTY,
     Layout,
     Member,

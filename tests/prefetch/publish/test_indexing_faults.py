@@ -16,7 +16,7 @@ from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.store import Store, open_store
-from tests.support.images.building import Layout, Member, digest, tar_of, write_layout
+from testbed.images.building import Layout, Member, digest, tar_of, write_layout
 from tests.support.images.indexed import contents, index, keys
 
 

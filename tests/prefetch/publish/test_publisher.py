@@ -7,7 +7,7 @@ import pytest
 
 from bootseer.prefetch.publish import publishing
 from bootseer.prefetch.publish.publishing import start_image_publisher
-from tests.support.mounts.image_mounts import outside, settings_at
+from testbed.mounts.image_mounts import outside, settings_at
 
 NICENESS_OF_A_JOB = """
 import os, sys

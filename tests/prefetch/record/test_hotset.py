@@ -21,7 +21,7 @@ from bootseer.prefetch.record.hotset import (
 from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX, first_touches
 from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.prefetch.record.trace import encode as encode_trace
-from tests.support.bounded import run_bounded
+from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64
 A, B, C = (TracedFile(name, name * 32) for name in (b"a", b"b", b"c"))

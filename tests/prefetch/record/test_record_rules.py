@@ -10,7 +10,7 @@ from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.publish.publishing import publishing_dir, wait_published
 from bootseer.served.folders import take_lock
 from bootseer.store import open_store
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     checksums_outside,
     index,
     mounted,

@@ -21,7 +21,7 @@ from bootseer.prefetch.record.trace import (
     encode,
     renumbered,
 )
-from tests.support.bounded import run_bounded
+from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64
 

@@ -9,7 +9,7 @@ from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
-from tests.support.images.building import NASTY, Layout, Member, tar_of, write_layout
+from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
 from tests.support.images.pulled import Node
 
 TARS = [tar_of(members) for members in NASTY]

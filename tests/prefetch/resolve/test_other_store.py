@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError
+from testbed.mounts.image_mounts import index
 from tests.support.images.pulled import Node, note_store
-from tests.support.mounts.image_mounts import index
 
 DOWN = "hdfs://127.0.0.1:9/store"
 

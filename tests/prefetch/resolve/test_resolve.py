@@ -14,11 +14,11 @@ from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.resolve.resolve_source import _changed_since
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
+from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
+from testbed.images.rootfs import odd_tree
+from testbed.waiting import wait_for
 from tests.prefetch.resolve.conftest import TARS, index, indexed_contents, source_of
-from tests.support.images.building import NASTY, Layout, Member, tar_of, write_layout
 from tests.support.images.pulled import Node, objects
-from tests.support.images.rootfs import odd_tree
-from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])

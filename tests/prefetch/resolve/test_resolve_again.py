@@ -12,8 +12,8 @@ from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.store import open_store
+from testbed.images.building import Layout
 from tests.prefetch.resolve.conftest import TARS, big, index, indexed_contents, source_of
-from tests.support.images.building import Layout
 from tests.support.images.pulled import Node, note_store
 
 

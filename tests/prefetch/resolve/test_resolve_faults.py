@@ -18,12 +18,12 @@ from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.prefetch.publish.publish_image import _CachedLayer, publish_node_image
 from bootseer.store import open_store
+from testbed.images.building import Layout
+from testbed.mounts.fuse_mount import require_root
+from testbed.mounts.image_mounts import outside, start_outside
+from testbed.waiting import wait_for
 from tests.prefetch.resolve.conftest import TARS, big, index, source_of
-from tests.support.images.building import Layout
 from tests.support.images.pulled import Node, objects
-from tests.support.mounts.fuse_mount import require_root
-from tests.support.mounts.image_mounts import outside, start_outside
-from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])

@@ -9,10 +9,10 @@ from msgspec import structs
 
 from bootseer.errors import PermissionDeniedError
 from bootseer.prefetch.resolve.resolve import resolve_image
-from tests.support.images.building import Layout, Member, tar_of
+from testbed.images.building import Layout, Member, tar_of
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.registry import TokenServer, running_registry
 from tests.support.images.pulled import Node
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.registry import TokenServer, running_registry
 
 USER, PASSWORD = "me", "s3cret-pass"
 HELPER = f"""#!/bin/sh

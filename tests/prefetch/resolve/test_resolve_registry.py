@@ -12,11 +12,11 @@ from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
-from tests.support.images.building import Layout, Member, tar_of
+from testbed.images.building import Layout, Member, tar_of
+from testbed.mounts.image_mounts import start_outside
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.registry import Registry
 from tests.support.images.pulled import Node, objects
-from tests.support.mounts.image_mounts import start_outside
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.registry import Registry
 
 BLOBS = r"GET /v2/.*/blobs/"
 PULL = """

@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.resolve.mount import MountedImage
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,

@@ -10,10 +10,10 @@ import pytest
 from bootseer.prefetch.index.chains import chain_ids
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import Member, digest, tar_of, write_layout
-from tests.support.mounts.image_mounts import index
-from tests.support.waiting import wait_for
+from testbed.containers.containerd_node import Node
+from testbed.images.building import Member, digest, tar_of, write_layout
+from testbed.mounts.image_mounts import index
+from testbed.waiting import wait_for
 
 LAYERS = (
     [Member("etc/", "d"), Member("etc/base", data=b"base"), Member("etc/gone", data=b"x")],

@@ -22,13 +22,13 @@ from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.folders import live_mounts
 from bootseer.store import open_store
-from tests.support.containers.containerd_images import add_image, layers, shell_layer
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import NASTY, Layout, Member, digest, tar_of
-from tests.support.mounts.image_mounts import TIMEOUT_S, index, tree_outside
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.registry import Registry, free_port, running_registry
-from tests.support.waiting import wait_for
+from testbed.containers.containerd_images import add_image, layers, shell_layer
+from testbed.containers.containerd_node import Node
+from testbed.images.building import NASTY, Layout, Member, digest, tar_of
+from testbed.mounts.image_mounts import TIMEOUT_S, index, tree_outside
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.registry import Registry, free_port, running_registry
+from testbed.waiting import wait_for
 
 
 @dataclass

@@ -25,7 +25,7 @@ from bootseer.errors import (
 )
 from bootseer.prefetch.snapshotter.metadata import Metadata
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL, Kind, Snapshot, Usage
-from tests.support.images.building import digest
+from testbed.images.building import digest
 
 CHAIN = digest(b"chain")
 KEYS = st.sampled_from(["a", "b", "c", "d"])

@@ -7,13 +7,13 @@ from pathlib import Path
 from bootseer.profile.stored import Stored
 from bootseer.store import open_store
 from bootseer.timeline.otlp import Stage
-from tests.support.containers.containerd_images import layers, shell_layer
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import Layout, Member, tar_of
-from tests.support.mounts.image_mounts import index
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.registry import running_registry
-from tests.support.waiting import wait_for
+from testbed.containers.containerd_images import layers, shell_layer
+from testbed.containers.containerd_node import Node
+from testbed.images.building import Layout, Member, tar_of
+from testbed.mounts.image_mounts import index
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.registry import running_registry
+from testbed.waiting import wait_for
 
 _SLEEP = ("/usr/bin/sleep", "1000")
 _IMAGES: dict[str, tuple[list[Sequence[Member]], dict[str, object]]] = {

@@ -19,13 +19,13 @@ from bootseer.prefetch.publish.publishing import (
 from bootseer.prefetch.sources.containerd_content import open_content
 from bootseer.served.folders import take_lock
 from bootseer.store import open_store
-from tests.support.containers.containerd_images import add_image, layers
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import Layout, digest, tar_of
-from tests.support.mounts.image_mounts import TIMEOUT_S, index, settings_at
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.registry import running_registry
-from tests.support.waiting import wait_for
+from testbed.containers.containerd_images import add_image, layers
+from testbed.containers.containerd_node import Node
+from testbed.images.building import Layout, digest, tar_of
+from testbed.mounts.image_mounts import TIMEOUT_S, index, settings_at
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.registry import running_registry
+from testbed.waiting import wait_for
 
 BLOBS = r"GET /v2/.*/blobs/"
 

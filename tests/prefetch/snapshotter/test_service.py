@@ -12,10 +12,11 @@ import pytest
 
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
+from testbed.containers.containerd_node import Node
+from testbed.mounts.image_mounts import bootseer, outside, skip_unless_root
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import directories
-from tests.support.containers.containerd_node import Node
-from tests.support.mounts.image_mounts import REPOSITORY, bootseer, outside, skip_unless_root
-from tests.support.waiting import wait_for
 
 
 def test_messages_are_encoded_as_containerd_does() -> None:

@@ -12,11 +12,12 @@ import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.served.folders import live_mounts
+from testbed.containers.containerd_node import Node
+from testbed.images.building import digest
+from testbed.mounts.image_mounts import checksums_outside
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import digest
-from tests.support.mounts.image_mounts import REPOSITORY, checksums_outside
-from tests.support.waiting import wait_for
 
 
 def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(

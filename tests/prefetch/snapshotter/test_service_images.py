@@ -15,11 +15,11 @@ from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
 from bootseer.served.folders import live_mounts, log_path
 from bootseer.served.status import known_servers
 from bootseer.store import open_store
+from testbed.containers.containerd_node import Node
+from testbed.images.building import Member, digest, tar_of, write_layout
+from testbed.mounts.image_mounts import TIMEOUT_S, checksums_outside, index
+from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
-from tests.support.containers.containerd_node import Node
-from tests.support.images.building import Member, digest, tar_of, write_layout
-from tests.support.mounts.image_mounts import TIMEOUT_S, checksums_outside, index
-from tests.support.waiting import wait_for
 
 
 def test_an_indexed_image_is_there_without_being_unpacked(node: Node, tmp_path: Path) -> None:

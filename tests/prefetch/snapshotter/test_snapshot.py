@@ -19,7 +19,7 @@ from bootseer.prefetch.snapshotter.snapshot import (
     wanted_chain,
     workload_of,
 )
-from tests.support.images.building import digest
+from testbed.images.building import digest
 
 CHAIN, TOP = digest(b"chain"), digest(b"top")
 FS, WORK = Path("/root/9/fs"), Path("/root/9/work")

@@ -20,7 +20,7 @@ from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.docker_engine import _copy
 from bootseer.store import open_store
-from tests.support.images.building import NASTY, run_tool, write_layout
+from testbed.images.building import NASTY, run_tool, write_layout
 
 _START_S = 30
 

@@ -14,8 +14,8 @@ from bootseer.blob.pack import tar_packing as tar_pack
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
-from tests.support.images.building import Member, tar_of
-from tests.support.images.odd_tars import END, block
+from testbed.images.building import Member, tar_of
+from testbed.images.odd_tars import END, block
 
 
 def packed(members: Sequence[Member]) -> LayerTree:

@@ -26,8 +26,7 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.prefetch.sources import ImageSource, open_source
-from tests.prefetch.sources.packed import packed_digests
-from tests.support.images.building import (
+from testbed.images.building import (
     INDEX_TYPE,
     MANIFEST_TYPE,
     NASTY,
@@ -38,6 +37,7 @@ from tests.support.images.building import (
     tar_of,
     write_layout,
 )
+from tests.prefetch.sources.packed import packed_digests
 
 RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "User": "9"}
 

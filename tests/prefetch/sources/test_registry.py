@@ -22,8 +22,7 @@ from bootseer.prefetch.sources.registry import store_name
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
-from tests.prefetch.sources.packed import packed_digests
-from tests.support.images.building import (
+from testbed.images.building import (
     INDEX_TYPE,
     NASTY,
     Layout,
@@ -32,8 +31,9 @@ from tests.support.images.building import (
     tar_of,
     write_layout,
 )
-from tests.support.servers.faulty_relay import Fault, FaultyRelay
-from tests.support.servers.registry import Registry
+from testbed.servers.faulty_relay import Fault, FaultyRelay
+from testbed.servers.registry import Registry
+from tests.prefetch.sources.packed import packed_digests
 
 RUN = {"Env": ["A=1"], "Entrypoint": ["/bin/sh", "-c"], "WorkingDir": "/w", "User": "9"}
 

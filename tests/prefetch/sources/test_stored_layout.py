@@ -6,8 +6,8 @@ import pytest
 
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch.sources import open_source
+from testbed.images.building import NASTY, write_layout
 from tests.prefetch.sources.packed import packed_digests
-from tests.support.images.building import NASTY, write_layout
 
 
 @pytest.fixture

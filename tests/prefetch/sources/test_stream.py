@@ -13,7 +13,7 @@ import zstandard
 from bootseer.blob.tar.inflate import ERRORS, Limits, decompress
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from bootseer.prefetch.sources.stream import Expected, TarStream
-from tests.support.images.building import compress, digest
+from testbed.images.building import compress, digest
 
 CONTENT = os.urandom(3_000_000) + bytes(2_000_000) + b"end"
 COMPRESSIONS = ("none", "gzip", "members", "zstd", "frames")

@@ -23,8 +23,7 @@ from bootseer.prefetch.streams.fill import Fill
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from bootseer.transfer.policy import Policy
-from tests.support.full_disk import FullDisk
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     checksums_outside,
     drop_cache,
     index,
@@ -33,8 +32,9 @@ from tests.support.mounts.image_mounts import (
     skip_unless_fuse,
     sweep_everything,
 )
-from tests.support.servers.ranged import into
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
+from tests.support.full_disk import FullDisk
+from tests.support.ranged import into
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
 

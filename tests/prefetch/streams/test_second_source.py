@@ -11,15 +11,15 @@ from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.streams.second_source import second_source
 from bootseer.store import open_store
-from tests.support.images.building import Member, write_layout
-from tests.support.mounts.image_mounts import (
+from testbed.images.building import Member, write_layout
+from testbed.mounts.image_mounts import (
     checksums_outside,
     mounted,
     settings_at,
     skip_unless_fuse,
     sweep_everything,
 )
-from tests.support.servers.registry import Registry
+from testbed.servers.registry import Registry
 
 
 def test_only_names_of_registries_have_one(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, Unavaila
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.repairs import Came
 from bootseer.prefetch.streams.streams import BlobStreams
+from testbed.waiting import TIMEOUT_S, wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
-from tests.support.servers.ranged import into
-from tests.support.waiting import TIMEOUT_S, wait_for
+from tests.support.ranged import into
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
 

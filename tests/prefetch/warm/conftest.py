@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_for
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
 _MODULE_COUNT = 12
 

@@ -16,10 +16,10 @@ from bootseer.prefetch.warm.opens import InotifyWatch, directories
 from bootseer.prefetch.warm.record import Range, decode, encode
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
+from testbed.mounts.fuse_mount import check_python, mounted, require_root, short_options
+from testbed.mounts.slow_fs import SlowFileSystem
+from testbed.others import folder_of_others
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
-from tests.support.mounts.fuse_mount import check_python, mounted, require_root, short_options
-from tests.support.mounts.slow_fs import SlowFileSystem
-from tests.support.others import folder_of_others
 
 _NOBODY = 65534
 # What the package's data file makes: each of 128 pages lies by itself.

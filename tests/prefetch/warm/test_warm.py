@@ -16,10 +16,11 @@ from bootseer.linux.locks import lock_file
 from bootseer.prefetch.warm.record import Range, decode, encode, identity_of, key_of
 from bootseer.prefetch.warm.residency import cached_ranges
 from bootseer.prefetch.warm.state import node_paths
+from testbed.mounts.fuse_mount import mounted, short_options
+from testbed.mounts.slow_fs import SlowFileSystem
+from testbed.paths import REPOSITORY
 from tests.bootseer.cli.json_page import agree
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
-from tests.support.mounts.fuse_mount import mounted, short_options
-from tests.support.mounts.slow_fs import SlowFileSystem
 
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 
@@ -298,7 +299,7 @@ def test_one_of_a_nodes_ranks_warms(tree: Path, node: Node) -> None:
 
 def test_ready_ends_the_recording(tree: Path, node: Node) -> None:
     code = (
-        f"sys.path.append({str(Path(__file__).resolve().parents[3])!r}); import bootseer; "
+        f"sys.path.append({str(REPOSITORY)!r}); import bootseer; "
         f"bootseer.ready()\n{node.until('recorded')}import package.never"
     )
     assert node.warm_import(tree, code=IMPORT + "; " + code).out == "194"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 from tests.snapshots.support.driving import driven
-from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 
 
 @pytest.mark.parametrize(

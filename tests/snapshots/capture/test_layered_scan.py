@@ -22,8 +22,8 @@ from bootseer.snapshots.capture.diff import diff
 from bootseer.snapshots.capture.layered_scan import scan_after, scan_before
 from bootseer.snapshots.targets.scan import Scan, base_digest, scan
 from bootseer.snapshots.targets.upper_layer import Layers
-from tests.support.mounts.fuse_mount import require_root
-from tests.support.mounts.overlays import overlay as overlay_over
+from testbed.mounts.fuse_mount import require_root
+from testbed.mounts.overlays import overlay as overlay_over
 
 pytestmark = pytest.mark.root
 

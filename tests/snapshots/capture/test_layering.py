@@ -29,8 +29,8 @@ from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.snapshots.setup.fingerprint import Part
 from bootseer.snapshots.targets.scan import scan
 from bootseer.store import Store, open_store
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
-from tests.support.trees import describe, differences, make_zoo
 
 _ALWAYS = Rule(shared_bytes_min=0, shared_ratio_min=0, used_ratio_min=0)
 

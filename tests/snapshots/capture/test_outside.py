@@ -16,8 +16,8 @@ from bootseer.snapshots.catalogue.manifest import Outside
 from bootseer.snapshots.commands import restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
-from tests.support.waiting import wait_for
 
 
 def test_changes_outside_are_named_with_the_way_out(tmp_path: Path, make_node: MakeNode) -> None:

@@ -9,8 +9,8 @@ import pytest
 from bootseer.snapshots.capture import outside_layers
 from bootseer.snapshots.capture.outside_layers import OutsideLayers
 from bootseer.snapshots.targets.upper_layer import Layers
-from tests.support.mounts.fuse_mount import require_root
-from tests.support.mounts.overlays import overlay
+from testbed.mounts.fuse_mount import require_root
+from testbed.mounts.overlays import overlay
 
 pytestmark = pytest.mark.root
 

@@ -10,9 +10,9 @@ import pytest
 
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.trees import describe, differences
+from testbed.wheels import make_wheel
 from tests.snapshots.conftest import MakeNode
-from tests.support.trees import describe, differences
-from tests.support.wheels import make_wheel
 
 
 @pytest.fixture(scope="module")

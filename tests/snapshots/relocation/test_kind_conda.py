@@ -12,10 +12,10 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from testbed.conda_channel import BUILT_AT, make_environment, make_package
+from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.made_environments import holding, is_unwritten, pip, run
-from tests.support.conda_channel import BUILT_AT, make_environment, make_package
-from tests.support.trees import describe, differences
 
 pytestmark = pytest.mark.usefixtures("no_configuration")
 

@@ -14,6 +14,8 @@ from bootseer.errors import AlreadyExistsError, InvalidInputError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.trees import describe, differences
+from testbed.wheels import make_wheel
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.made_environments import (
     both_ways,
@@ -24,8 +26,6 @@ from tests.snapshots.support.made_environments import (
     run,
     tool,
 )
-from tests.support.trees import describe, differences
-from tests.support.wheels import make_wheel
 
 pytestmark = pytest.mark.usefixtures("no_configuration")
 

@@ -20,6 +20,7 @@ from bootseer.snapshots.relocation.records import (
     relocated_record,
     written,
 )
+from testbed.paths import REPOSITORY
 
 PREFIX = Prefix(b"/opt/env", b"/data/new")
 
@@ -243,7 +244,7 @@ def test_bytecode_of_changed_sources_goes() -> None:
 
 
 def test_killed_at_many_steps(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[3]
+    root = REPOSITORY
     driver = root / "tests/snapshots/support/relocate_crash_driver.py"
     done = subprocess.run(
         [sys.executable, str(driver), str(tmp_path), "20"],

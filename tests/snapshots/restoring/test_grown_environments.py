@@ -25,10 +25,10 @@ from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
+from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from testbed.mounts.snapshot_mounts import end_everything, wait_gone
+from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
-from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
-from tests.support.mounts.snapshot_mounts import end_everything, wait_gone
-from tests.support.trees import describe, differences
 
 
 def _request(top: Path) -> tuple[Request, Path]:

@@ -18,10 +18,10 @@ from bootseer.snapshots.restoring.linking.node_trees import NodeTrees, is_whole
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.crash_driver import DELTA, make_base
 from tests.snapshots.support.driving import driven
-from tests.support.trees import describe, differences, make_zoo
 
 _TIMEOUT_S = 60.0
 

@@ -20,6 +20,8 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.mounts.snapshot_mounts import wait_gone
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
     Job,
@@ -29,8 +31,6 @@ from tests.snapshots.support.mounted_jobs import (
     small,
     snapshot_run,
 )
-from tests.support.mounts.snapshot_mounts import wait_gone
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -15,8 +15,8 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.capture import capture
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
+from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 from tests.snapshots.conftest import MakeNode
-from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

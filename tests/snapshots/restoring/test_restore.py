@@ -24,8 +24,8 @@ from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
-from tests.support.trees import describe, differences, make_zoo
 
 
 def _blob(settings: Settings, key: str) -> Path:

@@ -18,7 +18,7 @@ from bootseer.snapshots.setup.inputs import collect_inputs
 from bootseer.snapshots.setup.place import Place
 from bootseer.snapshots.setup.reading.hints import Hints
 from bootseer.snapshots.setup.request import Request, resolve
-from tests.support.wheels import make_wheel
+from testbed.wheels import make_wheel
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)
 

@@ -15,10 +15,10 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.targets.lock import locked
 from bootseer.store import open_store
+from testbed.mounts.snapshot_mounts import WAIT_S
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import done_by, environment_of, snapshot_run
-from tests.support.mounts.snapshot_mounts import WAIT_S
-from tests.support.waiting import wait_for
 
 
 def _start(node: Settings, request: Request) -> "subprocess.Popen[str]":

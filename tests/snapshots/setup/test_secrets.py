@@ -15,7 +15,7 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.fingerprint import Part, command_part, secret_part, variable_parts
 from bootseer.snapshots.setup.request import Request, Resolved, resolve
 from tests.snapshots.conftest import MakeNode
-from tests.support.secret_commands import COMMANDS, SECRET, SECRETS
+from tests.snapshots.support.secret_commands import COMMANDS, SECRET, SECRETS
 
 ORDINARY = [
     "pip install -r requirements.txt torch==2.1",

@@ -25,8 +25,8 @@ from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
-from tests.support.mounts.snapshot_mounts import end_everything, wait_gone
-from tests.support.trees import describe, differences, make_zoo
+from testbed.mounts.snapshot_mounts import end_everything, wait_gone
+from testbed.trees import describe, differences, make_zoo
 
 _CHANGES: tuple[str, ...] = (
     "os.rename",

@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[3]
+from testbed.paths import REPOSITORY
 
 
 def driven(driver: str, scenario: str, top: Path, points: int) -> list[str]:
     """What a driver prints."""
     # Each run asks `python3` about itself: ours answers at once, a shim of pyenv's runs ten.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "PYTHONPATH": str(_ROOT), "PATH": path}
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": path}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(driver)), scenario, str(top), str(points)],
         env=environ,

@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import restore_snapshot
-from tests.support.trees import describe, differences
+from testbed.trees import describe, differences
 
 TOOLS = Path(sys.executable).parent
 

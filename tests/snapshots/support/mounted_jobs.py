@@ -12,8 +12,9 @@ from bootseer.served.covers import cover_at
 from bootseer.settings.config import Settings
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
-from tests.support.mounts.snapshot_mounts import WAIT_S
-from tests.support.waiting import wait_for
+from testbed.mounts.snapshot_mounts import WAIT_S
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 _JOB = """
 import json, sys
@@ -87,7 +88,7 @@ def done_by(command: list[str], environment: dict[str, str]) -> "subprocess.Comp
 def environment_of(node: Settings) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
+        "PYTHONPATH": str(REPOSITORY),
         "BOOTSEER_STORE": node.store_url,
         "BOOTSEER_CACHE_DIR": str(node.cache_dir),
         "BOOTSEER_RUN_DIR": str(node.run_dir),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bootseer.errors import AlreadyExistsError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.support.crash_driver import no_leftovers, points_of, run_in_child, settings_of
-from tests.support.trees import describe, differences, make_zoo
 
 
 def _make_environment(env: Path) -> None:

@@ -18,8 +18,8 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.support.crash_driver import no_leftovers, points_of, run_in_child, settings_of
-from tests.support.trees import describe, differences, make_zoo
 
 
 class _Node:

@@ -6,7 +6,7 @@ import pytest
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.targets.scan import base_digest, scan
 from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_scan
-from tests.support.trees import describe, make_zoo
+from testbed.trees import describe, make_zoo
 
 
 def test_a_scan_sees_every_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
-from tests.support.mounts.image_mounts import settings_at
+from testbed.mounts.image_mounts import settings_at
 
 
 class Node:

@@ -16,7 +16,7 @@ from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
-from tests.support.servers.ranged import into
+from tests.support.ranged import into
 
 INDEX = "sha256:" + "77" * 32
 SIZES = {"big": 3_000_000, "small": 700, "middle": 300_000}

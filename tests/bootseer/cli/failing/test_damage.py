@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
+from testbed.waiting import wait_for
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.failing.promises import CORRUPT, UNKNOWN, check, damage
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

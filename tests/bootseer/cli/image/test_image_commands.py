@@ -13,10 +13,10 @@ import pytest
 
 from bootseer.prefetch.index.catalogue import image_key
 from bootseer.store import TEST_NETWORK, open_store
-from tests.support.images.building import NASTY, Member, digest, tar_of, write_layout
+from testbed.images.building import NASTY, Member, digest, tar_of, write_layout
+from testbed.waiting import wait_for
 from tests.support.images.indexed import unsigned
 from tests.support.images.pulled import note_store
-from tests.support.waiting import wait_for
 
 RUN = {"Env": ["A=1"], "Cmd": ["python"]}
 

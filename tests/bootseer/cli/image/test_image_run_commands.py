@@ -15,7 +15,7 @@ from bootseer.cli.image.image_trace_commands import trace
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.image_mounts import (
     bootseer,
     checksums_outside,
     index,
@@ -24,7 +24,7 @@ from tests.support.mounts.image_mounts import (
     start_bootseer,
     sweep_everything,
 )
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 @pytest.fixture

@@ -32,16 +32,16 @@ from bootseer.served.folders import (
 )
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
-from tests.support.mounts.fuse_mount import clear_mount
-from tests.support.mounts.image_mounts import (
+from testbed.mounts.fuse_mount import clear_mount
+from testbed.mounts.image_mounts import (
     index,
     settings_at,
     skip_unless_fuse,
     skip_unless_root,
 )
-from tests.support.mounts.snapshot_mounts import end_everything
-from tests.support.others import folder_of_others
-from tests.support.waiting import wait_for
+from testbed.mounts.snapshot_mounts import end_everything
+from testbed.others import folder_of_others
+from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

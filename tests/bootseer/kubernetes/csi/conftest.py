@@ -24,14 +24,9 @@ from bootseer.linux.processes import start_time
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
-from tests.support.mounts.image_mounts import (
-    REPOSITORY,
-    TIMEOUT_S,
-    settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
-)
-from tests.support.waiting import wait_for
+from testbed.mounts.image_mounts import TIMEOUT_S, settings_at, skip_unless_fuse, skip_unless_root
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 CONTAINER = ["unshare", "--mount", "--propagation", "unchanged", "--"]
 _END_S = 10.0

@@ -16,11 +16,11 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux.processes import stat_fields
 from bootseer.served.background import SPAWNER
 from bootseer.store import open_store
+from testbed.cgroups import contained
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import CONTAINER, Kubelet, refused
 from tests.bootseer.kubernetes.test_spawner import running
-from tests.hdfs.cluster import MiniHdfs
-from tests.support.cgroups import contained
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from testbed.images.building import Member, write_layout
+from testbed.mounts.image_mounts import checksums_outside, drop_cache, index
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
-from tests.support.images.building import Member, write_layout
-from tests.support.mounts.image_mounts import checksums_outside, drop_cache, index
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

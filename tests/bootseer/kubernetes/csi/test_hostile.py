@@ -18,9 +18,9 @@ from bootseer.kubernetes.csi.attributes import (
 )
 from bootseer.kubernetes.csi.wire import IDENTITY
 from bootseer.kubernetes.pod_start import of_volume
+from testbed.mounts.image_mounts import TIMEOUT_S
+from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
-from tests.support.mounts.image_mounts import TIMEOUT_S
-from tests.support.waiting import wait_for
 
 _KEPT = {"kind": "checkpoint", "source": "hdfs://namenode:8020/checkpoints/team"}
 _ENVIRONMENT = {"kind": "environment", "environment": "torch"}

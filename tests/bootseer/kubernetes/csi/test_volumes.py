@@ -15,11 +15,11 @@ from bootseer.profile.stored import Stored
 from bootseer.served.status import entry_of, known_servers
 from bootseer.store import open_own_store
 from bootseer.timeline.recorder import Timeline
+from testbed.images.building import Member, write_layout
+from testbed.mounts.image_mounts import index
+from testbed.servers.registry import Registry
+from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
-from tests.support.images.building import Member, write_layout
-from tests.support.mounts.image_mounts import index
-from tests.support.servers.registry import Registry
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 

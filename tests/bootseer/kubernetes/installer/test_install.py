@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.containers.packages import Packages
-from bench.model import SkippedError
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnsupportedError
 from bootseer.kubernetes.installer import install as installer
 from bootseer.kubernetes.installer.block import without_block
 from bootseer.kubernetes.installer.daemon import Daemon
 from bootseer.kubernetes.installer.install import install, remove
-from tests.support.containers.containerd_node import programs
-from tests.support.mounts.fuse_mount import REPOSITORY, require_root
-from tests.support.waiting import wait_for
+from testbed.containers.containerd_node import programs
+from testbed.mounts.fuse_mount import require_root
+from testbed.packages import Packages
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 
 pytestmark = [pytest.mark.root]
 
@@ -118,10 +118,7 @@ class Machine:
 def folder_of(suite: str) -> Path:
     if suite == "this machine's":
         return programs()
-    try:
-        return Packages(REPOSITORY / ".venv/packages").unpacked(suite, "containerd") / "usr/bin"
-    except SkippedError as error:
-        pytest.skip(str(error))
+    return Packages(REPOSITORY / ".venv/packages").unpacked(suite, "containerd") / "usr/bin"
 
 
 @pytest.fixture

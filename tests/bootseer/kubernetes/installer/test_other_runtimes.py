@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
-from tests.support.mounts.fuse_mount import require_root
+from testbed.mounts.fuse_mount import require_root
 
 _SERVICE = "runtime.v1.RuntimeService"
 

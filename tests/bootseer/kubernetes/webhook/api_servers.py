@@ -19,11 +19,11 @@ import urllib3
 import yaml  # type: ignore[import-untyped]
 
 from bootseer.kubernetes.webhook.certificates import make_pair
+from testbed.containers.chart import MANIFESTS
+from testbed.kubernetes.programs import KEPT, cache_folder
+from testbed.servers.registry import free_port
+from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.webhook.json_patch import PatchError, applied
-from tests.clusters.kubernetes.bed.programs import KEPT, cache_folder
-from tests.support.containers.chart import MANIFESTS
-from tests.support.servers.registry import free_port
-from tests.support.waiting import wait_for
 
 NAMESPACE, NAME = "bootseer-system", "bootseer-webhook"
 SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{NAME}"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from testbed.paths import REPOSITORY
 from tests.bootseer.kubernetes.webhook.pod_objects import patched, planned
 from tests.bootseer.kubernetes.webhook.restricted import violations
-from tests.support.mounts.fuse_mount import REPOSITORY
 
 RECIPES = sorted((REPOSITORY / "docker/kubernetes/recipes").glob("*.yaml"))
 

@@ -15,7 +15,7 @@ from bootseer.errors import CorruptError
 from bootseer.kubernetes.webhook.certificates import Pair, make_pair
 from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
 from bootseer.kubernetes.webhook.server import WebhookServer
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 class _Running:

@@ -18,8 +18,8 @@ from bootseer.launch.caches.publishing import NOTHING_NEW, PUBLISHED
 from bootseer.launch.caches.records import IN_PLACE, MISS, RESTORED
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.store import open_own_store
+from testbed.paths import REPOSITORY
 from tests.bootseer.launch.caches.generations import Node, entry
-from tests.bootseer.launch.harness import REPOSITORY
 
 FIRST = {entry(0): "kernel 0", entry(1): "kernel 1"}
 

@@ -10,11 +10,11 @@ import pytest
 
 from bootseer.cli.node.status_commands import node_entries
 from bootseer.launch.caches.records import records
+from testbed.others import folder_of_others
+from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Completed, Node, attribute, node_at
 from tests.bootseer.launch.test_rootless import unprivileged
-from tests.support.others import folder_of_others
-from tests.support.waiting import wait_for
 
 COMPILES = """
 import os, sys, json

@@ -13,11 +13,12 @@ import pytest
 from bootseer.profile.files import list_starts
 from bootseer.profile.stored import Stored
 from bootseer.store import open_store
+from testbed import waiting
+from testbed.containers.containerd_images import shell_layer
+from testbed.images.building import Layout, tar_of
+from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import REPOSITORY, Node, attribute, node_at, wait_for
-from tests.support import waiting
-from tests.support.containers.containerd_images import shell_layer
-from tests.support.images.building import Layout, tar_of
+from tests.bootseer.launch.harness import Node, attribute, node_at, wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed.images.building import Layout, Member, tar_of
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Node, attribute, node_at
-from tests.support.images.building import Layout, Member, tar_of
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -19,10 +19,10 @@ from bootseer.fuse.striped.mounted.life.mount import (
 from bootseer.launch.slurm import job_of, tidy, wished_checkpoints
 from bootseer.served.folders import is_alive
 from bootseer.settings.config import Settings, load_config
-from tests.clusters.slurm.pages import block
-from tests.support.mounts.fuse_mount import clear_mount, require_fuse
-from tests.support.named_tests import REPOSITORY
-from tests.support.waiting import wait_for
+from testbed.mounts.fuse_mount import clear_mount, require_fuse
+from testbed.paths import REPOSITORY
+from testbed.slurm.pages import block
+from testbed.waiting import wait_for
 
 _root_only = pytest.mark.skipif(os.geteuid() != 0, reason="slurmd runs the script as root")
 SCRIPT = REPOSITORY / "docker/slurm/bootseer"

@@ -10,9 +10,9 @@ from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.timeline.otlp import WAITED_FOR, Stage
+from testbed.mounts.fuse_mount import require_root
+from testbed.waiting import wait_for
 from tests.bootseer.launch.harness import Node
-from tests.support.mounts.fuse_mount import require_root
-from tests.support.waiting import wait_for
 
 # Each node has the folder of the set-up for itself, under one name.
 _OWN_FOLDER = 'mount --bind "$0" "$1"; cd "$1"; shift; exec "$@"'

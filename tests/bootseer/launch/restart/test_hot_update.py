@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.wheels import make_wheel
 from tests.bootseer.launch.harness import Node, attribute
-from tests.support.mounts.fuse_mount import require_fuse, require_root
-from tests.support.wheels import make_wheel
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

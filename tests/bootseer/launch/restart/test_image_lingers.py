@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from bootseer.linux.processes import wait_readable
+from testbed.cgroups import memory_limit
+from testbed.images.building import Layout, Member, tar_of
+from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.waiting import wait_for as wait_until
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Node, attribute, wait_for
-from tests.support.cgroups import memory_limit
-from tests.support.images.building import Layout, Member, tar_of
-from tests.support.mounts.fuse_mount import require_fuse, require_root
-from tests.support.waiting import wait_for as wait_until
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from testbed.images.building import Layout, Member, digest, tar_of
+from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.servers.faulty_relay import FaultyRelay
+from testbed.servers.registry import Registry
+from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Node, attribute
-from tests.support.images.building import Layout, Member, digest, tar_of
-from tests.support.mounts.fuse_mount import require_fuse, require_root
-from tests.support.servers.faulty_relay import FaultyRelay
-from tests.support.servers.registry import Registry
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

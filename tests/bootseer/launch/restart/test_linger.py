@@ -12,9 +12,9 @@ import pytest
 
 from bootseer.linux.processes import wait_readable
 from bootseer.served.folders import LINGER, MountState, lock_new, new_mount_dir, write_state
+from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.waiting import wait_for as wait_until
 from tests.bootseer.launch.harness import Node, attribute, wait_for
-from tests.support.mounts.fuse_mount import require_fuse, require_root
-from tests.support.waiting import wait_for as wait_until
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

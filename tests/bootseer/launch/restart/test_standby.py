@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_fuse, require_root
 from tests.bootseer.launch.harness import Node, attribute
-from tests.support.mounts.fuse_mount import require_fuse, require_root
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Node, attribute
-from tests.support.mounts.fuse_mount import require_fuse, require_root
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

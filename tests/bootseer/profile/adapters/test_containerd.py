@@ -13,10 +13,10 @@ import pytest
 from bootseer.profile.adapters.containerd import parse_containerd
 from bootseer.profile.adapters.placing import Placement
 from bootseer.timeline.otlp import START, Stage, Value
+from testbed.containers.containerd_images import add_image, layers
+from testbed.images.building import Layout
+from testbed.waiting import wait_for
 from tests.bootseer.profile.adapters.conftest import Start, path_of
-from tests.support.containers.containerd_images import add_image, layers
-from tests.support.images.building import Layout
-from tests.support.waiting import wait_for
 
 _NS = 10**9
 _CONFIG = """

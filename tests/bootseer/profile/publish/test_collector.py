@@ -17,8 +17,8 @@ from bootseer.profile.publish.otlp_messages import encode_groups
 from bootseer.profile.publish.outgoing import Line, outgoing
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Value
+from testbed.servers.otlp_collector import MESSAGES, Collector, by_schema, running_collector
 from tests.bootseer.launch.harness import node_at
-from tests.support.servers.otlp_collector import MESSAGES, Collector, by_schema, running_collector
 
 _TOKEN = "very-secret-token"
 _SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

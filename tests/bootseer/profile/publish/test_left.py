@@ -11,8 +11,8 @@ import pytest
 from bootseer.profile.files import read_start
 from bootseer.profile.stored import Stored
 from bootseer.store import open_store
+from testbed.waiting import wait_for
 from tests.bootseer.launch.harness import Completed, Node, node_at
-from tests.support.waiting import wait_for
 
 _VARIABLES = {"BOOTSEER_PUBLISH_TIMELINES": "on", "SLURM_JOB_ID": "7"}
 _CODE = "import bootseer; bootseer.stage('late').end(); print('began', flush=True); input()"

@@ -18,11 +18,11 @@ from bootseer.prefetch.serve import prometheus as of_images
 from bootseer.prefetch.streams.fault_figures import FaultRecorder
 from bootseer.profile.publish.start_figures import render_start
 from bootseer.timeline.otlp import PROCESS, ROLE, Stage, Value
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 from tests.bootseer.launch.harness import node_at
 from tests.fuse.striped.support.mounting import checkpoints
 from tests.prefetch.serve.test_figures import figures_of
-from tests.support.named_tests import REPOSITORY
-from tests.support.waiting import wait_for
 
 _S = 10**9
 _MEMORY = {"limit_bytes": 1, "used_bytes": 0}

@@ -29,12 +29,12 @@ from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpa
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import Store, open_backend, open_store
 from bootseer.timeline import Timeline
+from testbed.mounts.image_mounts import settings_at
+from testbed.servers.s3 import s3_server
+from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import age, run_gc
 from tests.bootseer.launch.conftest import silent_url
 from tests.bootseer.launch.harness import node_at
-from tests.support.mounts.image_mounts import settings_at
-from tests.support.servers.s3 import s3_server
-from tests.support.waiting import wait_for
 
 __all__ = ["silent_url"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.profile.generate import Fault, Recipe, node_name
-from bench.profile.timelines import write_timelines
 from bootseer.profile.files import TOGETHER_BYTES_MAX, Folder, find_start
 from bootseer.timeline.otlp import Stage, Value, encode_end
+from testbed.starts.generate import Fault, Recipe, node_name
+from testbed.starts.timelines import write_timelines
 
 _EVIL = "\x1b]0;owned\x07\x1b[2J</script><script>document.title='owned'</script>\u202e"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.profile.generate import Recipe, some_faults
-from bench.profile.timelines import write_timelines
 from bootseer.profile.files import Folder, find_start
+from testbed.starts.generate import Recipe, some_faults
+from testbed.starts.timelines import write_timelines
 
 _READ = """
 import os, pathlib, sys

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.cli.node.status_commands import node_entries
+from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import Node
-from tests.support.waiting import wait_for
 
 STEPS = ("at once", "a guard is there", "the program runs")
 # Says its number, and what it is told.

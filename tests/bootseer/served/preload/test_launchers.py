@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import places
-from tests.support.waiting import wait_for
 
 # As torch has it, as far as it is looked at.
 RUN = """

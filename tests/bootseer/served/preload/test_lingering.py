@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import places
-from tests.support.waiting import wait_for
 
 TRAIN = """
 import sys

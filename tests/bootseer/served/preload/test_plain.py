@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 TRAIN = """
 import os, sys

@@ -10,7 +10,7 @@ import pytest
 
 from bootseer.linux.processes import wait_ended
 from bootseer.served.supervision.heartbeat import LOOK_S, Heartbeat, silence_for
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
 
 
 @contextlib.contextmanager

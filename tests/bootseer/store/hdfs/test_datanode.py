@@ -17,8 +17,8 @@ from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import StoredBlock
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock
 from bootseer.transfer.attempt import Attempt
-from tests.support.bounded import run_bounded
-from tests.support.servers.answering import answering
+from testbed.bounded import run_bounded
+from testbed.servers.answering import answering
 
 KIB = 1024
 BLOCK = 1024 * KIB

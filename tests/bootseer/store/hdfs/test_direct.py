@@ -18,8 +18,8 @@ from bootseer.store.hdfs.direct.checksums import crc32c
 from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.protobuf import Message, delimited, take_delimited
 from bootseer.store.hdfs.writer import HdfsWriter
-from tests.support.servers import protobuf as pb
-from tests.support.waiting import wait_for
+from testbed.waiting import wait_for
+from tests.bootseer.store.hdfs import protobuf as pb
 
 KIB = 1024
 BLOCK = 1024 * KIB

@@ -12,7 +12,7 @@ from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store.hdfs.direct.direct_writer import DirectFile, Placed
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock, LocatedBlock
-from tests.support.servers.answering import answering
+from testbed.servers.answering import answering
 
 # BlockOpResponseProto: success; PipelineAckProto: packet, reply.
 _LOCATED = LocatedBlock(ExtendedBlock("pool", 7, 1), 0, False, b"")

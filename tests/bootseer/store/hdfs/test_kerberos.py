@@ -30,12 +30,12 @@ from bootseer.store.hdfs import reader as hdfs_reader
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.errors import translate
 from bootseer.transfer.attempt import Attempt
-from tests.hdfs.classpath import CannotAssembleError
-from tests.hdfs.java_client import java_client_environment
-from tests.hdfs.kdc import NoKdcError
-from tests.hdfs.secure import SecureHdfs
-from tests.support.mounts.fuse_mount import require_fuse
-from tests.support.waiting import wait_for
+from testbed.hdfs.java_client import java_client_environment
+from testbed.hdfs.kdc import NoKdcError
+from testbed.hdfs.secure import SecureHdfs
+from testbed.mounts.fuse_mount import require_fuse
+from testbed.needs import MissingError
+from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.hdfs
 
@@ -46,7 +46,7 @@ DATA = os.urandom(3 << 20)
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureHdfs]:
     try:
         cluster = SecureHdfs(tmp_path_factory.mktemp("secure"))
-    except (NoKdcError, CannotAssembleError) as error:
+    except (NoKdcError, MissingError) as error:
         pytest.skip(f"no HDFS with Kerberos here: {error}")
     with cluster:
         yield cluster

@@ -15,7 +15,7 @@ from bootseer.store.hdfs.rpc.protobuf import (
     take_delimited,
     zigzag,
 )
-from tests.support.servers import protobuf as pb
+from tests.bootseer.store.hdfs import protobuf as pb
 
 
 class Inner(Message, frozen=True):

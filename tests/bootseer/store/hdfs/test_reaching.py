@@ -11,8 +11,8 @@ import pytest
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store import open_backend
 from bootseer.store.hdfs.rpc.name_node import await_reachable
-from tests.hdfs.pair import NAME, pair_configuration, write_configuration
-from tests.support.waiting import wait_for
+from testbed.hdfs.pair import NAME, pair_configuration, write_configuration
+from testbed.waiting import wait_for
 
 
 def _unused_port() -> int:

@@ -14,10 +14,10 @@ from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.rpc.calls import Failover
 from bootseer.transfer.attempt import Attempt
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.name_node_relay import NameNodeRelay
+from testbed.hdfs.pair import NAME, pair_configuration, write_configuration
 from tests.bootseer.store.using import put
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.name_node_relay import NameNodeRelay
-from tests.hdfs.pair import NAME, pair_configuration, write_configuration
 
 
 @pytest.fixture

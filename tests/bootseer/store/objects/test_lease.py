@@ -14,8 +14,8 @@ from bootseer.errors import BusyError, InvalidInputError
 from bootseer.store import Lease, LeaseWatch, Store, open_store
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease
+from testbed.waiting import wait_for
 from tests.bootseer.store.using import race
-from tests.support.waiting import wait_for
 
 
 @pytest.fixture

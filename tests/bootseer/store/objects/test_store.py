@@ -22,9 +22,9 @@ from bootseer.errors import (
 from bootseer.linux.removal import remove_tree
 from bootseer.store import Store, open_store
 from bootseer.store.local.backend import LocalBackend
+from testbed.trees import nest
+from testbed.waiting import wait_for
 from tests.bootseer.store.using import race
-from tests.support.trees import nest
-from tests.support.waiting import wait_for
 
 
 def left_behind(store: Store) -> list[str]:

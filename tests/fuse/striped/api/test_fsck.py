@@ -19,11 +19,11 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
 from bootseer.store.hdfs.open_files import is_being_written
 from bootseer.store.local.backend import LocalBackend
+from testbed.trees import nest
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend
 from tests.fuse.striped.support.harness import UNIT, storage_on
 from tests.fuse.striped.support.stored import DATA, garbage_of, load, part_of, save
-from tests.support.trees import nest
-from tests.support.waiting import wait_for
 
 
 def verified(storage: StripedStorage, path: str) -> list[tuple[str, int, int, str]]:

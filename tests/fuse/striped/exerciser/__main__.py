@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.running import running
 from tests.conftest import reset_signals
 from tests.fuse.striped.exerciser.driver import (
     LENGTH,
@@ -20,8 +22,6 @@ from tests.fuse.striped.exerciser.driver import (
     shrink,
 )
 from tests.fuse.striped.exerciser.operations import WEIGHTS
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.running import running
 
 
 @contextlib.contextmanager

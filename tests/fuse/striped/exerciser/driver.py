@@ -28,6 +28,7 @@ from bootseer.linux.processes import wait_ended
 from bootseer.served.status import find_known
 from bootseer.store import open_backend
 from testbed.needs import linux_version
+from testbed.waiting import wait_for
 from tests.fuse.striped.exerciser import worker
 from tests.fuse.striped.exerciser.model import (
     Answer,
@@ -39,7 +40,6 @@ from tests.fuse.striped.exerciser.model import (
 from tests.fuse.striped.exerciser.operations import THEMES, Chooser
 from tests.fuse.striped.support.harness import storage_on
 from tests.fuse.striped.support.mounting import checkpoints
-from tests.support.waiting import wait_for
 
 UNIT_BYTES = 64 * 2**10
 """Files of more than this are striped: small, so that a sequence takes little time."""

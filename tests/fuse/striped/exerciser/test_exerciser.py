@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import require_fuse
 from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_random, shrink
-from tests.support.mounts.fuse_mount import require_fuse
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
 _SEQUENCES = {"file": 16, "hdfs": 5}

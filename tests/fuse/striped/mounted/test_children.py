@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints, end
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.fuse
 

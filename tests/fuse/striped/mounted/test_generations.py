@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
+from testbed.mounts.fuse_mount import require_fuse, run, sweep
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints
-from tests.support.mounts.fuse_mount import require_fuse, run, sweep
 
 pytestmark = pytest.mark.fuse
 

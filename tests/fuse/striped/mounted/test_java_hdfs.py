@@ -9,9 +9,9 @@ from bootseer.errors import UnsupportedError
 from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.java_client import java_client_environment
 from tests.fuse.striped.support.mounting import checkpoints, settings_in, shell
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.java_client import java_client_environment
 
 pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
 

@@ -7,8 +7,8 @@ import pytest
 
 from bootseer.errors import NotFoundError
 from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
+from testbed.mounts.fuse_mount import check_python
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, settings_in, shell
-from tests.support.mounts.fuse_mount import check_python
 
 pytestmark = pytest.mark.fuse
 

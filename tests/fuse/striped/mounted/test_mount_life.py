@@ -22,11 +22,11 @@ from bootseer.linux.processes import start_time
 from bootseer.served.folders import mounts_dir
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
+from testbed.mounts.fuse_mount import check_python, mounted, run
+from testbed.waiting import wait_for, wait_until_it_asks
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
-from tests.support.mounts.fuse_mount import check_python, mounted, run
-from tests.support.waiting import wait_for, wait_until_it_asks
 
 pytestmark = pytest.mark.fuse
 

@@ -16,9 +16,10 @@ import yaml  # type: ignore[import-untyped]
 
 from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
+from testbed.mounts.fuse_mount import require_root, run
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.mounting import settings_in
-from tests.support.mounts.fuse_mount import REPOSITORY, require_root, run
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -10,7 +10,8 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.mounted.life.mount_options import parse_options
-from tests.support.mounts.fuse_mount import REPOSITORY, require_root, run
+from testbed.mounts.fuse_mount import require_root, run
+from testbed.paths import REPOSITORY
 
 DOCKER = REPOSITORY / "docker"
 

@@ -10,9 +10,9 @@ import pytest
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
 from bootseer.served.control import ask
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.mounts.fuse_mount import check_python, run
 from tests.fuse.striped.support.mounting import checkpoints, shell
-from tests.hdfs.cluster import MiniHdfs
-from tests.support.mounts.fuse_mount import check_python, run
 
 pytestmark = pytest.mark.fuse
 

@@ -10,9 +10,9 @@ import pytest
 
 from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
+from testbed.mounts.fuse_mount import run
 from testbed.needs import require
 from tests.fuse.striped.support.mounting import MIB, checkpoints
-from tests.support.mounts.fuse_mount import run
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

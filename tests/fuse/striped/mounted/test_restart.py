@@ -14,9 +14,9 @@ from bootseer.errors import BusyError, CorruptError, NotFoundError
 from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
+from testbed.mounts.fuse_mount import run
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.mounting import checkpoints, end, shell
-from tests.support.mounts.fuse_mount import run
-from tests.support.waiting import wait_for
 
 BIG = 20_000_000
 

@@ -11,11 +11,11 @@ import pytest
 
 from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.store import open_store
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.name_node_relay import NameNodeRelay
+from testbed.hdfs.pair import NAME, PairedHdfs, pair_configuration, write_configuration
+from testbed.hdfs.running import running
 from tests.fuse.striped.support.mounting import checkpoints, end, settings_in, shell
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.name_node_relay import NameNodeRelay
-from tests.hdfs.pair import NAME, PairedHdfs, pair_configuration, write_configuration
-from tests.hdfs.running import running
 
 BIG = 12_345_678
 

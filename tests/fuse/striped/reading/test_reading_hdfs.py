@@ -13,7 +13,7 @@ from bootseer.fuse.striped.api.copy import copy_in
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store import open_backend
-from tests.hdfs.cluster import MiniHdfs
+from testbed.hdfs.cluster import MiniHdfs
 
 pytestmark = pytest.mark.hdfs
 

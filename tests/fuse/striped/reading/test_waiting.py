@@ -15,9 +15,9 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store.local.backend import LocalBackend
 from bootseer.transfer.attempt import Attempt
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
-from tests.support.waiting import wait_for
 
 UNIT = 4 << 20
 _ALL_S = 120.0

@@ -17,7 +17,7 @@ from bootseer.fuse.striped.mounted.life.mount import (
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import read_state
 from bootseer.settings.config import Settings, load_config
-from tests.support.mounts.fuse_mount import clear_mount, run
+from testbed.mounts.fuse_mount import clear_mount, run
 
 MIB = 2**20
 BIG = 40 * MIB + 12_345

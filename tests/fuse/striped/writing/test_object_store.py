@@ -16,12 +16,12 @@ from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store import Backend, open_backend
+from testbed.servers.s3 import s3_server
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.fsspec_access import OPTIONS, exercise
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.support.mounting import checkpoints, shell
-from tests.support.servers.s3 import s3_server
-from tests.support.waiting import wait_for
 
 DATA = random.Random(8).randbytes(20 * UNIT + 77)
 OTHER = random.Random(9).randbytes(17 * UNIT + 5)

@@ -19,8 +19,8 @@ from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
-from tests.hdfs.cluster import MiniHdfs
-from tests.support.waiting import wait_for
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.waiting import wait_for
 
 MIB = 2**20
 

@@ -16,8 +16,8 @@ from bootseer.fuse.striped.writing.plain_body import RUN_UNITS
 from bootseer.store import Backend, open_backend
 from bootseer.store.abilities import joiner
 from bootseer.store.hdfs.rpc.name_node import FoundNameNode
+from testbed.hdfs.cluster import MiniHdfs
 from tests.fuse.striped.support.harness import CALLER, Driver, refused_with, storage_on
-from tests.hdfs.cluster import MiniHdfs
 
 # HDFS takes no blocks of less than 64 KiB here.
 UNIT = 64 * 2**10

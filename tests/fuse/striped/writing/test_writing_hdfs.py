@@ -14,8 +14,8 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store import open_backend
-from tests.hdfs.cluster import MiniHdfs
-from tests.hdfs.running import running
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.running import running
 
 pytestmark = pytest.mark.hdfs
 MIB = 2**20

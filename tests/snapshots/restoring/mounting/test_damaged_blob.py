@@ -14,11 +14,11 @@ from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.mounts.image_mounts import outside
+from testbed.mounts.snapshot_mounts import wait_gone
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import Job
-from tests.support.mounts.image_mounts import outside
-from tests.support.mounts.snapshot_mounts import wait_gone
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -13,10 +13,10 @@ from bootseer.served.folders import live_mounts, log_path
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from tests.bootseer.cli.conftest import REPOSITORY
+from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from testbed.mounts.snapshot_mounts import end_everything
+from testbed.paths import REPOSITORY
 from tests.snapshots.conftest import MakeNode
-from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
-from tests.support.mounts.snapshot_mounts import end_everything
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -18,12 +18,12 @@ from bootseer.snapshots.restoring.mounting.early_server import early_server
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.mounts.image_mounts import outside
+from testbed.mounts.snapshot_mounts import wait_gone
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.crash_driver import DELTA, make_base
 from tests.snapshots.support.mounted_jobs import captured, runs, small
-from tests.support.mounts.image_mounts import outside
-from tests.support.mounts.snapshot_mounts import wait_gone
-from tests.support.trees import describe, differences, make_zoo
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

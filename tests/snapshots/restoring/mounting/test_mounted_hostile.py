@@ -17,10 +17,10 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Stored
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
+from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from testbed.mounts.snapshot_mounts import end_everything
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
-from tests.support.mounts.image_mounts import skip_unless_fuse, skip_unless_root
-from tests.support.mounts.snapshot_mounts import end_everything
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

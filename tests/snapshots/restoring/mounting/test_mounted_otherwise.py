@@ -14,6 +14,7 @@ from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
+from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
     captured,
@@ -23,7 +24,6 @@ from tests.snapshots.support.mounted_jobs import (
     small,
     snapshot_run,
 )
-from tests.support.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -13,10 +13,10 @@ from bootseer.served.cover_users import add_user, leave
 from bootseer.served.covers import covers, parse_covers
 from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings
+from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import environment_of
-from tests.support.mounts.snapshot_mounts import WAIT_S, wait_gone
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -24,6 +24,9 @@ from bootseer.snapshots.restoring.linking.node_trees import can_reflink
 from bootseer.snapshots.restoring.mounting import mounted
 from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_snapshot
 from bootseer.snapshots.run import SetupResult, run_setup
+from testbed.mounts.image_mounts import outside
+from testbed.mounts.snapshot_mounts import servers, wait_gone
+from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
     Job,
@@ -35,9 +38,6 @@ from tests.snapshots.support.mounted_jobs import (
     snapshot_run,
     wait_uncovered,
 )
-from tests.support.mounts.image_mounts import outside
-from tests.support.mounts.snapshot_mounts import servers, wait_gone
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
+from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import captured, small
-from tests.support.mounts.snapshot_mounts import WAIT_S, wait_gone
 
 pytestmark = [pytest.mark.fuse, pytest.mark.root]
 

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import read, say, write
+from testbed.mounts.scenario import read, say, write
 
 write("a", b"one")
 first, second = (os.open("a", os.O_WRONLY | os.O_APPEND) for _ in range(2))

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import attempt, say
+from testbed.mounts.scenario import attempt, say
 
 fd = os.open("a", os.O_RDWR | os.O_CREAT)
 os.pwrite(fd, b"x", 1 << 20)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tests.support.mounts.scenario import read, say, show
+from testbed.mounts.scenario import read, say, show
 
 block = os.urandom(1 << 20)
 with Path("a").open("wb") as f:

@@ -3,7 +3,7 @@
 import os
 import threading
 
-from tests.support.mounts.scenario import read, say, write
+from testbed.mounts.scenario import read, say, write
 
 
 def work(n: int) -> None:

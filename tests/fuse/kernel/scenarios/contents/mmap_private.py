@@ -3,7 +3,7 @@
 import mmap
 import os
 
-from tests.support.mounts.scenario import say, write
+from testbed.mounts.scenario import say, write
 
 write("a", b"abc" * 50000)
 fd = os.open("a", os.O_RDONLY)

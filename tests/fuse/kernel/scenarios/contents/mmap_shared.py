@@ -3,7 +3,7 @@
 import mmap
 import os
 
-from tests.support.mounts.scenario import read, say, write
+from testbed.mounts.scenario import read, say, write
 
 write("a", bytes(100000))
 fd = os.open("a", os.O_RDWR)

@@ -3,7 +3,7 @@
 import os
 import random
 
-from tests.support.mounts.scenario import read, say
+from testbed.mounts.scenario import read, say
 
 r = random.Random(1)
 model = bytearray(300000)

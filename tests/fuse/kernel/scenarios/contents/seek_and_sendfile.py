@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import read, say, write
+from testbed.mounts.scenario import read, say, write
 
 write("a", os.urandom(200000))
 a, b = os.open("a", os.O_RDONLY), os.open("b", os.O_WRONLY | os.O_CREAT)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tests.support.mounts.scenario import read, say, write
+from testbed.mounts.scenario import read, say, write
 
 write("a", b"x" * 10000)
 os.truncate("a", 5000)

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import say
+from testbed.mounts.scenario import say
 
 fd = os.open("a", os.O_RDWR | os.O_CREAT)
 os.write(fd, b"ghost")

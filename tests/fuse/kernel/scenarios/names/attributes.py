@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import attempt, say, show, write
+from testbed.mounts.scenario import attempt, say, show, write
 
 write("a", b"a")
 os.chmod("a", 0o4751)

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import attempt, read, say, show, write
+from testbed.mounts.scenario import attempt, read, say, show, write
 
 write("a", b"hello")
 show("a")

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import attempt, say, write
+from testbed.mounts.scenario import attempt, say, write
 
 for n in range(300):
     write(f"{n:03}", b"")

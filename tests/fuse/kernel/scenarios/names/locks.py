@@ -3,7 +3,7 @@
 import fcntl
 import os
 
-from tests.support.mounts.scenario import attempt, say, write
+from testbed.mounts.scenario import attempt, say, write
 
 write("a", b"")
 a = os.open("a", os.O_WRONLY)

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import attempt, read, say, write
+from testbed.mounts.scenario import attempt, read, say, write
 
 for name in (b"x" * 255, b"\xff\xfe", "\u00fc \n%".encode(), b"-rf"):
     write(name, name)

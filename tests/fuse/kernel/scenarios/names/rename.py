@@ -4,7 +4,7 @@ import ctypes
 import os
 from errno import errorcode
 
-from tests.support.mounts.scenario import attempt, read, say, show, write
+from testbed.mounts.scenario import attempt, read, say, show, write
 
 RENAME = ctypes.CDLL(None, use_errno=True).renameat2
 

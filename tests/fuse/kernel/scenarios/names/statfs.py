@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import say
+from testbed.mounts.scenario import say
 
 s = os.statvfs(".")
 say(s.f_namemax, s.f_frsize, s.f_blocks)

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.mounts.scenario import attempt, say, write
+from testbed.mounts.scenario import attempt, say, write
 
 write("a", b"")
 say(os.listxattr("a"))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import check_python
+from testbed.paths import REPOSITORY
 from tests.fuse.striped.support.mounting import checkpoints, shell
-from tests.support.mounts.fuse_mount import check_python
 
 pytestmark = pytest.mark.fuse
 
-REPOSITORY = Path(__file__).resolve().parents[5]
 
 PREPARE = """
 mkdir {d}/dir {d}/dir/sub {d}/full {d}/full/sub {d}/other

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.mounts.fuse_mount import check_python, run
 from tests.fuse.striped.support.mounting import checkpoints
-from tests.support.mounts.fuse_mount import check_python, run
 
 pytestmark = pytest.mark.fuse
 

@@ -15,9 +15,10 @@ from bootseer.fuse.striped.mounted.operations.nodes import Node
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
-from tests.support.named_tests import REPOSITORY, check_promises
-from tests.support.waiting import wait_for
+from tests.support.named_tests import check_promises
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)

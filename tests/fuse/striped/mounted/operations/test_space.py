@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from bootseer.store import open_backend
-from tests.hdfs.quota import set_space_quota
+from tests.bootseer.store.hdfs.quota import set_space_quota
 
 
 @pytest.mark.hdfs

@@ -1,0 +1,1 @@
+"""containerd, CRI, Helm and node images, for tests and benchmarks."""

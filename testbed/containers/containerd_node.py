@@ -1,0 +1,408 @@
+"""A node for tests: a real containerd of its own, with the snapshotter, in folders of its own.
+
+`Node` starts `bootseer snapshotter` and containerd, and speaks to them as their clients do: `ctr`,
+and CRI over gRPC, as a kubelet does. Whatever happens, `close` leaves no process and no mount.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from msgspec.structs import replace
+
+from bootseer.base.closing import Closing
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
+from bootseer.served.control import ask
+from bootseer.served.folders import live_mounts
+from bootseer.settings.config import Settings
+from testbed.containers.containerd_config import containerd_config
+from testbed.containers.cri import call_cri, container_config, pod_config
+from testbed.mounts.image_mounts import (
+    TIMEOUT_S,
+    Completed,
+    settings_at,
+    skip_unless_fuse,
+    skip_unless_root,
+)
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for
+
+BIN_VARIABLE = "BOOTSEER_TEST_CONTAINERD"
+"""A folder with the `containerd`, `ctr` and shim of another version to test with."""
+
+
+def programs() -> Path:
+    """The folder with containerd; skips where there is none."""
+    named = os.environ.get(BIN_VARIABLE)
+    found = named or shutil.which("containerd")
+    if found is None:
+        raise MissingError("containerd is not installed")
+    return Path(found) if named else Path(found).parent
+
+
+class Node(Closing):
+    """A machine with the snapshotter, and with containerd unless told otherwise, until closed."""
+
+    def __init__(
+        self,
+        *,
+        with_containerd: bool = True,
+        linger_s: float = 0.0,
+        root: Path | None = None,
+        runtime_class: bool = False,
+        pause_image: str = "",
+        **changes: Any,
+    ) -> None:
+        skip_unless_root()
+        skip_unless_fuse()
+        self._bin = programs() if with_containerd else Path("/usr/bin")
+        # A socket's path must be short.
+        self.base = Path(tempfile.mkdtemp(prefix="node-"))
+        changes = {"deadline_s": 5.0, "auto_index": False, **changes}
+        self.settings: Settings = replace(settings_at(self.base), **changes)
+        self.root = root or self.base / "snapshotter"
+        self._linger_s = linger_s
+        self._runtime_class = runtime_class
+        self._pause_image = pause_image
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environment = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
+        for name in ("cache", "cni"):
+            (self.base / name).mkdir()
+        try:
+            self.snapshotter = self.start_snapshotter()
+            if with_containerd:
+                self.containerd = self.start_containerd()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- processes ----------------------------------------------------------------------------
+
+    def start_snapshotter(self) -> "subprocess.Popen[bytes]":
+        """Start it, and wait until it serves."""
+        flags = ["--store", self.settings.store_url, "--cache-dir", self.settings.cache_dir]
+        flags += ["--run-dir", self.settings.run_dir, "--workload", self.settings.workload]
+        flags += ["--timeline-dir", self.settings.timeline_dir]
+        options = ["--address", self.base / "snapshotter.sock", "--root", self.root]
+        options += ["--linger", self._linger_s]
+        options += ["--content", self.base / "root/io.containerd.content.v1.content"]
+        options += ["--containerd", self.base / "containerd.sock"]
+        with (self.base / "snapshotter.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bootseer", "-v"]
+                + [str(argument) for argument in [*flags, "snapshotter", *options]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+                env={
+                    **os.environ,
+                    "BOOTSEER_DEADLINE": str(self.settings.deadline_s),
+                    "BOOTSEER_AUTO_INDEX": "on" if self.settings.auto_index else "off",
+                    "BOOTSEER_PUBLISH_TIMELINES": "on",
+                },
+            )
+        self._processes.append(process)
+        self._wait(process, lambda: self.snapshots_answered(), "snapshotter.log")
+        return process
+
+    def start_containerd(self) -> "subprocess.Popen[bytes]":
+        """Start it, and wait until CRI answers."""
+        version = 3 if self.is_version("2") else 2
+        config = containerd_config(
+            self.base, version, runtime_class=self._runtime_class, pause_image=self._pause_image
+        )
+        (self.base / "config.toml").write_text(config)
+        with (self.base / "containerd.log").open("ab") as log:
+            process = subprocess.Popen(
+                ["containerd", "--config", self.base / "config.toml"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+            )
+        self._processes.append(process)
+        self._wait(process, lambda: self._cri_answers(), "containerd.log")
+        return process
+
+    def is_version(self, prefix: str) -> bool:
+        """Whether containerd's version begins with this, as "2" or "1.6"."""
+        command = [str(self._bin / "containerd"), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        return re.search(rf"\bv?{re.escape(prefix)}\.", done.stdout) is not None
+
+    def _wait(self, process: "subprocess.Popen[bytes]", ready: Any, log: str) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"it does not start: {(self.base / log).read_text()}")
+            time.sleep(0.02)
+
+    def stop(self, process: "subprocess.Popen[bytes]", sign: int = signal.SIGTERM) -> None:
+        """Signal the process, and wait for its end."""
+        process.send_signal(sign)
+        process.wait(TIMEOUT_S)
+        self._processes.remove(process)
+
+    def log(self) -> str:
+        """What the snapshotter has said."""
+        return (self.base / "snapshotter.log").read_text()
+
+    # ---- the snapshotter, as containerd calls it ----------------------------------------------
+
+    def call(self, method: str, /, **fields: Any) -> Any:
+        """One call of the snapshots service. Raises: grpc.RpcError."""
+        request, response = METHODS[method]
+        with grpc.insecure_channel(f"unix:{self.base}/snapshotter.sock") as channel:
+            make = channel.unary_stream if method == "List" else channel.unary_unary
+            caller = make(
+                f"/{SERVICE}/{method}",
+                request_serializer=MESSAGES[request].SerializeToString,
+                response_deserializer=MESSAGES[response].FromString,
+            )
+            answer = caller(MESSAGES[request](**fields), timeout=TIMEOUT_S)
+            if method == "List":
+                return [info for part in answer for info in part.info]
+            return answer
+
+    def refused(self, method: str, /, **fields: Any) -> Any:
+        """The status code of a call that must fail."""
+        try:
+            self.call(method, **fields)
+        except grpc.RpcError as error:
+            return error.code()
+        raise AssertionError(f"{method} was not refused")
+
+    def snapshots_answered(self) -> bool:
+        """Whether the snapshotter answers."""
+        try:
+            self.call("List")
+        except grpc.RpcError:
+            return False
+        return True
+
+    # ---- containerd's clients -----------------------------------------------------------------
+
+    def ctr(self, *arguments: object, check: bool = True) -> Completed:
+        """`ctr` in the namespace of CRI."""
+        done = self.start_ctr(*arguments)
+        try:
+            out, err = done.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            done.kill()
+            raise AssertionError(f"ctr {arguments} did not end") from None
+        if check:
+            assert done.returncode == 0, f"{arguments}: {err}\n{self.log()}\n{self.image_logs()}"
+        return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+    def start_ctr(self, *arguments: object) -> "subprocess.Popen[str]":
+        """`ctr`, started."""
+        return subprocess.Popen(
+            ["ctr", "--address", str(self.base / "containerd.sock"), "--namespace", "k8s.io"]
+            + [str(argument) for argument in arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        )
+
+    def run(self, reference: str, name: str, *command: object, options: Sequence[str] = ()) -> str:
+        """What a container prints.
+
+        Its shim writes that into a file: `ctr` has lost the end of an output on a busy machine.
+        """
+        printed = self.base / f"printed-{name}"
+        flags = ["run", "--rm", "--snapshotter", "bootseer", "--log-uri", f"file://{printed}"]
+        self.ctr(*flags, *options, reference, name, *command)
+        return printed.read_text()
+
+    def run_succeeds(self, reference: str, name: str, *command: object) -> bool:
+        """Whether a container could be run: containerd waits before it tries a socket again."""
+        flags = ["run", "--rm", "--snapshotter", "bootseer", reference, name, *command]
+        done = self.ctr(*flags, check=False)
+        if done.returncode:
+            self.ctr("container", "rm", name, check=False)
+        return done.returncode == 0
+
+    def start(self, reference: str, name: str, *command: object) -> None:
+        """A container in the background."""
+        self.ctr("run", "--detach", "--snapshotter", "bootseer", reference, name, *command)
+
+    def execute(self, name: str, *command: object, check: bool = True) -> Completed:
+        """A command in a running container."""
+        identity = f"exec-{time.monotonic_ns()}"
+        return self.ctr("task", "exec", "--exec-id", identity, name, *command, check=check)
+
+    def remove(self, name: str) -> None:
+        """End and remove a container."""
+        # Where its image is gone, its process may be, too.
+        self.ctr("task", "kill", "--signal", "SIGKILL", name, check=False)
+        wait_for(lambda: self.ctr("task", "rm", name, check=False).returncode == 0)
+        self.ctr("container", "rm", name)
+
+    def collect_garbage(self) -> None:
+        """Have containerd remove what no container or image uses. It begins to do so by itself
+        after each removal; what it could not remove then it leaves to the next time."""
+        lease = self.ctr("leases", "create").stdout.strip()
+        self.ctr("leases", "delete", "--sync", lease)
+
+    def cri(self, method: str, /, **fields: Any) -> Any:
+        """One call of CRI. Raises: grpc.RpcError."""
+        return call_cri(self.base / "containerd.sock", method, **fields)
+
+    def pull(self, reference: str, annotations: Mapping[str, str] | None = None) -> None:
+        """Pull as a kubelet does for a pod with these annotations, over plain HTTP."""
+        self.pull_at_once(reference, 1, annotations)
+
+    def pull_at_once(
+        self, reference: str, count: int, annotations: Mapping[str, str] | None = None
+    ) -> None:
+        """Pull several times, at the same time."""
+        host = reference.partition("/")[0]
+        folder = self.base / "certs.d" / host
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts.toml").write_text(f'server = "http://{host}"\n[host."http://{host}"]\n')
+        with ThreadPoolExecutor(count) as pool:
+            pod = pod_config("", annotations)
+            fields = {"image": {"image": reference}, "sandbox_config": pod}
+            pulls = [pool.submit(self.cri, "PullImage", **fields) for _ in range(count)]
+            for future in pulls:
+                future.result(TIMEOUT_S)
+
+    def can_pull(self, reference: str, annotations: Mapping[str, str]) -> bool:
+        """Whether a pull succeeds."""
+        try:
+            self.pull(reference, annotations)
+        except grpc.RpcError:
+            return False
+        return True
+
+    def run_pod(
+        self,
+        name: str,
+        image: str,
+        *command: str,
+        variables: Mapping[str, str] | None = None,
+        restart_count: int = 0,
+    ) -> "Pod":
+        """A pod with one container, as a kubelet starts it of images that were pulled."""
+        config = pod_config(name)
+        pod = self.cri("RunPodSandbox", config=config).id
+        wanted = container_config(name, image, command, variables or {}, restart_count)
+        container = self.cri("CreateContainer", pod=pod, config=wanted, pod_config=config).id
+        self.cri("StartContainer", id=container)
+        return Pod(self, pod, container)
+
+    def remove_image(self, reference: str) -> None:
+        """Remove an image, and wait for what depends on it."""
+        self.cri("RemoveImage", image={"image": reference})
+        self.ctr("images", "rm", "--sync", reference, check=False)
+
+    def _cri_answers(self) -> bool:
+        try:
+            self.cri("ListImages")
+        except grpc.RpcError:
+            return False
+        return True
+
+    # ---- images' servers ----------------------------------------------------------------------
+
+    def status(self, state_dir: Path) -> dict[str, Any]:
+        """What the server of a mount says."""
+        return ask(state_dir, "status")
+
+    def image_logs(self) -> str:
+        """What images' servers have said last."""
+        logs = sorted((self.settings.run_dir / "logs").glob("*.log"), key=os.path.getmtime)
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs[-3:])
+
+    def image_server_ids(self) -> list[int]:
+        """The processes of the images' servers, supervisors first."""
+        found = []
+        for _, state in list(live_mounts(self.settings.run_dir)):
+            children = Path(f"/proc/{state.pid}/task/{state.pid}/children")
+            with contextlib.suppress(OSError):  # one that ends meanwhile
+                found += [state.pid, *map(int, children.read_text().split())]
+        return found
+
+    def kill_image_servers(self) -> None:
+        """As a machine's end does, but for the mounts."""
+        for pid in self.image_server_ids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not list(live_mounts(self.settings.run_dir)))
+
+    # ---- what is there ------------------------------------------------------------------------
+
+    def trees(self) -> list[Path]:
+        """The FUSE mounts of images."""
+        return [m.path for m in mounts.find_mounts("bootseer") if self._is_ours(m.path)]
+
+    def _is_ours(self, path: Path) -> bool:
+        return path.is_relative_to(self.base)
+
+    def snapshots(self) -> Mapping[str, Any]:
+        """What the snapshotter lists, by key."""
+        return {info.name: info for info in self.call("List")}
+
+    def close(self) -> None:
+        """End everything."""
+        if hasattr(self, "containerd"):
+            for line in self.ctr("task", "ls", "-q", check=False).stdout.split():
+                self.ctr("task", "rm", "--force", line, check=False)
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(60)
+        _unmount_below(self.base)
+        wait_published(self.settings, TIMEOUT_S)
+        wait_for(lambda: not list(live_mounts(self.settings.run_dir)))
+        shutil.rmtree(self.base, ignore_errors=True)
+
+
+class Pod(Closing):
+    """A pod with one container, until closed."""
+
+    def __init__(self, node: Node, identity: str, container: str) -> None:
+        self._node = node
+        self._identity = identity
+        self._container = container
+
+    def execute(self, *command: str) -> str:
+        """What a command in the container prints."""
+        fields = {"id": self._container, "command": command, "timeout": int(TIMEOUT_S)}
+        done = self._node.cri("ExecSync", **fields)
+        assert done.code == 0, done.err
+        return str(done.out.decode())
+
+    def close(self) -> None:
+        """Remove it, as a kubelet does."""
+        self._node.cri("StopPodSandbox", id=self._identity)
+        self._node.cri("RemovePodSandbox", id=self._identity)
+
+
+def _unmount_below(base: Path) -> None:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    paths = [Path(line.split()[4]) for line in lines]
+    for path in reversed([path for path in paths if path.is_relative_to(base)]):
+        with contextlib.suppress(BootseerError):
+            mounts.detach(path, lazy=True)

@@ -1,0 +1,154 @@
+"""What the peers make of an image: containerd's own unpacking, and umoci's.
+
+`Containerd` runs the installed daemon on folders and a socket of its own, with the CRI and what
+else needs a machine of its own left out. Its trees are mounted read-only, and described by another
+process, like every mounted tree of the tests.
+"""
+
+import contextlib
+import hashlib
+import json
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bootseer.base.closing import Closing
+from testbed.mounts.image_mounts import TIMEOUT_S, skip_unless_root
+from testbed.needs import MissingError
+
+_CONFIG = """
+version = 2
+root = "{base}/root"
+state = "{base}/state"
+disabled_plugins = [
+  "io.containerd.grpc.v1.cri", "io.containerd.internal.v1.restart",
+  "io.containerd.internal.v1.tracing", "io.containerd.snapshotter.v1.aufs",
+  "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper",
+  "io.containerd.snapshotter.v1.zfs",
+]
+[grpc]
+address = "{base}/socket"
+[plugins."io.containerd.internal.v1.opt"]
+path = "{base}/opt"
+"""
+
+
+def _chain_id(layout: Path) -> str:
+    """The name that containerd gives to all layers of the only image of a layout, unpacked."""
+
+    def read(digest: str) -> Any:
+        return json.loads((layout / "blobs" / digest.replace(":", "/")).read_text())
+
+    index = json.loads((layout / "index.json").read_text())
+    config = read(read(index["manifests"][0]["digest"])["config"]["digest"])
+    chain_id, *others = config["rootfs"]["diff_ids"]
+    for diff_id in others:
+        both = f"{chain_id} {diff_id}".encode()
+        chain_id = f"sha256:{hashlib.sha256(both).hexdigest()}"
+    return str(chain_id)
+
+
+class RefusedError(Exception):
+    """The peer does not unpack this image; the text is its own."""
+
+
+class Containerd(Closing):
+    """A containerd that unpacks images, until closed."""
+
+    def __init__(self) -> None:
+        skip_unless_root()
+        for program in ("containerd", "ctr"):
+            if shutil.which(program) is None:
+                raise MissingError(f"{program} is not installed")
+        # A socket's path must be short.
+        self._base = Path(tempfile.mkdtemp(prefix="containerd-"))
+        (self._base / "config.toml").write_text(_CONFIG.format(base=self._base))
+        with (self._base / "log").open("wb") as log:
+            self._daemon = subprocess.Popen(
+                ["containerd", "--config", self._base / "config.toml"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self._ctr("version").returncode:
+            if self._daemon.poll() is not None or time.monotonic() > deadline_s:
+                log_text = (self._base / "log").read_text()
+                self.close()
+                raise AssertionError(f"containerd does not start: {log_text}")
+            time.sleep(0.02)
+
+    def _ctr(self, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["ctr", "--address", self._base / "socket", *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    @contextlib.contextmanager
+    def unpacked(
+        self, layout: Path, directory: Path, snapshotter: str = "overlayfs"
+    ) -> Iterator[Path]:
+        """The image "latest" of an OCI layout, unpacked and mounted at `directory`.
+
+        Raises: RefusedError.
+        """
+        archive = self._base / "image.tar"
+        subprocess.run(["tar", "-C", layout, "-cf", archive, "."], check=True, timeout=TIMEOUT_S)
+        done = self._ctr(
+            "images", "import", "--base-name", "zoo", "--snapshotter", snapshotter, archive
+        )
+        archive.unlink()
+        view = ("snapshots", "--snapshotter", snapshotter)
+        mounted = False
+        try:
+            if done.returncode:
+                raise RefusedError(done.stderr)
+            directory.mkdir(exist_ok=True)
+            # Not "images mount": it takes overlayfs, whatever snapshotter it is told.
+            done = self._ctr(*view, "view", "--target", directory, "view", _chain_id(layout))
+            assert done.returncode == 0, done.stderr
+            # With short names: those of 100 layers would fill more than the page there is for them.
+            snapshots = self._base / f"root/io.containerd.snapshotter.v1.{snapshotter}/snapshots"
+            command = shlex.split(done.stdout)
+            options = command[-1].replace(f"{snapshots}/", "")
+            command = [*command[:-1], options] if "lowerdir" in options else command
+            subprocess.run(command, cwd=snapshots, check=True, timeout=TIMEOUT_S)
+            mounted = True
+            yield directory
+        finally:
+            if mounted:
+                subprocess.run(["umount", directory], check=True, timeout=TIMEOUT_S)
+            self._ctr(*view, "rm", "view")
+            self._ctr("images", "rm", "--sync", "zoo:latest")
+
+    def close(self) -> None:
+        """End the daemon and remove its folders."""
+        self._daemon.terminate()
+        self._daemon.wait(TIMEOUT_S)
+        shutil.rmtree(self._base, ignore_errors=True)
+
+
+def umoci_unpacked(layout: Path, bundle: Path) -> Path:
+    """The root that umoci makes of the image "latest" of a layout. Raises: RefusedError."""
+    if shutil.which("umoci") is None:
+        raise MissingError("umoci is not installed")
+    done = subprocess.run(
+        ["umoci", "unpack", "--image", f"{layout}:latest", bundle],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RefusedError(done.stderr)
+    return bundle / "rootfs"

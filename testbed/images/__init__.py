@@ -1,0 +1,1 @@
+"""Container images: built, odd, nasty, large."""

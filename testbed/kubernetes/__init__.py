@@ -1,0 +1,1 @@
+"""A real Kubernetes of two nodes on this machine."""

@@ -1,0 +1,312 @@
+"""`Cluster`: a real Kubernetes on this machine, with a registry and an HDFS, until it is closed.
+
+The control plane runs on the lan's machine, each kubelet on a node. Tests speak to it by kubectl.
+What it leaves when the test is killed is removed by the next one: see `machine`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bootseer.base.closing import Closing
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.kubernetes import settings
+from testbed.kubernetes.images import build_image
+from testbed.kubernetes.machine import (
+    ADDRESS,
+    CGROUPS,
+    GROUP,
+    Lan,
+    Node,
+    hierarchies,
+    remove_folder,
+    remove_group,
+)
+from testbed.kubernetes.programs import (
+    cache_folder,
+    given_programs,
+    programs,
+    release,
+)
+from testbed.needs import MissingError
+from testbed.waiting import wait_for
+
+_PREFIX = "bootseer-kubernetes-"
+_READY_DEADLINE_S = 120.0
+_TOOLS = ("dpkg-source", "docker-registry", "gcc", "iptables", "java", "runc", "skopeo", "umoci")
+
+
+def missing_reason() -> str:
+    """Why no cluster can run here; empty when one can."""
+    if os.geteuid() != 0:
+        return "a cluster needs root"
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    if "memory" not in hierarchies():
+        return "the nodes need the cgroups of version 1"
+    return ""
+
+
+class Cluster(Closing):
+    """Two nodes unless told otherwise. `folder` is removed when it is closed."""
+
+    def __init__(self, *, node_count: int = 2, say: Callable[[str], None] = print) -> None:
+        """Start all, and return when every node is ready.
+
+        Raises: MissingError saying what is missing; AssertionError with the logs' ends.
+        """
+        reason = missing_reason()
+        if reason:
+            raise MissingError(reason)
+        sweep()
+        self.say = say
+        self.programs = programs(cache_folder(), say)
+        # Sockets below it have short names.
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+        self._lock = (self.folder / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        found = (given_programs(), self.programs, os.environ["PATH"])
+        search_path = ":".join(str(each) for each in found if each)
+        self.environment = {
+            "PATH": search_path,
+            "KUBECONFIG": str(settings.kubeconfig(self.folder, "admin")),
+            # Programs of Go ask nobody but the cluster.
+            "HTTP_PROXY": "", "HTTPS_PROXY": "", "http_proxy": "", "https_proxy": "",
+            "OTEL_TRACES_EXPORTER": "none",
+        }  # fmt: skip
+        init = self.programs / "init"
+        self.lan = Lan("lan", self.folder / "lan", init)
+        self.nodes = [
+            Node(self.lan, number, self.folder / f"node{number}", init)
+            for number in range(1, node_count + 1)
+        ]
+        self._hdfs: MiniHdfs | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- start and end -------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        lan, folder = self.lan, self.folder
+        lan.start()
+        settings.write_tokens(folder / "tokens.csv", self.nodes)
+        key = ["openssl", "genrsa", "-out", str(folder / "accounts.key"), "2048"]
+        subprocess.run(key, capture_output=True, check=True, timeout=60)
+        self._control("etcd", settings.etcd(folder / "etcd"))
+        registry = ["docker-registry", "serve", str(settings.registry(folder))]
+        self._control("docker-registry", registry)
+        self._control("kube-apiserver", settings.api_server(folder))
+        self._wait("the API server", lambda: self._answers("get", "--raw", "/readyz"))
+        self._control("kube-controller-manager", settings.controllers(folder))
+        self._control("kube-scheduler", settings.scheduler(folder))
+        self._push_pause_image()
+        for node in self.nodes:
+            self.power_on(node)
+        self.wait_ready()
+        self._wait(
+            "the service account",
+            lambda: self._answers("get", "serviceaccount", "default", "--namespace", "default"),
+        )
+
+    def _control(self, name: str, command: Sequence[str]) -> None:
+        self.lan.daemon(name, *command, env=self.environment)
+
+    def power_on(self, node: Node) -> None:
+        """Switch a node on; its kubelet comes by itself. `wait_ready` waits for it."""
+        settings.write_node_files(node, self.programs)
+        node.start([other for other in self.nodes if other is not node])
+        # Each comes back after its end, as by systemd's `Restart=always`.
+        forever = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "sh")
+        for name, command in (
+            ("containerd", ["containerd"]),
+            ("kubelet", settings.kubelet(self.folder, node, self.release("kubelet"))),
+            ("kube-proxy", settings.proxy(self.folder, node, self.release("kube-proxy"))),
+        ):
+            node.daemon(name, *forever, *command, env=self.environment)
+
+    def release(self, program: str) -> tuple[int, int]:
+        """Major and minor number of one of the cluster's programs."""
+        return release(program, self.environment["PATH"])
+
+    def power_off(self, node: Node) -> None:
+        """As if the power failed: nothing on the node does another step."""
+        node.kill()
+
+    def wipe(self, node: Node) -> None:
+        """Replace a node by a new one of the same name, with an empty disk, and wait for it."""
+        node.kill()
+        node.wipe()
+        self.kubectl("delete", "node", node.name)
+        self.power_on(node)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until each node that is on is ready."""
+        on = [node for node in self.nodes if node.is_on]
+        self._wait("all nodes ready", lambda: all(map(self.is_ready, on)))
+
+    def is_ready(self, node: Node) -> bool:
+        """Whether the API server takes the node for ready."""
+        done = self.try_kubectl("get", "node", node.name, "--output", "json")
+        if done.returncode != 0:
+            return False
+        found = json.loads(done.stdout)["status"].get("conditions", [])
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in found)
+
+    def close(self) -> None:
+        """End everything, and remove all that it had. Idempotent."""
+        if self._hdfs is not None:
+            with contextlib.suppress(Exception):
+                self._hdfs.stop()
+        for node in self.nodes:
+            node.close()
+        self.lan.close()
+        _remove(self.folder)
+        self._lock.close()
+
+    def logs(self) -> str:
+        """The ends of all programs' logs, for a test that failed."""
+        parts = []
+        for machine in (self.lan, *self.nodes):
+            for path in sorted(machine.logs.glob("*.log")):
+                parts.append(f"==== {machine.name} {path.stem}\n{machine.log(path.stem)}")
+        return "\n".join(parts)
+
+    # ---- kubectl -------------------------------------------------------------------------------
+
+    def try_kubectl(
+        self, *arguments: str | Path, text: str | None = None, timeout_s: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl as an administrator."""
+        command = ("kubectl", "--request-timeout=60s", *arguments)
+        return self.lan.run(
+            *command, text=text, timeout_s=timeout_s, check=False, env=self.environment
+        )
+
+    def _answers(self, *arguments: str) -> bool:
+        return self.try_kubectl(*arguments).returncode == 0
+
+    def kubectl(
+        self, *arguments: str | Path, text: str | None = None, timeout_s: float = 120.0
+    ) -> str:
+        """What kubectl prints. Raises: AssertionError with its words when it fails."""
+        done = self.try_kubectl(*arguments, text=text, timeout_s=timeout_s)
+        words = f"kubectl {' '.join(map(str, arguments))}: {done.stderr.strip()}"
+        assert done.returncode == 0, words
+        return done.stdout
+
+    def apply(self, *documents: Mapping[str, Any] | str | Path) -> None:
+        """Apply objects, their YAML, or a file of it."""
+        for document in documents:
+            if isinstance(document, Path):
+                self.kubectl("apply", "--filename", document)
+            else:
+                text = document if isinstance(document, str) else json.dumps(document)
+                self.kubectl("apply", "--filename", "-", text=text)
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> dict[str, Any]:
+        """One object."""
+        arguments = ("get", kind, name, "--namespace", namespace, "--output", "json")
+        return json.loads(self.kubectl(*arguments))  # type: ignore[no-any-return]
+
+    def serves(self, api: str) -> bool:
+        """Whether the API server has a kind of objects: `batch/v1/CronJob`."""
+        version, _, kind = api.rpartition("/")
+        done = self.try_kubectl("get", "--raw", f"/apis/{version}")
+        found = json.loads(done.stdout)["resources"] if done.returncode == 0 else []
+        return any(one["kind"] == kind for one in found)
+
+    def list(self, kind: str, *options: str) -> list[dict[str, Any]]:
+        """Objects, of all namespaces unless the options name one."""
+        options = options or ("--all-namespaces",)
+        found = json.loads(self.kubectl("get", kind, *options, "--output", "json"))
+        return found["items"]  # type: ignore[no-any-return]
+
+    def events(self, name: str, namespace: str = "default") -> str:
+        """What was said of an object, a line for each event."""
+        option = f"--field-selector=involvedObject.name={name}"
+        found = self.list("events", option, "--namespace", namespace)
+        return "\n".join(f"{each['reason']}: {each['message']}" for each in found)
+
+    def wait_pod(
+        self, name: str, *phases: str, namespace: str = "default", timeout_s: float = 120.0
+    ) -> dict[str, Any]:
+        """The pod, as soon as it is in one of these phases; fails when it ends in another."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            pod = self.get("pod", name, namespace)
+            phase = pod["status"].get("phase")
+            if phase in phases:
+                return pod
+            if phase in ("Succeeded", "Failed") or time.monotonic() > end_s:
+                log = self.try_kubectl("logs", name, "--namespace", namespace).stdout
+                said = f"{log}\n{self.events(name, namespace)}"
+                raise AssertionError(f"{name} is not {phases} but {pod['status']}\n{said}")
+            time.sleep(0.2)
+
+    def _wait(self, what: str, condition: Callable[[], object]) -> None:
+        try:
+            wait_for(condition, what, timeout_s=_READY_DEADLINE_S, look_s=0.3)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def ctr(self, node: Node, *arguments: str) -> str:
+        """What containerd's own client prints on a node, of what Kubernetes has there."""
+        return node.run("ctr", "-n", "k8s.io", *arguments, env=self.environment).stdout
+
+    # ---- registry and HDFS ---------------------------------------------------------------------
+
+    def push(self, image: tuple[Path, str], name: str) -> str:
+        """Put an image, a tag of an OCI layout, into the registry; returns its name for pods."""
+        layout, tag = image
+        where = f"{settings.REGISTRY}/{name}"
+        copy = ("skopeo", "--insecure-policy", "copy", "--quiet", "--preserve-digests")
+        self.lan.run(*copy, "--dest-tls-verify=false", f"oci:{layout}:{tag}", f"docker://{where}",
+                     timeout_s=600, env=self.environment)  # fmt: skip
+        return where
+
+    def _push_pause_image(self) -> None:
+        layout, tree = self.folder / "pause", self.folder / "pause-tree"
+        tree.mkdir()
+        shutil.copy(self.programs / "init", tree / "pause")
+        build_image(layout, "1", {tree: "/"}, ["--config.entrypoint=/pause"])
+        self.push((layout, "1"), "pause:1")
+
+    @property
+    def hdfs(self) -> MiniHdfs:
+        """An HDFS that nodes and pods reach, started when it is first asked for."""
+        if self._hdfs is None:
+            launcher = self.lan.entering(["env"])
+            self._hdfs = MiniHdfs(
+                self.folder / "hdfs", datanode_count=1, address=ADDRESS, launcher=launcher
+            )
+            self._hdfs.start()
+        return self._hdfs
+
+
+def sweep() -> None:
+    """Remove what clusters left whose test was killed: all their processes have ended with it."""
+    for folder in Path("/tmp").glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    for hierarchy in hierarchies():
+        remove_group(CGROUPS / hierarchy / GROUP / folder.name)
+        with contextlib.suppress(OSError):
+            (CGROUPS / hierarchy / GROUP).rmdir()
+    remove_folder(folder)

@@ -1,0 +1,141 @@
+"""Starts of pods as a user sees them, and what their checkpoints are worth afterwards."""
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from time import time
+from typing import Any
+
+from testbed.containers.chart import NAMESPACE
+from testbed.kubernetes.cluster import Cluster
+from testbed.kubernetes.installation import Installation
+from testbed.kubernetes.machine import Node
+from testbed.kubernetes.objects import pod
+from testbed.processes import ending_with_us
+from testbed.waiting import wait_for
+
+REPLAY = {"bootseer.io/replay": "auto"}
+TRAIN = "exec python3 -u /job/train.py"
+# A start is recorded for two minutes.
+_RECORDED_S = 240.0
+CHECK = """import os, sys, torch
+for name in sorted(os.listdir(sys.argv[1])):
+    try:
+        found = torch.load(os.path.join(sys.argv[1], name))
+        is_whole = bool((found["weights"] == found["step"]).all())
+    except Exception as error:
+        is_whole = False
+        print(name, error, file=sys.stderr)
+    print("whole" if is_whole else "broken", name)
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A pod that has run, and the seconds from before it was asked for to its first line."""
+
+    pod: dict[str, Any]
+    first_line_s: float
+
+
+def start(cluster: Cluster, name: str, image: str, node: Node, **given: Any) -> Start:
+    """Run a trainer once on a node."""
+    began_s = time()
+    cluster.apply(pod(name, image, TRAIN, node=node.name, **given))
+    ended = cluster.wait_pod(name, "Succeeded", timeout_s=400)
+    stamp = cluster.kubectl("logs", "--timestamps", name).split()[0]
+    # Nanoseconds, of which Python takes six digits.
+    printed = datetime.fromisoformat(stamp[:26].rstrip("Z") + "+00:00")
+    return Start(ended, printed.timestamp() - began_s)
+
+
+def index(installation: Installation, image: str) -> None:
+    """Put an image's index into the store, as an administrator does."""
+    where = ("--namespace", NAMESPACE, installation.pod_of("node"), "--container", "snapshotter")
+    command = ("bootseer", "image", "index", f"registry://{image}")
+    installation.cluster.kubectl("exec", *where, "--", *command, timeout_s=400)
+
+
+@contextmanager
+def following(
+    cluster: Cluster, name: str, path: Path, namespace: str = "default"
+) -> Iterator[Path]:
+    """What a pod prints, as it comes, in a file: it remains when the pod and its node are gone."""
+    command = ["kubectl", "logs", "--follow", name, "--namespace", namespace]
+    with path.open("wb") as sink:
+        process = subprocess.Popen(
+            ending_with_us(cluster.lan.entering(command)), env=cluster.environment,
+            stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    try:
+        yield path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def saved(path: Path) -> list[int]:
+    """The steps of which a trainer has said that they are saved."""
+    lines = path.read_text(errors="replace").splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("saved ")]
+
+
+def wait_saved(path: Path, count: int) -> None:
+    """Wait until so many more steps are saved."""
+    goal = len(saved(path)) + count
+    wait_for(lambda: len(saved(path)) >= goal, f"{goal} steps saved", timeout_s=180, look_s=0.2)
+
+
+def checked(cluster: Cluster, name: str, image: str, source: str, node: Node) -> dict[str, str]:
+    """Each file of a folder of checkpoints as a pod on a node reads it: "whole" or "broken"."""
+    script = f"python3 -c '{CHECK.replace(chr(39), chr(34))}' /mnt/checkpoints"
+    given = pod(name, image, script, node=node.name)
+    # Named by the pod itself: a webhook whose node has lost its power is not asked.
+    attributes = {"kind": "checkpoint", "source": source}
+    volume = {"driver": "csi.bootseer.io", "volumeAttributes": attributes}
+    given["spec"]["volumes"] = [{"name": "checkpoints", "csi": volume}]
+    given["spec"]["containers"][0] |= {
+        "volumeMounts": [{"name": "checkpoints", "mountPath": "/mnt/checkpoints"}],
+        # Where a node serves an image lazily, containerd lacks the layers for other pods, and looks
+        # for them only with this.
+        "imagePullPolicy": "Always",
+    }
+    cluster.apply(given)
+    cluster.wait_pod(name, "Succeeded", timeout_s=300)
+    lines = cluster.kubectl("logs", name).splitlines()
+    cluster.kubectl("delete", "pod", name)
+    return {file: state for state, _, file in (line.partition(" ") for line in lines)}
+
+
+def assert_nothing_lost(files: dict[str, str], steps: Sequence[int]) -> None:
+    """Each checkpoint that was saved is there, and each that is there is whole."""
+    broken = [name for name, state in files.items() if state != "whole"]
+    assert not broken, files
+    missing = [step for step in steps if f"step-{step:06d}.pt" not in files]
+    assert not missing, (missing, files)
+
+
+def assert_nothing_on_the_disk(node: Node) -> None:
+    """No checkpoint lies on a node's own disk, below any folder of its pods."""
+    kept = node.disk / "lib"
+    assert not list(kept.glob("kubelet/pods/*/volumes/**/step-*"))
+    found = subprocess.run(
+        ["find", kept, "-xdev", "-name", "step-*.pt"], capture_output=True, text=True, timeout=120
+    )
+    assert not found.stdout, found.stdout
+
+
+def said(node: Node) -> str:
+    """What the servers of images on a node have said."""
+    return node.run("sh", "-c", "cat /run/bootseer/logs/*", check=False).stdout
+
+
+def wait_said(node: Node, what: str, count: int) -> None:
+    """Wait until servers of a node have said so."""
+    wait_for(
+        lambda: said(node).count(what) >= count, f"{what!r} on {node.name}",
+        timeout_s=_RECORDED_S, look_s=1.0,
+    )  # fmt: skip

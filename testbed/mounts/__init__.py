@@ -1,0 +1,1 @@
+"""File systems to mount, and ways to clean up after mounts."""

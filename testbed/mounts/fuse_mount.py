@@ -1,0 +1,160 @@
+"""Helpers for tests that mount: everything has a deadline, and nothing stays mounted.
+
+A process that waits for a FUSE reply cannot be killed, so file operations under test run in
+child processes, and whatever a test does, its mount is aborted and detached in the end.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
+from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.server import Server
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+
+SUBTYPE = "bootseer-test"
+COMMAND_DEADLINE_S = 120.0
+_REAP_S = 5.0
+
+# Killed, but waiting for a mount that answers nothing: they end when it is aborted. Without a
+# reference here, collecting them would warn of a running child in whatever test comes next.
+_left_behind: list["subprocess.Popen[str]"] = []
+
+
+def why_no_fuse() -> str | None:
+    """Why nothing can be mounted here; None if it can."""
+    if not DEVICE.exists():
+        return f"there is no {DEVICE}"
+    if not os.access(DEVICE, os.R_OK | os.W_OK):
+        return f"{DEVICE} is not accessible"
+    if not can_mount_directly() and mounts.find_helper() is None:
+        return "neither root nor fusermount3"
+    return None
+
+
+def require_fuse() -> None:
+    """Skip the test where nothing can be mounted."""
+    reason = why_no_fuse()
+    if reason is not None:
+        raise MissingError(f"cannot mount FUSE: {reason}")
+
+
+def require_root() -> None:
+    """Skip the test without CAP_SYS_ADMIN."""
+    require_fuse()
+    if not can_mount_directly():
+        raise MissingError("needs CAP_SYS_ADMIN")
+
+
+def clear_mount(path: Path) -> None:
+    """Abort and detach whatever FUSE mounts are on `path`, and see those end who waited for it."""
+    while (mount := mounts.find_mount(path)) is not None:
+        mounts.abort_connection(mount.device_minor, mount.path)
+        try:
+            mounts.detach(mount.path, lazy=True)
+        except BootseerError:
+            break
+    for process in list(_left_behind):
+        # Another mount may be what it waits for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_S)
+            _left_behind.remove(process)
+
+
+def sweep(under: Path | None = None) -> list[Path]:
+    """Clear the test mounts that lie `under` a folder (all, without one); returns their paths."""
+    swept = []
+    for mount in mounts.find_mounts(SUBTYPE):
+        if under is None or mount.path.is_relative_to(under):
+            clear_mount(mount.path)
+            swept.append(mount.path)
+    return swept
+
+
+def sweep_stale() -> list[Path]:
+    """Clear the test mounts whose server is gone: their connection answers nothing any more."""
+    swept = []
+    for mount in mounts.find_mounts(SUBTYPE):
+        try:
+            done = run(["stat", "--file-system", str(mount.path)], deadline_s=5.0)
+        except subprocess.TimeoutExpired:
+            stale = True
+        else:
+            stale = done.returncode != 0
+        if stale:
+            clear_mount(mount.path)
+            swept.append(mount.path)
+    return swept
+
+
+def run(
+    command: Sequence[str | Path], *, deadline_s: float = COMMAND_DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that may touch a mount. The deadline is kept even if the command cannot be
+    killed: then it is left behind until the mount is aborted."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "LC_ALL": "C"},
+    )
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        _left_behind.append(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_python(
+    code: str, *arguments: str | Path, deadline_s: float = COMMAND_DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a child process; its arguments are in sys.argv[1:]."""
+    return run([sys.executable, "-c", code, *arguments], deadline_s=deadline_s)
+
+
+def check_python(code: str, *arguments: str | Path, deadline_s: float = COMMAND_DEADLINE_S) -> str:
+    """`run_python` that must succeed; returns its stdout."""
+    done = run_python(code, *arguments, deadline_s=deadline_s)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def short_options(**changes: object) -> MountOptions:
+    """Options for a test mount: the subtype that `sweep` looks for, short deadlines."""
+    chosen: dict[str, object] = {"subtype": SUBTYPE, "shutdown_s": 5.0, **changes}
+    return MountOptions(**chosen)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def mounted(
+    operations: Operations, mountpoint: Path, options: MountOptions | None = None
+) -> Iterator[Server]:
+    """Serve `operations` on `mountpoint` (created if missing) from threads of this process.
+
+    In the end the mount is gone, whatever happened. Touch it from child processes only.
+    """
+    require_fuse()
+    mountpoint.mkdir(parents=True, exist_ok=True)
+    server = Server(operations, mountpoint, options or short_options())
+    try:
+        server.mount()
+        yield server
+        server.unmount()
+    finally:
+        clear_mount(mountpoint)

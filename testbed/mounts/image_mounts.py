@@ -1,0 +1,188 @@
+"""What the tests of mounted images share. Nothing here touches a mount in the test's own process:
+a reader that is stuck in a FUSE file system cannot be killed, but its parent can go on."""
+
+import base64
+import contextlib
+import json
+import marshal
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.prefetch.resolve.mount import MountedImage, mount_image
+from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.prefetch.sources import open_source
+from bootseer.served.folders import live_mounts
+from bootseer.settings.config import Settings, load_settings
+from bootseer.store import open_store
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+
+TIMEOUT_S = 60.0
+Completed: TypeAlias = "subprocess.CompletedProcess[str]"
+
+
+def skip_unless_fuse() -> None:
+    """Skips, saying why, where no FUSE file system can be mounted."""
+    if not Path("/dev/fuse").exists():
+        raise MissingError("there is no /dev/fuse")
+    if os.geteuid() != 0 and not shutil.which("fusermount3"):
+        raise MissingError("mounting without root needs fusermount3")
+
+
+def skip_unless_root() -> None:
+    if os.geteuid() != 0:
+        raise MissingError("needs root")
+
+
+def settings_at(base: Path, **changes: Any) -> Settings:
+    """Settings of a node whose store, cache and run folder are below `base`."""
+    flags = {
+        "store_url": (base / "store").as_uri(),
+        "cache_dir": str(base / "cache"),
+        "run_dir": str(base / "run"),
+        "timeline_dir": str(base / "timeline"),
+        "workload": "train",
+    }
+    return replace(load_settings(flags), deadline_s=10.0, **changes)
+
+
+def index(settings: Settings, source: Path, reference: str) -> ImageRecord:
+    """The directory as an image in the store."""
+    settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    with (
+        open_store(settings.store_url) as store,
+        open_source(str(source), settings.cache_dir) as opened,
+    ):
+        return index_image(opened, store, settings.cache_dir, reference=reference)
+
+
+def drop_cache(settings: Settings) -> None:
+    """As on a node that never saw an image."""
+    shutil.rmtree(settings.cache_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def mounted(
+    settings: Settings, reference: str, directory: Path, **options: Any
+) -> Iterator[MountedImage]:
+    """Mounts, and whatever happens leaves nothing mounted and no server."""
+    directory.mkdir(exist_ok=True)
+    image = mount_image(settings, reference, directory, ServeOptions(**options))
+    try:
+        yield image
+    finally:
+        with contextlib.suppress(BootseerError):
+            image.close()
+        sweep_everything(settings)
+
+
+def sweep_everything(settings: Settings) -> None:
+    """Ends every mount and publisher of these settings."""
+    wait_published(settings, TIMEOUT_S)
+    for _, state in list(live_mounts(settings.run_dir)):
+        with contextlib.suppress(BootseerError):
+            mounts.unmount(Path(state.directory), timeout_s=1)
+    for mount in mounts.find_mounts("bootseer-image"):
+        if mount.path.is_relative_to(settings.run_dir.parent):
+            mounts.abort_connection(mount.device_minor, mount.path)
+            with contextlib.suppress(BootseerError):
+                mounts.detach(mount.path, lazy=True)
+
+
+def outside(code: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> str:
+    """What a Python program prints, run in a process of its own; fails with its stderr."""
+    return start_outside(code, *arguments).communicate_checked(timeout_s)
+
+
+class Outside(subprocess.Popen[str]):
+    """A running program."""
+
+    def communicate_checked(self, timeout_s: float = TIMEOUT_S) -> str:
+        """Its output. Fails when it fails, and gives it up when it hangs."""
+        try:
+            out, err = self.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"a reader did not end within {timeout_s} s") from None
+        assert self.returncode == 0, err
+        return out
+
+
+def start_outside(code: str, *arguments: object) -> Outside:
+    """The program, started."""
+    return Outside(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=REPOSITORY,
+    )
+
+
+def tree_outside(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """`rootfs.tree_of(root)`, read by another process."""
+    text = outside(
+        "import base64, marshal, sys; from pathlib import Path;"
+        "from testbed.images.rootfs import tree_of;"
+        "print(base64.b64encode(marshal.dumps(tree_of(Path(sys.argv[1])))).decode())",
+        root,
+    )
+    tree: dict[bytes, tuple[object, ...]] = marshal.loads(base64.b64decode(text))
+    return tree
+
+
+def checksums_outside(paths: list[Path]) -> list[str]:
+    """SHA-256 of files, or the name of the error, read by another process."""
+    text = outside(
+        """
+import errno, hashlib, json, sys
+found = []
+for path in sys.argv[1:]:
+    try:
+        with open(path, "rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    except OSError as error:
+        found.append(errno.errorcode[error.errno])
+print(json.dumps(found))
+""",
+        *paths,
+    )
+    found: list[str] = json.loads(text)
+    return found
+
+
+def bootseer(settings: Settings, *arguments: object, timeout_s: float = TIMEOUT_S) -> Completed:
+    """Runs the command line with these settings; gives it up when it hangs."""
+    with start_bootseer(settings, *arguments) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"bootseer {arguments} did not end within {timeout_s} s") from None
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_bootseer(settings: Settings, *arguments: object) -> "subprocess.Popen[str]":
+    """The command line, started."""
+    flags = ["--store", settings.store_url, "--cache-dir", settings.cache_dir]
+    flags += ["--run-dir", settings.run_dir, "--workload", settings.workload]
+    return subprocess.Popen(
+        [sys.executable, "-m", "bootseer", *map(str, flags), *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

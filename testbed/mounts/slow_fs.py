@@ -1,0 +1,105 @@
+"""A directory behind latency: the stand-in for a network file system whose every request is a
+round trip. Counts what is asked of it.
+
+`python -m testbed.mounts.slow_fs SOURCE MOUNTPOINT LATENCY_S READAHEAD_BYTES COUNTERS` serves
+it from a process of its own, whose counters are in the file COUNTERS at any time (`read_counters`).
+"""
+
+import mmap
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.fuse.kernel import MountOptions, serve
+from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
+from testbed.mounts.passthrough_fs import PassthroughFileSystem
+
+_TTL_S = 3600.0
+_THREADS = 16
+_PAGE_BYTES = 4096
+_COUNTERS = struct.Struct("<5Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What was asked so far."""
+
+    read_count: int
+    read_bytes: int
+    small_read_count: int
+    """Reads of one page."""
+    open_count: int
+    lookup_count: int
+
+
+def read_counters(path: Path) -> Counters:
+    """What a server of another process was asked so far."""
+    return Counters(*_COUNTERS.unpack(path.read_bytes()[: _COUNTERS.size]))
+
+
+class SlowFileSystem(PassthroughFileSystem):
+    """Mirrors `root`; each read, open and lookup takes `latency_s`. Thread-safe."""
+
+    def __init__(self, root: Path, *, latency_s: float = 0.0, shared: Path | None = None) -> None:
+        super().__init__(root, ttl_s=_TTL_S)
+        self._latency_s = latency_s
+        self._count_lock = threading.Lock()
+        self._counts = [0] * len(Counters.__slots__)
+        self._shared: mmap.mmap | None = None
+        if shared is not None:
+            shared.write_bytes(bytes(_COUNTERS.size))
+            with shared.open("r+b") as file:
+                self._shared = mmap.mmap(file.fileno(), 0)
+
+    def counters(self) -> Counters:
+        """What was asked since the last `reset`."""
+        with self._count_lock:
+            return Counters(*self._counts)
+
+    def _asked(self, *changes: int) -> None:
+        with self._count_lock:
+            self._counts = [a + b for a, b in zip(self._counts, changes, strict=True)]
+            if self._shared is not None:
+                _COUNTERS.pack_into(self._shared, 0, *self._counts)
+        time.sleep(self._latency_s)
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        with self._count_lock:
+            self._counts = [0] * len(self._counts)
+
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+        self._asked(0, 0, 0, 0, 1)
+        return super().lookup(caller, parent, name)
+
+    def open(self, caller: Caller, node: int, flags: int) -> Opened:
+        self._asked(0, 0, 0, 1, 0)
+        return super().open(caller, node, flags)
+
+    def read(
+        self, caller: Caller, node: int, handle: int, offset: int, length: int
+    ) -> Buffer | Sequence[Buffer]:
+        data = super().read(caller, node, handle, offset, length)
+        assert isinstance(data, bytes)
+        self._asked(1, len(data), len(data) <= _PAGE_BYTES, 0, 0)
+        return data
+
+
+def main(source: str, mountpoint: str, latency_s: str, readahead_bytes: str, counters: str) -> None:
+    """Serve until unmounted."""
+    operations = SlowFileSystem(Path(source), latency_s=float(latency_s), shared=Path(counters))
+    options = MountOptions(
+        name="slow",
+        subtype="bootseer-bench",
+        threads=_THREADS,
+        max_readahead_bytes=int(readahead_bytes),
+    )
+    serve(operations, Path(mountpoint), options)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""What the tests of mounted snapshots share: waiting for their ends, and seeing that none stays."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.covers import covers, uncover
+from bootseer.served.folders import MountState, live_mounts
+from bootseer.settings.config import Settings
+from testbed.waiting import wait_for
+
+WAIT_S = 60.0
+
+
+def servers(settings: Settings) -> list[MountState]:
+    """Of the mounts of a node, the oldest first."""
+    return [state for _, state in live_mounts(settings.run_dir)]
+
+
+def wait_gone(settings: Settings) -> None:
+    """Until nothing of a node is mounted or being published, and nothing of it is left.
+
+    The mounts of a test run are its own (`pytest_configure`): where a process has a copy of them in
+    another namespace, the test has left that process.
+    """
+    try:
+        wait_for(lambda: not servers(settings), "the end of all servers", timeout_s=WAIT_S)
+    except AssertionError:
+        left = {state.reference: _processes_with(state.id) for state in servers(settings)}
+        raise AssertionError(
+            f"servers do not end, and these processes see what they have mounted: {left}"
+        ) from None
+    assert wait_published(settings, WAIT_S)
+    scratch = settings.cache_dir / "containers"
+    wait_for(lambda: not scratch.exists() or not any(scratch.iterdir()), "the end of its scratch")
+
+
+def _processes_with(identity: str) -> list[str]:
+    """Processes outside of this one's mount namespace that have a copy of a mount."""
+    found = []
+    own = os.readlink("/proc/self/ns/mnt")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = os.readlink(folder / "ns/mnt") == own
+            if not is_ours and identity.encode() in (folder / "mountinfo").read_bytes():
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found.append(f"{folder.name} {words.decode(errors='replace')}")
+    return found
+
+
+def end_everything(top: Path, *nodes: Settings) -> None:
+    """Take off every cover below `top`, and end every server of these nodes."""
+    for cover in reversed(covers()):
+        if cover.path.is_relative_to(top):
+            with contextlib.suppress(BootseerError):
+                uncover(cover)
+    for mount in mounts.find_mounts("bootseer-image"):
+        if mount.path.is_relative_to(top):
+            mounts.abort_connection(mount.device_minor, mount.path)
+            with contextlib.suppress(BootseerError):
+                mounts.detach(mount.path, lazy=True)
+    for node in nodes:
+        wait_published(node, WAIT_S)
+        for state in servers(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGTERM)

@@ -1,0 +1,189 @@
+"""What processes cost, and how to keep a benchmark from hanging on one.
+
+Owns reading CPU time from /proc, running a command with a deadline, serving a FUSE mount for the
+length of a session, and evicting the page cache.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed.needs import MissingError
+from testbed.paths import REPOSITORY
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MOUNT_DEADLINE_S = 15.0
+
+
+def process_tree(pid: int) -> list[int]:
+    """`pid` and all its descendants that live now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat_fields(int(entry.name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found.extend(children.get(parent, ()))
+    return found
+
+
+def tree_cpu_s(pid: int) -> float:
+    """CPU seconds of `pid`, its living descendants, and the dead ones they waited for.
+
+    Granularity: one clock tick, usually 10 ms.
+    """
+    total_ticks = 0
+    for member in process_tree(pid):
+        fields = _stat_fields(member)
+        if fields:
+            # utime, stime, cutime, cstime: fields 14 to 17 of proc_pid_stat(5).
+            total_ticks += sum(int(value) for value in fields[11:15])
+    return total_ticks / _TICKS_PER_S
+
+
+def tree_peak_bytes(pid: int) -> int:
+    """The most that `pid` and its living descendants ever had resident, each at its own time."""
+    total_kib = 0
+    for member in process_tree(pid):
+        try:
+            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+        except OSError:
+            continue
+        total_kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return total_kib * 1024
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; empty when the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    # The second field is the command in parentheses and may contain anything.
+    return text.rpartition(")")[2].split()
+
+
+def run_json(
+    command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON that `command` prints, run in the checkout's root.
+
+    Raises: RuntimeError with its last words when it fails or takes longer than `timeout_s`.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # A reader stuck in FUSE dies only when its mount is aborted, which the session does next.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=2)
+        raise RuntimeError(f"{Path(command[0]).name} did not end within {timeout_s:g} s") from None
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed ({process.returncode}): {err[-2000:]}")
+    return json.loads(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A FUSE server that is running."""
+
+    pid: int
+    mountpoint: Path
+
+
+@contextlib.contextmanager
+def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[Server]:
+    """Run a FUSE server in the foreground until the block ends.
+
+    Raises: MissingError when it does not mount, with its last words.
+    """
+    mountpoint.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=sink, stderr=sink, start_new_session=True
+        )
+    connection: int | None = None
+    try:
+        deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
+        while (connection := fuse_connection(mountpoint)) is None:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise MissingError(f"{Path(command[0]).name} did not mount: {_last_words(log)}")
+            time.sleep(0.02)
+        yield Server(process.pid, mountpoint)
+    finally:
+        _unmount(mountpoint, connection)
+        _end(process)
+
+
+def fuse_connection(mountpoint: Path) -> int | None:
+    """The number under /sys/fs/fuse/connections of what is mounted there; None: nothing.
+
+    From the mount table, since a stat of the mount hangs when its server does.
+    """
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if fields[4] == str(mountpoint.absolute()) and after.startswith("fuse"):
+            return int(fields[2].partition(":")[2])
+    return None
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _unmount(mountpoint: Path, connection: int | None) -> None:
+    """Detach the mount; abort its connection, so that no reader stays stuck."""
+    for command in (["umount", "-l"], ["fusermount3", "-uz"]):
+        if fuse_connection(mountpoint) is not None and shutil.which(command[0]):
+            subprocess.run(
+                [*command, str(mountpoint)], capture_output=True, timeout=20, check=False
+            )
+    if connection is not None:
+        abort = Path(f"/sys/fs/fuse/connections/{connection}/abort")
+        with contextlib.suppress(OSError):
+            abort.write_text("1")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            process.wait(timeout=3)
+            return
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """`command` in such a way that it is killed when the calling thread ends, however it does."""
+    return ["setpriv", "--pdeathsig", "KILL", *command]
+
+
+def python_command(*arguments: str) -> list[str]:
+    """A command line for the running interpreter."""
+    return [sys.executable, *arguments]

@@ -1,0 +1,1 @@
+"""Generated starts of jobs, and nodes in namespaces that run them."""

@@ -1,0 +1,191 @@
+"""Nodes on one machine: each with a network, a disk's rate and a share of the processor of its own.
+
+A node is a network namespace on a bridge that is a namespace as well, and control groups (v1 or v2,
+whichever this machine has) in which its processes run. What they note of pressure, throttling and
+the network is therefore their own node's. Nothing remains of it afterwards. Needs root.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from testbed.line import configure
+from testbed.needs import MissingError
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+_SETNS_NET = 0x40000000
+# As much as a line may send at once, and how long its packets may queue.
+_BURST, _QUEUE = "64kb", "400ms"
+
+
+class Node:
+    """One of the nodes. `run` starts what is to run on it."""
+
+    def __init__(self, site: "Nodes", number: int) -> None:
+        self.name = f"node-{number}"
+        self.address = f"10.213.0.{number + 2}"
+        self._site = site
+        self._netns = f"{site.name}-{number}"
+        self._port = f"port{number}"
+        self._folders = [root / f"{site.name}-{number}" for root in _hierarchies()]
+
+    def make(self) -> None:
+        """Its network and its control groups."""
+        inside, switch = ["ip", "-n", self._netns], self._site.switch
+        configure(["ip", "netns", "add", self._netns])
+        pair = ["type", "veth", "peer", "name", self._port, "netns", switch]
+        configure([*inside, "link", "add", "eth0", *pair])
+        configure(["ip", "-n", switch, "link", "set", self._port, "master", "bridge", "up"])
+        configure([*inside, "addr", "add", f"{self.address}/24", "dev", "eth0"])
+        configure([*inside, "link", "set", "eth0", "up"])
+        configure([*inside, "link", "set", "lo", "up"])
+        for folder in self._folders:
+            folder.mkdir()
+
+    def remove(self) -> None:
+        """Whatever there is of it, and every process that still runs on it."""
+        for folder in self._folders:
+            for _ in range(50):
+                with contextlib.suppress(OSError):
+                    for pid in (folder / "cgroup.procs").read_text().split():
+                        os.kill(int(pid), signal.SIGKILL)
+                    folder.rmdir()
+                if not folder.exists():
+                    break
+                time.sleep(0.1)
+        subprocess.run(["ip", "netns", "del", self._netns], capture_output=True, check=False)
+
+    def limit_processor(self, share: float) -> None:
+        """How much of one processor it has."""
+        quota = int(share * _PERIOD_US)
+        self._write("cpu", "cpu.cfs_quota_us", str(quota), "cpu.max", f"{quota} {_PERIOD_US}")
+
+    def limit_disk(self, folder: Path, bytes_per_s: int) -> None:
+        """How fast it reads from the disk that `folder` is on."""
+        device = _whole_disk(os.stat(folder).st_dev)
+        self._write(
+            "blkio", "blkio.throttle.read_bps_device", f"{device} {bytes_per_s}",
+            "io.max", f"{device} rbps={bytes_per_s}",
+        )  # fmt: skip
+
+    def limit_line(self, mbit_per_s: float) -> None:
+        """How fast its network brings something to it."""
+        qdisc = ["tc", "-n", self._site.switch, "qdisc", "replace", "dev", self._port, "root"]
+        rate = f"{int(mbit_per_s * 1000)}kbit"
+        configure([*qdisc, "tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE])
+
+    def run(
+        self, command: Sequence[str], variables: Mapping[str, str], folder: Path, output: Path
+    ) -> "subprocess.Popen[bytes]":
+        """Start a command on the node; what it prints goes to the file `output`."""
+        groups = " ".join(f"{one}/cgroup.procs" for one in self._folders)
+        enter = f'for g in {groups}; do echo $$ > "$g"; done; exec "$@"'
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{self._netns}", "sh", "-ec", enter, "sh", *command],
+                env={**variables, "BOOTSEER_NODE": self.name},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _write(self, controller: str, old: str, old_value: str, new: str, new_value: str) -> None:
+        for folder in self._folders:
+            if (folder / new).exists():
+                (folder / new).write_text(new_value)
+                return
+            if folder.parent.name.partition(",")[0] == controller and (folder / old).exists():
+                (folder / old).write_text(old_value)
+                return
+        raise MissingError(f"there is no control group that limits {controller}")
+
+
+class Nodes:
+    """The nodes, and the network between them."""
+
+    def __init__(self, count: int) -> None:
+        self.name = f"bsn{os.getpid()}"
+        self.switch = f"{self.name}-s"
+        self.address = "10.213.0.1"
+        """Of the network itself, where a server may listen for all nodes."""
+        self.nodes = [Node(self, number) for number in range(count)]
+
+    def make(self) -> None:
+        """Raises: MissingError."""
+        configure(["ip", "netns", "add", self.switch])
+        configure(["ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge"])
+        configure(["ip", "-n", self.switch, "addr", "add", f"{self.address}/24", "dev", "bridge"])
+        configure(["ip", "-n", self.switch, "link", "set", "bridge", "up"])
+        configure(["ip", "-n", self.switch, "link", "set", "lo", "up"])
+        for node in self.nodes:
+            node.make()
+
+    def remove(self) -> None:
+        """Whatever there is of them."""
+        for node in self.nodes:
+            node.remove()
+        subprocess.run(["ip", "netns", "del", self.switch], capture_output=True, check=False)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The calling thread is on the network itself: what it listens on, all nodes reach."""
+        library = ctypes.CDLL(None, use_errno=True)
+        with (
+            Path("/proc/thread-self/ns/net").open("rb") as before,
+            Path(f"/run/netns/{self.switch}").open("rb") as after,
+        ):
+            if library.setns(after.fileno(), _SETNS_NET) != 0:
+                raise MissingError(f"cannot enter a network: {os.strerror(ctypes.get_errno())}")
+            try:
+                yield
+            finally:
+                library.setns(before.fileno(), _SETNS_NET)
+
+
+@contextlib.contextmanager
+def nodes(count: int) -> Iterator[Nodes]:
+    """So many nodes on one network. Raises: MissingError."""
+    for tool in ("ip", "tc", "nsenter"):
+        if shutil.which(tool) is None:
+            raise MissingError(f"there is no {tool}; apt install iproute2 util-linux")
+    if os.geteuid() != 0:
+        raise MissingError("nodes with a network and control groups of their own need root")
+    site = Nodes(count)
+    try:
+        try:
+            site.make()
+        except OSError as error:
+            raise MissingError(f"no control group for a node: {error}") from error
+        yield site
+    finally:
+        site.remove()
+
+
+def _hierarchies() -> list[Path]:
+    """Where control groups are made: v2, and those of v1 that limit processors and disks."""
+    if (_CGROUPS / "cgroup.controllers").exists():
+        with contextlib.suppress(OSError):
+            (_CGROUPS / "cgroup.subtree_control").write_text("+cpu +io")
+        return [_CGROUPS]
+    found = [_CGROUPS / name for name in ("cpu", "cpu,cpuacct", "blkio", "unified")]
+    return list({path.resolve(): path for path in found if path.exists()}.values())
+
+
+def _whole_disk(device: int) -> str:
+    """MAJOR:MINOR of the disk that a device is a part of."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    place = Path("/sys/dev/block") / name
+    if not place.exists():
+        raise MissingError("this folder is on no disk whose rate could be limited")
+    if (place / "partition").exists():
+        return (place.resolve().parent / "dev").read_text().strip()
+    return name
