@@ -37,7 +37,7 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write every run, the medians and the ratios to this file.",
+    help="Write every run and the ratios to this file.",
 )
 @click.option(
     "--work-dir",

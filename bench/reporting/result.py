@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.model import Bound, Figure, Ratio, Target
-from bench.reporting.summary import RatioResult, Run, spreads
+from bench.reporting.summary import RatioResult, Run
 
 SCHEMA = 1
 
@@ -38,15 +38,10 @@ class Result:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """As a JSON document. `summary` and the ratios' spread are there for readers; loading
-    computes them again from the runs."""
-    summary = {
-        variant: {
-            name: {"median": spread.median, "min": spread.minimum, "max": spread.maximum}
-            for name, spread in figures.items()
-        }
-        for variant, figures in spreads(result.runs).items()
-    }
+    """Return `result` as a JSON document.
+
+    The ratios' median and range are there for readers; loading computes them again.
+    """
     return {
         "schema": SCHEMA,
         "case": result.case,
@@ -63,7 +58,6 @@ def to_json(result: Result) -> dict[str, Any]:
             {"round": run.round_number, "variant": run.variant, "figures": dict(run.figures)}
             for run in result.runs
         ],
-        "summary": summary,
         "ratios": [_ratio_to_json(ratio) for ratio in result.ratios],
     }
 
@@ -90,8 +84,22 @@ def from_json(document: Mapping[str, Any]) -> Result:
 def save(result: Result, path: Path) -> None:
     """Write `result` to `path`, whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(to_json(result), indent=1) + "\n")
+    temporary.write_text(_lines(to_json(result)))
     temporary.replace(path)
+
+
+def _lines(document: Mapping[str, Any]) -> str:
+    """Return `document` as JSON with a line for each run, variant, ratio and note.
+
+    A comparison of two versions then shows the runs that differ, and nothing else.
+    """
+    members = []
+    for name, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f" {json.dumps(item)}" for item in value) + "\n]"
+        members.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(members) + "\n}\n"
 
 
 def load(path: Path) -> Result:

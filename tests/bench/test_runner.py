@@ -61,7 +61,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     save(result, path)
     assert to_json(load(path)) == to_json(result)
     document = json.loads(path.read_text())
-    assert document["summary"]["fast"]["wall_s"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert sum(line.startswith(' {"round"') for line in path.read_text().splitlines()) == 4
     assert document["ratios"][0]["met"] is True
     with pytest.raises(ValueError, match="schema 99"):
         from_json({**document, "schema": 99})
