@@ -133,6 +133,7 @@ $(VENV)/formats: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python -m tests.support.cli_reference
+	$(BIN)/python -m bench --report
 	$(BIN)/python -m testbed.containers.chart
 
 clean:

@@ -21,6 +21,7 @@ from testbed.needs import MissingError
 
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
+_README = _HERE.parent / "README.md"
 _DOCUMENT = _HERE.parent / "docs" / "benchmarks.md"
 _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 
@@ -48,7 +49,10 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 )
 @click.option("--strict", "is_strict", is_flag=True, help="Exit with 1 when a target is missed.")
 @click.option(
-    "--report", "is_report", is_flag=True, help="Write docs/benchmarks.md from bench/results."
+    "--report",
+    "is_report",
+    is_flag=True,
+    help="Write the tables of README.md and docs/benchmarks.md from bench/results.",
 )
 def main(
     case_name: str | None,
@@ -73,9 +77,10 @@ def main(
         for case in cases.values():
             click.echo(f"{case.name:<12} {case.description}")
     elif is_report:
-        generated = generated_page.render(generated_page.load_results(_RESULTS), cases)
-        _DOCUMENT.write_text(generated_page.replace_results(_DOCUMENT.read_text(), generated))
-        click.echo("wrote docs/benchmarks.md", err=True)
+        results = generated_page.load_results(_RESULTS)
+        _README.write_text(generated_page.readme(_README.read_text(), results))
+        _DOCUMENT.write_text(generated_page.benchmarks(_DOCUMENT.read_text(), results, cases))
+        click.echo("wrote the tables of README.md and docs/benchmarks.md", err=True)
     elif case_name is None:
         raise click.UsageError("name a case, or use --list or --report")
     elif case_name not in cases:

@@ -78,6 +78,7 @@ CASE = Case(
         _times("uv", "mount", 4),
         _times("uv line", "mount", 4),
         _times("uv", "extract", 1.5),
+        _times("uv", "extract near", 1.5),
         _times("uv line", "extract", 1.5),
         _times("pip", "mount", 1),
     ),

@@ -1,15 +1,15 @@
-"""The generated part of docs/benchmarks.md, from the committed results."""
+"""Generated parts of the README and docs/benchmarks.md, from the committed results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.model import Case
+from bench.reporting.peers_table import peer_rows, readme_rows
 from bench.reporting.result import Result, load
 from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
 
-BEGIN = "<!-- results: written by `python -m bench --report`, not by hand -->"
-END = "<!-- end of results -->"
+RESULTS, PEERS = "results", "peers"
 
 
 def load_results(folder: Path) -> list[Result]:
@@ -27,13 +27,36 @@ def render(results: Iterable[Result], cases: Mapping[str, Case]) -> str:
     return "\n".join(parts) if parts else "No results yet.\n"
 
 
-def replace_results(document: str, generated: str) -> str:
-    """`document` with what stands between the markers replaced. Raises: ValueError without them."""
-    before, found, rest = document.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
+def readme(document: str, results: Sequence[Result]) -> str:
+    """Return the README `document` with its table of ratios written again."""
+    return replace(document, PEERS, "\n".join(_table(*readme_rows(results))) + "\n")
+
+
+def benchmarks(document: str, results: Sequence[Result], cases: Mapping[str, Case]) -> str:
+    """Return docs/benchmarks.md (`document`) with both of its generated parts written again."""
+    document = replace(document, PEERS, "\n".join(_table(*peer_rows(results))) + "\n")
+    return replace(document, RESULTS, render(results, cases))
+
+
+def markers(part: str) -> tuple[str, str]:
+    """Return the lines before and after a generated part of a page."""
+    return (
+        f"<!-- {part}: written by `python -m bench --report`, not by hand -->",
+        f"<!-- end of {part} -->",
+    )
+
+
+def replace(document: str, part: str, generated: str) -> str:
+    """Return `document` with the text between a part's markers replaced.
+
+    Raises: ValueError where the document lacks the markers.
+    """
+    begin, end = markers(part)
+    before, found, rest = document.partition(begin)
+    _, found_end, after = rest.partition(end)
     if not found or not found_end:
-        raise ValueError(f"the document lacks the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{generated}\n{END}{after}"
+        raise ValueError(f"the document lacks the lines {begin} and {end}")
+    return f"{before}{begin}\n\n{generated}\n{end}{after}"
 
 
 def _render_one(result: Result, case: Case) -> str:

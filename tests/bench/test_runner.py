@@ -90,11 +90,12 @@ def test_report_is_markdown_and_replaces_only_itself() -> None:
     assert "| slow / fast | 3.00 | 3.00 to 3.00 | >= 2 | met |" in text
     assert "needs a moon \\| or two" in text
     assert "1970-01-01, quick run, 2 rounds." in text
-    document = f"before\n{generated_page.BEGIN}\nold\n{generated_page.END}\nafter\n"
-    replaced = generated_page.replace_results(document, text)
-    assert replaced.startswith(f"before\n{generated_page.BEGIN}\n")
-    assert replaced.endswith(f"{generated_page.END}\nafter\n")
+    begin, end = generated_page.markers("results")
+    document = f"before\n{begin}\nold\n{end}\nafter\n"
+    replaced = generated_page.replace(document, "results", text)
+    assert replaced.startswith(f"before\n{begin}\n")
+    assert replaced.endswith(f"{end}\nafter\n")
     assert "old" not in replaced
-    assert generated_page.replace_results(replaced, text) == replaced
+    assert generated_page.replace(replaced, "results", text) == replaced
     with pytest.raises(ValueError, match="lacks the lines"):
-        generated_page.replace_results("nothing here", text)
+        generated_page.replace("nothing here", "results", text)
