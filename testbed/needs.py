@@ -8,6 +8,10 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_FUSE = "/dev/fuse"
+_CAP_SYS_ADMIN = 21
 
 
 class MissingError(Exception):
@@ -24,12 +28,35 @@ def _no_root() -> str:
     return "" if os.geteuid() == 0 else "needs root"
 
 
+def _no_mounts() -> str:
+    return "" if _has_sys_admin() else "mounting needs CAP_SYS_ADMIN"
+
+
 def _no_fuse() -> str:
-    return "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+    if not os.path.exists(_FUSE):
+        return f"there is no {_FUSE}"
+    if not os.access(_FUSE, os.R_OK | os.W_OK):
+        return f"{_FUSE} may not be opened"
+    if not _has_sys_admin() and shutil.which("fusermount3") is None:
+        return "mounting FUSE without root needs fusermount3"
+    return ""
 
 
-_ABILITIES: dict[str, Callable[[], str]] = {"root": _no_root, "fuse": _no_fuse}
-"""For each ability, what answers "" where the machine has it, and else the reason."""
+def _has_sys_admin() -> bool:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    effective = next(line for line in lines if line.startswith("CapEff:"))
+    return bool(int(effective.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+_ABILITIES: dict[str, Callable[[], str]] = {
+    "root": _no_root,
+    "mount": _no_mounts,
+    "fuse": _no_fuse,
+}
+"""For each ability, what answers "" where the machine has it, and else the reason.
+
+"mount" is to mount any file system, "fuse" to mount a FUSE file system.
+"""
 
 
 def require(

@@ -106,6 +106,11 @@ def _quarantine(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xfail(strict=False, reason=f"quarantined: {reason}"))
 
 
+def _skipped(reason: MissingError) -> BaseException:
+    # Else the summary names this file instead of the test's.
+    return pytest.skip.Exception(str(reason), _use_item_location=True)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     """Skip a test whose `needs` mark names something that the machine lacks."""
@@ -114,7 +119,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
             require(*mark.args, **mark.kwargs)
         return (yield)
     except MissingError as reason:
-        pytest.skip(str(reason))
+        raise _skipped(reason) from None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,7 +128,7 @@ def pytest_runtest_call() -> Generator[None]:
     try:
         return (yield)
     except MissingError as reason:
-        pytest.skip(str(reason))
+        raise _skipped(reason) from None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,6 +1,5 @@
 """Building the package writes nothing into its checkout."""
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -8,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 
 
+@pytest.mark.needs("root", modules=["setuptools"])
 def test_a_checkout_that_cannot_be_written_can_be_installed(tmp_path: Path) -> None:
     """Setuptools made `build` and `bootseer.egg-info` in it, as it does by itself."""
-    pytest.importorskip("setuptools")
-    if os.geteuid() != 0:
-        pytest.skip("mounts the checkout read-only: needs root")
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no mount namespace can be made here")
+        raise MissingError("no mount namespace can be made here")
     script = (
         f"mount --bind {REPOSITORY} {REPOSITORY} && mount -o remount,bind,ro {REPOSITORY} && "
         f"cd {REPOSITORY} && "

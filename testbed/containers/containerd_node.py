@@ -31,14 +31,8 @@ from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from testbed.containers.containerd_config import containerd_config
 from testbed.containers.cri import call_cri, container_config, pod_config
-from testbed.mounts.image_mounts import (
-    TIMEOUT_S,
-    Completed,
-    settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
-)
-from testbed.needs import MissingError
+from testbed.mounts.image_mounts import TIMEOUT_S, Completed, settings_at
+from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 
@@ -68,8 +62,7 @@ class Node(Closing):
         pause_image: str = "",
         **changes: Any,
     ) -> None:
-        skip_unless_root()
-        skip_unless_fuse()
+        require("root", "fuse")
         self._bin = programs() if with_containerd else Path("/usr/bin")
         # A socket's path must be short.
         self.base = Path(tempfile.mkdtemp(prefix="node-"))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.base.closing import Closing
-from testbed.mounts.image_mounts import TIMEOUT_S, skip_unless_root
-from testbed.needs import MissingError
+from testbed.mounts.image_mounts import TIMEOUT_S
+from testbed.needs import MissingError, require
 
 _CONFIG = """
 version = 2
@@ -61,7 +61,7 @@ class Containerd(Closing):
     """A containerd that unpacks images, until closed."""
 
     def __init__(self) -> None:
-        skip_unless_root()
+        require("root")
         for program in ("containerd", "ctr"):
             if shutil.which(program) is None:
                 raise MissingError(f"{program} is not installed")

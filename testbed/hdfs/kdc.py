@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bootseer.base.closing import Closing
 from testbed.hdfs.cluster import unassigned_ports
+from testbed.needs import MissingError
 
 REALM = "BOOTSEER.TEST"
 SERVICE = f"hdfs/localhost@{REALM}"
@@ -51,18 +52,14 @@ kdc = FILE:{home}/kdc.log
 """
 
 
-class NoKdcError(Exception):
-    """There is no KDC on this machine, and the message says why."""
-
-
 class MiniKdc(Closing):
     """A running KDC of one realm with the service `SERVICE`; `keytab` holds its key."""
 
     def __init__(self, home: Path) -> None:
-        """Start it. Raises: NoKdcError."""
+        """Start it. Raises: MissingError."""
         missing = [tool for tool in _TOOLS if shutil.which(tool, path=_SEARCH_PATH) is None]
         if missing:
-            raise NoKdcError(f"no {', '.join(missing)}: install {_PACKAGES}")
+            raise MissingError(f"no {', '.join(missing)}: install {_PACKAGES}")
         self.home = home
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         (port,) = unassigned_ports(1)
@@ -128,5 +125,5 @@ def _wait_for(port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() > end_s:
-                raise NoKdcError(f"the KDC does not listen: {error}") from error
+                raise MissingError(f"the KDC does not listen: {error}") from error
             time.sleep(0.02)

@@ -32,7 +32,7 @@ class SecureHdfs(Closing):
     """A running HDFS; `environment` lets a client in, whose user's keytab is `keytab`."""
 
     def __init__(self, home: Path) -> None:
-        """Start it. Raises: NoKdcError, MissingError, RuntimeError."""
+        """Start it. Raises: MissingError, RuntimeError."""
         self.kdc = MiniKdc(home / "kdc")
         try:
             self.keytab = self.kdc.add_principal(USER)

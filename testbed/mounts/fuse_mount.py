@@ -13,11 +13,10 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
 from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.server import Server
-from testbed.needs import MissingError
+from testbed.needs import require
 from testbed.paths import REPOSITORY
 
 SUBTYPE = "bootseer-test"
@@ -27,31 +26,6 @@ _REAP_S = 5.0
 # Killed, but waiting for a mount that answers nothing: they end when it is aborted. Without a
 # reference here, collecting them would warn of a running child in whatever test comes next.
 _left_behind: list["subprocess.Popen[str]"] = []
-
-
-def why_no_fuse() -> str | None:
-    """Why nothing can be mounted here; None if it can."""
-    if not DEVICE.exists():
-        return f"there is no {DEVICE}"
-    if not os.access(DEVICE, os.R_OK | os.W_OK):
-        return f"{DEVICE} is not accessible"
-    if not can_mount_directly() and mounts.find_helper() is None:
-        return "neither root nor fusermount3"
-    return None
-
-
-def require_fuse() -> None:
-    """Skip the test where nothing can be mounted."""
-    reason = why_no_fuse()
-    if reason is not None:
-        raise MissingError(f"cannot mount FUSE: {reason}")
-
-
-def require_root() -> None:
-    """Skip the test without CAP_SYS_ADMIN."""
-    require_fuse()
-    if not can_mount_directly():
-        raise MissingError("needs CAP_SYS_ADMIN")
 
 
 def clear_mount(path: Path) -> None:
@@ -149,7 +123,7 @@ def mounted(
 
     In the end the mount is gone, whatever happened. Touch it from child processes only.
     """
-    require_fuse()
+    require("fuse")
     mountpoint.mkdir(parents=True, exist_ok=True)
     server = Server(operations, mountpoint, options or short_options())
     try:

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import json
 import marshal
-import os
 import shutil
 import subprocess
 import sys
@@ -26,24 +25,10 @@ from bootseer.prefetch.sources import open_source
 from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings, load_settings
 from bootseer.store import open_store
-from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 
 TIMEOUT_S = 60.0
 Completed: TypeAlias = "subprocess.CompletedProcess[str]"
-
-
-def skip_unless_fuse() -> None:
-    """Skips, saying why, where no FUSE file system can be mounted."""
-    if not Path("/dev/fuse").exists():
-        raise MissingError("there is no /dev/fuse")
-    if os.geteuid() != 0 and not shutil.which("fusermount3"):
-        raise MissingError("mounting without root needs fusermount3")
-
-
-def skip_unless_root() -> None:
-    if os.geteuid() != 0:
-        raise MissingError("needs root")
 
 
 def settings_at(base: Path, **changes: Any) -> Settings:

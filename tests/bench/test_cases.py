@@ -13,6 +13,7 @@ from bench.machine.environment import file_system_of
 from bench.model import Case
 from bench.reporting import generated_page
 from bench.reporting.summary import problems
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from testbed.processes import process_tree, run_json, tree_cpu_s
 
@@ -157,10 +158,8 @@ except MissingError as reason:
 """
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_server_is_mounted_measured_and_unmounted(tmp_path: Path) -> None:
-    if not Path("/dev/fuse").exists():
-        pytest.skip("there is no /dev/fuse")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "data").write_bytes(bytes(10_000))
     # In a process of its own: should a mount get stuck, this one does not.
@@ -170,4 +169,4 @@ def test_a_server_is_mounted_measured_and_unmounted(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if done.stdout.startswith("skipped:"):
-        pytest.skip(done.stdout.strip())
+        raise MissingError(done.stdout.strip())

@@ -27,11 +27,11 @@ _NET = Path("/proc/thread-self/ns/net")
 @pytest.fixture
 def kernel() -> Iterator[Limiter]:
     if os.geteuid() != 0 or shutil.which("tc") is None:
-        pytest.skip("a network of its own with classes needs root and iproute2's tc")
+        raise MissingError("a network of its own with classes needs root and iproute2's tc")
     before = _NET.readlink()
     with limiter() as chosen:
         if chosen.apart:
-            pytest.skip(chosen.note)
+            raise MissingError(chosen.note)
         assert _NET.readlink() != before
         yield chosen
     assert _NET.readlink() == before
@@ -74,7 +74,7 @@ def moved_about(moved: Moved, read_bytes: tuple[int, ...], written_bytes: tuple[
     )
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_the_kernel_counts_and_limits_each_datanode_and_direction(kernel: Limiter) -> None:
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
@@ -94,7 +94,7 @@ def test_the_kernel_counts_and_limits_each_datanode_and_direction(kernel: Limite
         assert sum(int(count) for count in re.findall(r"overlimits (\d+)", shown)) > 0
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_rate_changes_without_losing_the_count(kernel: Limiter) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -133,12 +133,12 @@ def jars() -> None:
         classpath()
     except MissingError as error:
         if os.environ.get("BOOTSEER_REQUIRE_HDFS"):
-            raise
-        pytest.skip(f"no HDFS here: {error}")
+            raise RuntimeError(f"there must be an HDFS: {error}") from error
+        raise
 
 
 @pytest.mark.hdfs
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_all_that_a_case_starts_is_in_the_network(
     jars: None, kernel: Limiter, tmp_path: Path
 ) -> None:

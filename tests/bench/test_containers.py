@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import os
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from testbed.paths import REPOSITORY
 from testbed.processes import run_json
 from testbed.waiting import wait_for
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")
+needs_root = pytest.mark.needs("root")
 
 
 def make_layout(folder: Path) -> Layout:
@@ -59,7 +58,7 @@ def test_a_synthetic_layer_has_the_size_asked_for(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_line_counts_what_crosses_it_and_is_left_again() -> None:
     before = Path("/proc/thread-self/ns/net").readlink()
     with own_network() as line:
@@ -77,7 +76,7 @@ def test_a_line_counts_what_crosses_it_and_is_left_again() -> None:
 
 
 @needs_root
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_node_ends_with_all_that_ran_on_it(tmp_path: Path) -> None:
     folder = tmp_path / "node"
     with Node(folder) as node:
@@ -94,7 +93,7 @@ def test_a_node_ends_with_all_that_ran_on_it(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_node_counts_the_cpu_of_orphans_too(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass"
     done = tmp_path / "done"
@@ -106,7 +105,7 @@ def test_a_node_counts_the_cpu_of_orphans_too(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_command_that_fails_on_a_node_says_why(tmp_path: Path) -> None:
     with Node(tmp_path / "node") as node:
         with pytest.raises(RuntimeError, match="no such thing"):
@@ -135,7 +134,7 @@ os.kill(os.getpid(), 9)
 
 
 @needs_root
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_node_ends_when_its_benchmark_is_killed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ENTER_AND_DIE, str(tmp_path / "node")],

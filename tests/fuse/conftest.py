@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from testbed.mounts import fuse_mount
+from testbed.needs import require
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +18,7 @@ def _no_stale_mounts() -> None:
 @pytest.fixture
 def mountpoint(tmp_path: Path) -> Iterator[Path]:
     """An empty directory to mount on; unmounted in the end, whatever happened."""
-    fuse_mount.require_fuse()
+    require("fuse")
     path = tmp_path / "mnt"
     path.mkdir()
     try:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.restoring.linking.node_trees import can_reflink
-from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 from testbed.mounts.snapshot_mounts import end_everything
+from testbed.needs import MissingError, require
 
 MakeNode = Callable[[str], Settings]
 
@@ -49,8 +49,7 @@ def make_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNode:
 @pytest.fixture
 def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
     """Nodes that mount; whatever happens, no mount, no server and no publisher stays."""
-    skip_unless_root()
-    skip_unless_fuse()
+    require("root", "fuse")
     nodes: list[Settings] = []
 
     def make(name: str) -> Settings:
@@ -65,7 +64,7 @@ def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
 def covering(mounting: MakeNode, request: pytest.FixtureRequest, tmp_path: Path) -> MakeNode:
     """Nodes that put overlays on targets, over trees that are served or that they keep."""
     if request.param == "link" and can_reflink(tmp_path):
-        pytest.skip("files here can share their blocks: nothing is mounted to link them")
+        raise MissingError("files here can share their blocks: nothing is mounted to link them")
 
     def make(name: str) -> Settings:
         return replace(mounting(name), restore_mode=request.param)

@@ -31,6 +31,7 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
 from testbed.images.building import Member, tar_of
+from testbed.needs import require
 from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 
@@ -73,8 +74,7 @@ def _make(env: Path) -> None:
 def _unpack(file: Path, directory: Path) -> None:
     directory.mkdir()
     command = ["tar", "--zstd", "--xattrs", "-xpf", str(file), "-C", str(directory)]
-    if not shutil.which("zstd"):
-        pytest.skip("GNU tar needs the zstd command")
+    require(programs=["zstd"])
     subprocess.run(command, check=True)
 
 

@@ -14,6 +14,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.needs import MissingError
 from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.counted import counted_request, rooted, rooted_runner, runs
@@ -143,11 +144,9 @@ def test_a_root_cannot_be_left(tmp_path: Path, make_node: MakeNode) -> None:
     assert list((tmp_path / "outside").iterdir()) == []
 
 
-@pytest.mark.root
+@pytest.mark.needs("root", "mount")
 def test_an_overlay_root(tmp_path: Path, make_node: MakeNode) -> None:
     """A container's root: lower directories cannot be renamed, files are copied up."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting an overlay needs root")
     lower = tmp_path / "lower"
     for folder in ("lib/pkg/old", "lib/pkg2"):
         (lower / "usr" / folder).mkdir(parents=True)
@@ -161,7 +160,7 @@ def test_an_overlay_root(tmp_path: Path, make_node: MakeNode) -> None:
         options = f"lowerdir={lower},upperdir={upper},workdir={work}"
         command = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
         if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("overlayfs cannot be mounted here")
+            raise MissingError("overlayfs cannot be mounted here")
         try:
             text = (
                 f"echo run >> {tmp_path}/runs; cd $ROOT/usr/lib; rm pkg/a.py; rm -r pkg/old; "
@@ -187,9 +186,8 @@ def test_an_overlay_root(tmp_path: Path, make_node: MakeNode) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+@pytest.mark.needs("root")
 def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
     top = tmp_path / "with blank"
     target = top / "env"
     target.mkdir(parents=True)
@@ -209,7 +207,7 @@ def test_a_mount_point_as_target(tmp_path: Path, make_node: MakeNode, kind: str)
         if kind == "tmpfs":
             mount = ["mount", "-t", "tmpfs", "tmpfs", str(target)]
         if subprocess.run(mount, check=False, capture_output=True).returncode:
-            pytest.skip(f"{kind} cannot be mounted here")
+            raise MissingError(f"{kind} cannot be mounted here")
         try:
             result = run_setup(make_node(name), request)
             assert result.how == ("captured" if name == "a" else "restored")

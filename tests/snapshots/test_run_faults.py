@@ -14,6 +14,7 @@ from bootseer.snapshots.catalogue.verify import Verifier
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.needs import MissingError
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.counted import counted_request, runs
 
@@ -82,10 +83,9 @@ def test_a_manifest_that_was_changed_is_refused_and_replaced(
         assert Verifier(store).check(first.fingerprint).problems == ()
 
 
+@pytest.mark.needs("root")
 def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
     """Too small for the snapshot: nothing appears, and the command has the last word."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
     (tmp_path / "disk").mkdir()
     target = tmp_path / "disk/env"
     script = f"mkdir {target}; head -c 3000000 /dev/urandom > {target}/file"
@@ -93,7 +93,7 @@ def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
     run_setup(make_node("a"), request)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("tmpfs cannot be mounted here")
+        raise MissingError("tmpfs cannot be mounted here")
     try:
         said: list[str] = []
         with pytest.raises(SetupFailedError):
@@ -105,10 +105,9 @@ def test_a_full_disk(tmp_path: Path, make_node: MakeNode) -> None:
 
 
 @pytest.mark.parametrize("where", ["nodes/a/cache", "store"])
+@pytest.mark.needs("root")
 def test_a_full_disk_elsewhere(tmp_path: Path, make_node: MakeNode, where: str) -> None:
     """The set-up has run, and is not stored: one warning, which names the folder."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
     target, small = tmp_path / "env", tmp_path / where
     script = (
         f"echo run >> {tmp_path}/runs; mkdir {target}; head -c 3000000 /dev/urandom > {target}/f"
@@ -117,7 +116,7 @@ def test_a_full_disk_elsewhere(tmp_path: Path, make_node: MakeNode, where: str) 
     small.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("tmpfs cannot be mounted here")
+        raise MissingError("tmpfs cannot be mounted here")
     try:
         said: list[str] = []
         assert run_setup(make_node("a"), request, report=said.append).how == "ran"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from tests.soak.site import missing_tools
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_some_rounds(tmp_path: Path) -> None:
     if missing := missing_tools():
-        pytest.skip(f"the soak needs {', '.join(missing)}")
+        raise MissingError(f"the soak needs {', '.join(missing)}")
     for rounds in (1, 2):
         done = subprocess.run(
             [sys.executable, "-m", "tests.soak", "--rounds", str(rounds), "--folder", tmp_path],

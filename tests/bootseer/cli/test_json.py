@@ -2,10 +2,10 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
+from testbed.needs import require
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.json_page import agree, documented, keys
 
@@ -57,10 +57,9 @@ def test_hints(own_world: World) -> None:
     assert world("image", "hints", "export", "image:1").out == "/lib/data\t0\t200704\n"
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_mounted_images_and_traces(own_world: World) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     world = own_world
     mounted = world("image", "mount", "image:1", "mnt", "--json").json
     agree("image mount", mounted)
@@ -151,10 +150,9 @@ def test_snapshots(own_world: World) -> None:
         assert bool(explained["differences"]) == bool(salt)
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_checkpoint_mounts(own_world: World) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     try:
         agree(
             "checkpoint mount",
@@ -190,10 +188,9 @@ def test_report(own_world: World) -> None:
     assert all(stage["name"] in table for stage in result["stages"])
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_mounted_snapshots(own_world: World) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     world, target = own_world, own_world.path("made")
     command = ("snapshot", "run", "--mode", "mount", "--target", target, "--", "mkdir", target)
     assert world(*command).code == 0

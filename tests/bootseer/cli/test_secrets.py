@@ -11,6 +11,7 @@ import pytest
 
 from bootseer.base.redact import public_url, redact
 from bootseer.linux.processes import start_time
+from testbed.needs import require
 from tests.bootseer.cli.conftest import World
 from tests.snapshots.support.secret_commands import COMMANDS
 
@@ -100,11 +101,10 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
             assert SECRET.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_servers_show_no_credentials(own_world: World) -> None:
     """In /proc/mounts and in the list of processes, which every user can read."""
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     world = own_world
     # A rate limit's URL is one that takes a query, and works.
     url = f"limit+file://{world.base}/checkpoints?latency_s=0.0001&account=/tmp/{SECRET}-account"
@@ -131,10 +131,9 @@ def test_servers_show_no_credentials(own_world: World) -> None:
         Path(f"/tmp/{SECRET}-account").unlink(missing_ok=True)
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_what_is_kept_is_private(own_world: World) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     world = own_world
     for name in ("cache", "run", "timeline", "store"):
         subprocess.run(["rm", "-rf", str(world.path(name))], check=True)
@@ -185,10 +184,9 @@ def _check_private(world: World) -> None:
     assert seen > 10
 
 
+@pytest.mark.needs("root")
 def test_other_users_state_is_not_acted_upon(own_world: World) -> None:
     """Somebody who can write to the run directory must not make root remove or kill things."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root: files of another user")
     world = own_world
     precious = world.path("precious")
     precious.mkdir()

@@ -10,10 +10,10 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 
+from testbed.needs import require
 from testbed.waiting import wait_for
 from tests.bootseer.cli.conftest import World
 
@@ -74,10 +74,9 @@ def test_closed_descriptors(own_world: World) -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_mounting_with_closed_descriptors(own_world: World) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     for mount, unmount in (
         ("image mount --no-record image:1 mnt", "image unmount mnt"),
         ("mount checkpoints mnt", "unmount mnt"),

@@ -24,7 +24,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
 from bootseer.store.objects.uses import note_use, use_key
-from testbed.mounts.image_mounts import mounted, settings_at, skip_unless_fuse
+from testbed.mounts.image_mounts import mounted, settings_at
 from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import (
     NOW,
@@ -178,9 +178,8 @@ def test_a_use_is_noted_once_a_day_and_never_fails(tmp_path: Path) -> None:
         note_use(store, digest, [])
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_what_a_mount_reads_stays_although_its_image_is_removed(tmp_path: Path) -> None:
-    skip_unless_fuse()
     settings = settings_at(tmp_path)
     add_image(settings, tmp_path, "one", "base", "a")
     with mounted(settings, "one:1", tmp_path / "mnt"), open_store(settings.store_url) as store:

@@ -217,7 +217,7 @@ def test_only_one_collects_and_dead_leases_end(
         alive.release()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.needs("root")
 def test_a_full_store_is_collected(tmp_path: Path) -> None:
     """A named fault: there was no room for the collector's lease, so that it stayed full."""
     settings = settings_at(tmp_path)

@@ -39,7 +39,7 @@ from tests.prefetch.snapshotter.conftest import CHAINS, add_image, lower_of, pul
 
 _SERVER = "bootseer.fuse.striped.mounted.server"
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs("mount")
 
 
 @contextlib.contextmanager

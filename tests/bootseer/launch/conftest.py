@@ -13,7 +13,7 @@ import pytest
 
 from testbed.images.building import Layout
 from testbed.images.rootfs import python_root
-from testbed.mounts.fuse_mount import require_root
+from testbed.needs import require
 from tests.bootseer.launch.harness import Node, node_at
 
 IMAGE_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -66,7 +66,7 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
     """Runs as an ordinary user, in a folder and with variables of its own; not to be changed."""
-    require_root()
+    require("mount", "fuse")
     made = Image(tmp_path_factory.mktemp("layout") / "img", image_root)
     made.build(User="worker", WorkingDir="/job", Env=["FROM_IMAGE=yes", f"PATH={IMAGE_PATH}"])
     return made
@@ -75,7 +75,7 @@ def image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
 @pytest.fixture(scope="session")
 def shell_image(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
     """The same without Python, which makes a pull much cheaper; not to be changed."""
-    require_root()
+    require("mount", "fuse")
     base = tmp_path_factory.mktemp("shell")
     without = shutil.ignore_patterns("python3*", "libpython3*")
     shutil.copytree(image_root, base / "root", symlinks=True, ignore=without)

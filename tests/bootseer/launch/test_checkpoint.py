@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
-from testbed.mounts.fuse_mount import require_fuse
+from testbed.needs import require
 from testbed.paths import REPOSITORY
 from tests.bootseer.launch.harness import Node, attribute, wait_for
 from tests.fuse.striped.support.mounting import checkpoints
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 SAVE = """
 import hashlib, os
@@ -27,7 +27,7 @@ print(hashlib.file_digest(open("mnt/step-1.pt", "rb"), "sha256").hexdigest())
 
 @pytest.fixture(params=["file", pytest.param("hdfs", marks=pytest.mark.hdfs)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    require_fuse()
+    require("fuse")
     if request.param == "file":
         return (tmp_path / "ckpt").as_uri()
     found: str = request.getfixturevalue("hdfs_url")
@@ -36,7 +36,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def local_url(tmp_path: Path) -> str:
-    require_fuse()
+    require("fuse")
     return (tmp_path / "ckpt").as_uri()
 
 
@@ -81,8 +81,8 @@ time.sleep(600)
     node.wait_clean()
 
 
+@pytest.mark.needs("fuse")
 def test_two_checkpoint_folders(node: Node, tmp_path: Path) -> None:
-    require_fuse()
     first, second = (tmp_path / "a").as_uri(), (tmp_path / "b").as_uri()
     done = node.run(
         *("--checkpoint", f"{first}:{node.base}/m/a", "--checkpoint", f"{second}:{node.base}/m/b"),
@@ -100,10 +100,10 @@ def test_two_checkpoint_folders(node: Node, tmp_path: Path) -> None:
         ("file:///proc/self/status", 2, "is a file"),
     ],
 )
+@pytest.mark.needs("fuse")
 def test_a_checkpoint_url_that_cannot_be_mounted(
     node: Node, url: str, code: int, word: str
 ) -> None:
-    require_fuse()
     done = node.run(
         *("--checkpoint", f"{url}:{node.base}/mnt", "--", "touch", "job-ran"),
         variables={"BOOTSEER_DEADLINE": "2"},
@@ -115,8 +115,8 @@ def test_a_checkpoint_url_that_cannot_be_mounted(
     node.wait_clean()
 
 
+@pytest.mark.needs("fuse")
 def test_no_secret_in_what_is_said(node: Node) -> None:
-    require_fuse()
     done = node.run(
         *("--checkpoint", f"hdfs://user:geheim@127.0.0.1:9/ckpt:{node.base}/mnt", "--", "true"),
         variables={"BOOTSEER_DEADLINE": "2"},
@@ -151,9 +151,9 @@ def test_a_command_that_is_missing_leaves_no_mount(node: Node, local_url: str) -
     node.wait_clean()
 
 
+@pytest.mark.needs("fuse")
 def test_a_failing_mount_ends_the_setups(node: Node) -> None:
     """Not after ten minutes of pip that were for nothing."""
-    require_fuse()
     (node.base / "file").write_text("")
     done = node.run(
         *("--checkpoint", f"{(node.base / 'file').as_uri()}:{node.base}/mnt"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_root
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.bootseer.launch.harness import Node, attribute, node_at
 
@@ -47,10 +47,8 @@ def test_miss_then_hit_on_another_node(node: Node) -> None:
     assert counted(node) == 1
 
 
-@pytest.mark.fuse
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_what_is_mounted_goes_with_the_job(node: Node) -> None:
-    require_root()
     job = (*setup(), *TARGET, "--mode", "mount", "--", "sh", "-c", "cat env/x; echo b > env/x")
     assert node.run(*job).stdout == "a\n"
     (node.base / "env/x").unlink()
@@ -151,7 +149,7 @@ def test_two_starts_at_once_run_the_setup_once(node: Node) -> None:
 
 def test_two_nodes_at_once_run_the_setup_once(node: Node, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "--mount", "--map-root-user", "true"], check=False).returncode:
-        pytest.skip("no user namespaces here")
+        raise MissingError("no user namespaces here")
     target = tmp_path / "target"
     target.mkdir()
     go = tmp_path / "go"

@@ -9,7 +9,7 @@ import pytest
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Node, attribute
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 # In a mount namespace of its own, where /dev/fuse is something else.
 WITHOUT_FUSE = (

@@ -10,7 +10,7 @@ from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Node, node_at
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 PAGE = (REPOSITORY / "docs/launch-flow.md").read_text(encoding="utf-8")
 # There only for a moment, or long after a start.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_root
 from tests.bootseer.launch.harness import Node, wait_for
 
 SHOW = """
@@ -136,8 +135,8 @@ def test_the_terminal_is_the_jobs(node: Node) -> None:
         process.stderr.close()
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_as_the_first_process_of_a_namespace(node: Node) -> None:
-    require_root()
     prefix = ("unshare", "--pid", "--fork", "--mount-proc")
     done = node.run("--", "sh", "-c", "echo $$; exit 5", prefix=prefix)
     assert (done.stdout, done.returncode) == ("1\n", 5), done.stderr

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_fuse
+from testbed.needs import MissingError, require
 from testbed.others import folder_of_others
 from tests.bootseer.launch.harness import Node, attribute
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 NOBODY = "65534"
 # Root may keep its interpreter, and the device, where nobody else may look: let them be used.
@@ -32,12 +32,10 @@ def tmp_path() -> Iterator[Path]:
 
 def unprivileged(node: Node) -> tuple[str, ...]:
     """What to put before a command of the node's, so that an ordinary user runs it."""
-    require_fuse()
-    if not shutil.which("fusermount3"):
-        pytest.skip("mounting without root needs fusermount3")
+    require("fuse", programs=["fusermount3"])
     limit = Path("/proc/sys/user/max_user_namespaces")
     if not limit.exists() or not int(limit.read_text()):
-        pytest.skip("this kernel has no user namespaces")
+        raise MissingError("this kernel has no user namespaces")
     if os.geteuid() != 0:
         return ()
     subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", node.base.parent], check=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from testbed import waiting
-from testbed.mounts.fuse_mount import require_fuse, require_root
 from tests.bootseer.launch.harness import Node, wait_for
 
 SLEEPING_SETUP = "sh -c ': > deeper; sleep 600; true'; true"
@@ -68,10 +67,9 @@ def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
     assert asked.stdout.split() == ["True", "True", "False", "True"]
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: str) -> None:
     """Ctrl-C would end mounts, and what makes them, with whatever the terminal runs."""
-    require_fuse()
     arguments = ("--checkpoint", f"{silent_url}:{node.base}/mnt", "--", "true")
     deadline = {"BOOTSEER_DEADLINE": "60"}
     with node.start(*arguments, variables=deadline, start_new_session=True) as process:
@@ -104,10 +102,9 @@ def _session(pid: int) -> int:
     return 0
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_servers_end_although_the_caller_ignores_signals(node: Node) -> None:
     """Also SIGTERM, by which they are told to: the job ends, and so does all of ours."""
-    require_fuse()
     (node.base / "ckpt").mkdir()
     ignoring = ("sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh")
     checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
@@ -172,9 +169,9 @@ def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
     waiting.wait_for(lambda: node.processes() == {}, "the end of all processes")
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_as_the_first_process_of_a_namespace(node: Node) -> None:
     """It has no default action for any signal: a container would not stop before its time."""
-    require_root()
     prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     with node.start(*SETUP, "--", "true", prefix=prefix) as process:
         wait_for(node.base / "deeper")
@@ -185,9 +182,8 @@ def test_as_the_first_process_of_a_namespace(node: Node) -> None:
     node.wait_clean()
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_while_a_checkpoint_is_being_mounted(node: Node, silent_url: str) -> None:
-    require_fuse()
     mount = node.base / "mnt"
     with node.start("--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran") as process:
         wait_for(mount)
@@ -198,9 +194,8 @@ def test_while_a_checkpoint_is_being_mounted(node: Node, silent_url: str) -> Non
     node.wait_clean()
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> None:
-    require_fuse()
     mount = node.base / "mnt"
     # It keeps a file of the mount open, as a set-up that reads weights would.
     setup = f"until exec 9> {mount}/x; do sleep 0.1; done; touch deeper; sleep 600; true"
@@ -216,10 +211,9 @@ def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> Non
     node.wait_clean()
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.needs("fuse")
 def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Signals) -> None:
-    require_fuse()
     mount = node.base / "mnt"
     Path(f"{node.base}/ckpt").mkdir()
     with node.start(
@@ -233,10 +227,9 @@ def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Si
     node.wait_clean()
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_kill_9_at_each_step(node: Node, store_url: str) -> None:
     """What is left goes by itself, but for what a set-up itself does; the next start works."""
-    require_fuse()
     mount = node.base / "mnt"
     arguments = (
         *("--checkpoint", f"{store_url}-ckpt:{mount}"),
@@ -259,9 +252,8 @@ def test_kill_9_at_each_step(node: Node, store_url: str) -> None:
     assert [path.name for path in hidden] == [".bootseer.store"], left
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str) -> None:
-    require_fuse()
     mount = node.base / "mnt"
     arguments = ("--checkpoint", f"{store_url}-ckpt:{mount}", "--")
     with node.start(*arguments, "sh", "-c", ": > up; exec sleep 600") as process:

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.linux import namespaces
 from bootseer.linux.removal import empty_directory, remove_tree
-from testbed.mounts.image_mounts import skip_unless_root
+from testbed.needs import MissingError, require
 
 _FLAGS = {"immutable": 0x10, "append only": 0x20}
 
@@ -35,7 +35,7 @@ def set_flags(path: Path, flags: int) -> None:
     try:
         fcntl.ioctl(fd, 0x40086602, flags.to_bytes(8, sys.byteorder))
     except OSError as error:
-        pytest.skip(f"this file system has no such flags: {error.strerror}")
+        raise MissingError(f"this file system has no such flags: {error.strerror}") from error
     finally:
         os.close(fd)
 
@@ -110,10 +110,9 @@ def test_directories_that_not_even_their_owner_may_enter(tmp_path: Path) -> None
     assert not top.exists()
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("kind", _FLAGS)
+@pytest.mark.needs("root", "mount")
 def test_files_and_folders_that_were_made_unchangeable(tmp_path: Path, kind: str) -> None:
-    skip_unless_root()
     top = tmp_path / "top"
     (top / "folder/inner").mkdir(parents=True)
     (top / "folder/file").touch()
@@ -126,7 +125,7 @@ def test_files_and_folders_that_were_made_unchangeable(tmp_path: Path, kind: str
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A tree in which a directory of the same file system is mounted, and that directory."""
-    skip_unless_root()
+    require("root")
     kept, point = tmp_path / "kept", tmp_path / "top/a/point"
     kept.mkdir()
     (kept / "file").touch()
@@ -136,7 +135,7 @@ def mounted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     namespaces.unmount(point)
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_what_is_mounted_below_is_left_alone_and_said(mounted: tuple[Path, Path]) -> None:
     top, kept = mounted
     (top / "z/after").mkdir(parents=True)

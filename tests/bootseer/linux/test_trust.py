@@ -15,9 +15,10 @@ from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
 from bootseer.linux.private_files import make_private_directory, open_private_directory
 from bootseer.settings.config import Config, load_config
 from bootseer.timeline.recorder import Timeline
+from testbed.needs import MissingError
 
 NOBODY = 65534
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users: needs root")
+root_only = pytest.mark.needs("root")
 
 
 def loaded(home: Path, **variables: str) -> Config:
@@ -139,7 +140,7 @@ def test_a_read_only_mount_is_changed_by_nobody(tmp_path: Path) -> None:
         ["unshare", "-m", "sh", "-c", mount, code], capture_output=True, text=True, timeout=120
     )
     if "unshare" in done.stderr or "mount" in done.stderr.split(":")[0]:
-        pytest.skip(f"no mounts here: {done.stderr}")
+        raise MissingError(f"no mounts here: {done.stderr}")
     assert (done.stdout, done.stderr) == ("mapped\n", "")
 
 
@@ -175,7 +176,9 @@ def test_a_folder_that_another_user_can_change_is_not_used(
     tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture, name: str, how: str
 ) -> None:
     if name == "timeline_dir" and how == "entry":
-        pytest.skip("each job has a folder of its own there, which is looked at when it is used")
+        raise MissingError(
+            "each job has a folder of its own there, which is looked at when it is used"
+        )
     folder = tmp_path / "parent" / "folder"
     (folder / "streams").mkdir(parents=True)
     wanted = folder
@@ -229,7 +232,9 @@ def test_an_access_control_list_lets_others_in(tmp_path: Path) -> None:
     try:
         os.setxattr(folder, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(rights))
     except OSError as error:
-        pytest.skip(f"the file system of {tmp_path} has no access control lists: {error}")
+        raise MissingError(
+            f"the file system of {tmp_path} has no access control lists: {error}"
+        ) from error
     assert "access control list" in fault_of_folder(folder, Owners())
     assert fault_of_folder(folder, parse_owners("@0")) == ""
 

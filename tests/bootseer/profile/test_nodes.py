@@ -17,7 +17,7 @@ from bootseer.profile.reading import read_graph
 from testbed.starts.experiment import FAULTS, Experiment, Scale
 from testbed.starts.nodes import Node, Nodes, nodes
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.needs("mount"), pytest.mark.timeout(400)]
 
 # Nothing of Bootseer in it; it only tells the test when its first step was done.
 _TRAIN = """

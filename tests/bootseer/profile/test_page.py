@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from msgspec import to_builtins
 
 from bootseer.profile.model.analysis import StartModel
@@ -14,6 +13,7 @@ from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.history import compare_starts
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.page import imports_of, to_page
+from testbed.needs import MissingError
 from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
 
 _FLAGS = (
@@ -26,7 +26,7 @@ def _shown(page: str, folder: Path) -> str:
     """The document after its scripts have run."""
     browser = shutil.which("chromium")
     if browser is None:
-        pytest.skip("chromium is not installed")
+        raise MissingError("chromium is not installed")
     file = folder / "start.html"
     file.write_text(page, encoding="utf-8")
     done = subprocess.run(

@@ -2,19 +2,15 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
 
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import Span, Track
 from bootseer.profile.views.perfetto_trace import Slice, share_out, to_perfetto
 from testbed.starts.generate import Recipe, node_name, tracks
-
-messages = pytest.importorskip(
-    "perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="perfetto is not installed"
-)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20))))

@@ -15,14 +15,14 @@ from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host, load_hosts
 from bootseer.registry.transport import _proxy
+from testbed.needs import require
 from testbed.servers.registry import QuietHandler, Registry, running_registry, serve
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an authority (ca.pem), and what it signed: server and client (.pem, .key)."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
+    require(programs=["openssl"])
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*arguments: str) -> None:

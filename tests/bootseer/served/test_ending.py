@@ -13,7 +13,7 @@ from bootseer.served.folders import MountState, new_mount_dir, write_state
 from testbed.waiting import wait_for
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
+@pytest.mark.needs("root")
 def test_what_a_dead_server_has_mounted_elsewhere_stays_as_long_as_somebody_sees_it(
     tmp_path: Path,
 ) -> None:

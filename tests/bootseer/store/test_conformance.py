@@ -17,6 +17,7 @@ from bootseer.errors import (
 )
 from bootseer.store import Backend, open_backend
 from bootseer.transfer.attempt import Attempt
+from testbed.needs import MissingError
 from tests.bootseer.store.conftest import ALL, JAVA_HDFS
 from tests.bootseer.store.using import put, race
 
@@ -254,7 +255,7 @@ def test_only_one_of_many_renames_to_a_new_name(backend: Backend) -> None:
 
 def test_only_one_of_many_renames_a_file_away(backend: Backend) -> None:
     if not backend.has_atomic_rename:
-        pytest.skip("this backend has no atomic rename")
+        raise MissingError("this backend has no atomic rename")
     put(backend, "only", b"x")
 
     def rename(index: int) -> bool:
@@ -271,7 +272,7 @@ def test_only_one_of_many_renames_a_file_away(backend: Backend) -> None:
 def test_a_reader_sees_one_whole_version(backend: Backend) -> None:
     """Replacing by rename while others read: never half, never mixed, never missing."""
     if not backend.has_atomic_rename:
-        pytest.skip("this backend has no atomic rename")
+        raise MissingError("this backend has no atomic rename")
     size = 300_000
     put(backend, "file", bytes(size))
     stop = threading.Event()
@@ -323,7 +324,7 @@ def test_makes_and_deletes_folders(backend: Backend) -> None:
 
 def test_a_file_is_no_parent(backend: Backend) -> None:
     if backend.url.startswith("memory:"):
-        pytest.skip("fsspec's memory file system allows names below a file")
+        raise MissingError("fsspec's memory file system allows names below a file")
     put(backend, "file", b"x")
     for call in (
         lambda: backend.create("file/below"),

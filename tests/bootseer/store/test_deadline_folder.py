@@ -89,7 +89,7 @@ for operation_name in WAITING:
     setattr(HangingFileSystem, operation_name, waiting(operation_name))
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_folder_whose_server_hangs_is_left_at_the_deadline(tmp_path: Path) -> None:
     behind = tmp_path / "behind"
     put(open_backend(str(behind)), "file", b"x" * 1000)

@@ -1,7 +1,6 @@
 """`java+hdfs://`: what the conformance suite does not ask of Hadoop's own client."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from bootseer.store.abilities import joiner, open_reader
 from bootseer.store.hdfs.open_files import is_being_written
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.cluster import MiniHdfs
+from testbed.needs import require
 from tests.bootseer.store.conftest import JAVA_HDFS
 from tests.bootseer.store.hdfs.quota import set_space_quota
 from tests.bootseer.store.using import put
@@ -173,8 +173,7 @@ def test_refuses_urls_that_it_would_misread(url: str) -> None:
 @pytest.fixture
 def bare_environment(tmp_path: Path) -> dict[str, str]:
     """One in which Java is found, and Hadoop is not."""
-    if shutil.which("java") is None:
-        pytest.skip("no Java here")
+    require(programs=["java"])
     left_out = ("CLASSPATH", "HADOOP_HOME", "JAVA_HOME", "LIBHDFS_OPTS")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**kept, "HOME": str(tmp_path)}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.needs import MissingError
+
 _CALLS = "write,fsync,fdatasync,rename,renameat,renameat2,openat,unlinkat"
 _TRACED = re.compile(r"(?:\[pid\s+\d+\] |\d+ +)?(\w+)\((.*)\)\s+= (\d+)")
 _PATH = re.compile(r"\d+<([^>]*)>")
@@ -74,7 +76,7 @@ class Disk:
 def test_what_was_put_outlives_a_loss_of_power(tmp_path: Path, program: str) -> None:
     strace = shutil.which("strace")
     if strace is None:
-        pytest.skip("strace is not installed: the system calls cannot be seen")
+        raise MissingError("strace is not installed: the system calls cannot be seen")
     root, log = tmp_path / "store", tmp_path / "log"
     code = "from bootseer.store import open_backend, open_store\nurl, data = {!r}, b'x' * 70_000\n"
     tracer = [strace, "-f", "-y", "-s", "4096", "-e", f"trace={_CALLS}", "-o", str(log)]
@@ -85,7 +87,7 @@ def test_what_was_put_outlives_a_loss_of_power(tmp_path: Path, program: str) -> 
         timeout=300,
     )
     if "ptrace" in done.stderr and not root.exists():
-        pytest.skip(f"no process may be traced here: {done.stderr.strip()}")
+        raise MissingError(f"no process may be traced here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     disk, seen = Disk(), set[str]()
     for line in log.read_text().splitlines():

@@ -27,6 +27,7 @@ from testbed.kubernetes.starts import (
     saved,
     wait_saved,
 )
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 
@@ -119,7 +120,7 @@ def test_a_sidecar_keeps_the_mount_until_the_trainer_has_saved(
 ) -> None:
     """The recipe for clusters where nothing is installed; its pod is deleted while it saves."""
     if cluster.release("kubelet") < (1, 29):
-        pytest.skip("a kubelet before 1.29 has no init containers that go on")
+        raise MissingError("a kubelet before 1.29 has no init containers that go on")
     node = cluster.nodes[0]
     source = f"{cluster.hdfs.url}/checkpoints/sidecar"
     text = (REPOSITORY / "docker/kubernetes/checkpoints-sidecar.yaml").read_text()

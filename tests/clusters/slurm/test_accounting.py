@@ -8,7 +8,7 @@ from bootseer.profile.adapters.slurm import parse_slurm
 from testbed.slurm.cluster import running_cluster
 from testbed.waiting import wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 RUN = "srun bootseer --timeline-dir /home/alice/timelines run -- python /home/alice/train.py"
 

@@ -11,7 +11,7 @@ from testbed.paths import REPOSITORY
 from testbed.slurm.cluster import cluster_folder, require_slurm
 from testbed.waiting import wait_for
 
-pytestmark = [pytest.mark.root]
+pytestmark = pytest.mark.needs("mount")
 
 HOLD = """
 import sys, time

@@ -11,7 +11,7 @@ from testbed.slurm.cluster import SlurmCluster
 from testbed.slurm.pages import simple_cluster
 from tests.clusters.slurm.test_faults import assert_clean, script
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 CACHE = "/var/cache/bootseer"
 CONTENT = os.urandom(32 << 20)

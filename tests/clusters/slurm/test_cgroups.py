@@ -3,17 +3,17 @@ what ends with it, and what its memory limit does."""
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
+from testbed.needs import MissingError, require
 from testbed.slurm.cluster import SlurmCluster
 from testbed.slurm.machine import UNIFIED, has_groups
 from testbed.slurm.pages import SHARED, simple_cluster
 from tests.clusters.slurm.test_faults import SRUN, assert_clean, script
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 LIMITS = {
     "configuration": "TaskPlugin=task/cgroup\nSelectTypeParameters=CR_CPU_Memory\n",
@@ -75,9 +75,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
     """A Slurm of which control groups hold jobs, with limits where the version is 1."""
     options = request.param
     if not has_groups(*options["hierarchies"]):
-        pytest.skip(f"needs control groups: {', '.join(options['hierarchies'])}")
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
+        raise MissingError(f"needs control groups: {', '.join(options['hierarchies'])}")
+    require(programs=["gcc"])
     with simple_cluster(**options) as running:
         yield running
 
@@ -138,7 +137,7 @@ def test_a_save_beyond_the_memory_limit_is_whole_or_absent(
     """Servers count as the job: they keep below a limit that is large enough, and are killed at one
     that is not."""
     if "memory" not in cluster.hierarchies:
-        pytest.skip("the controller of memory is used in version 1 on this machine")
+        raise MissingError("the controller of memory is used in version 1 on this machine")
     (cluster.home / "saving.py").write_text(SAVING)
     cluster.run("sh", "-c", f"rm -rf {SHARED}/ckpt")
     words = ("-wn1", "-n1", f"--mem={limit}", "-o", "memory.out")

@@ -8,12 +8,13 @@ import pytest
 
 from testbed.images.building import run_tool
 from testbed.images.rootfs import python_root
+from testbed.needs import MissingError
 from testbed.slurm.cluster import SlurmCluster
 from testbed.slurm.pages import block
 from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import assert_clean, script
 
-pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def image(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A small image with a Python, in a folder that all nodes see."""
     for tool in ("runc", "umoci"):
         if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool}")
+            raise MissingError(f"needs {tool}")
     work = tmp_path_factory.mktemp("image")
     layout = cluster.home / "image"
     run_tool("umoci", "init", "--layout", layout)

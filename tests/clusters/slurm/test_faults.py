@@ -10,7 +10,7 @@ from testbed.slurm.cluster import SlurmCluster
 from testbed.slurm.machine import Machine
 from testbed.waiting import wait_for
 
-pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 # Saves a whole file, then begins another one, which it writes until it is killed.
 SAVING = """

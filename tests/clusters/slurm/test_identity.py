@@ -9,7 +9,7 @@ from testbed.slurm.cluster import SlurmCluster
 from tests.clusters.slurm.test_faults import assert_clean, script
 from tests.clusters.slurm.test_prolog import said
 
-pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 # It ends before anything of it is published: the epilog does so.
 RUN = "bootseer run -- python -c 'import bootseer; bootseer.ready()'"

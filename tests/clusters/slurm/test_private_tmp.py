@@ -9,7 +9,7 @@ from testbed.slurm.pages import SHARED, simple_cluster
 from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import SRUN, assert_clean, script
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 @pytest.fixture(scope="module")

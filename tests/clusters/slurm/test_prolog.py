@@ -13,7 +13,7 @@ from testbed.slurm.cluster import USERS, SlurmCluster
 from testbed.waiting import wait_for
 from tests.clusters.slurm.test_faults import COUNTING, assert_clean, listed, script
 
-pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 LOG = "/var/log/bootseer-slurm.log"
 

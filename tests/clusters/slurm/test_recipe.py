@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from testbed.hdfs.cluster import MiniHdfs
+from testbed.needs import require
 from testbed.slurm.cluster import SlurmCluster
 from testbed.slurm.pages import block, give
 from testbed.waiting import wait_for
 from testbed.wheels import make_wheel
 
-pytestmark = [pytest.mark.hdfs, pytest.mark.fuse, pytest.mark.root]
+pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
 
 
 @pytest.fixture
 def job(cluster: SlurmCluster, hdfs: MiniHdfs) -> Path:
     """The folder of a user's job, as the page has it."""
-    pytest.importorskip("torch")
+    require(modules=["torch"])
     folder = cluster.home / "alice/job"
     folder.mkdir()
     make_wheel(folder / "wheels", "fromrequirements", "1.0", {"fromrequirements.py": "VALUE = 7"})

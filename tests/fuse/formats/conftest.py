@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from testbed.needs import MissingError
 from tests.fuse.formats.host import TorchHost
 
 
@@ -13,7 +14,7 @@ def torch_host() -> Iterator[TorchHost]:
     """A process with torch and safetensors, which runs checks."""
     for name in ("torch", "safetensors"):
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install 'bootseer[formats]'")
+            raise MissingError(f"{name} is not installed: pip install 'bootseer[formats]'")
     host = TorchHost()
     try:
         yield host

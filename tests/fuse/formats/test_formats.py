@@ -2,7 +2,6 @@
 
 import importlib.util
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,11 @@ import pytest
 
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from testbed.mounts import fuse_mount
+from testbed.needs import MissingError, require
 from tests.fuse.formats.host import TorchHost
 from tests.fuse.striped.support.mounting import MIB, checkpoints, settings_in, shell
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tree:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
-    fuse_mount.require_fuse()
+    require("fuse")
     folder = tmp_path_factory.mktemp("formats")
     mountpoint = folder / "mnt"
     mountpoint.mkdir()
@@ -55,7 +55,7 @@ def test_a_file_larger_than_the_memory(torch_host: TorchHost, tree: Tree) -> Non
 
 def test_a_model_of_hugging_face(torch_host: TorchHost, tree: Tree) -> None:
     if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: pip install 'bootseer[formats]'")
+        raise MissingError("transformers is not installed: pip install 'bootseer[formats]'")
     torch_host.check("format_checks:pretrained", tree.folder / "pretrained")
 
 
@@ -169,9 +169,8 @@ def test_dd_with_and_without_syncs(tree: Tree, source: Path) -> None:
     )
 
 
+@pytest.mark.needs(programs=["rsync"])
 def test_rsync(tree: Tree, source: Path) -> None:
-    if shutil.which("rsync") is None:
-        pytest.skip("there is no rsync")
     shell("rsync -a {s}/ {d}/rs/; diff -r {s} {d}/rs", s=source, d=tree.folder)
     # A changed file is replaced, whole; --append adds to it; back again.
     shell("echo more >> {s}/deep/er/big; rsync -a {s}/ {d}/rs/", s=source, d=tree.folder)

@@ -16,8 +16,9 @@ from bootseer.fuse.kernel.connection import InitRequest, decode_init
 from bootseer.fuse.kernel.server import Server
 from testbed.mounts import fuse_mount
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.needs import MissingError
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 _SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*/*.py"))
 _numbers = itertools.count()
@@ -56,7 +57,7 @@ def test_as_on_the_directory_behind(served: tuple[Server, Path], scenario: Path)
     connection = server.connection
     direct_io = isinstance(server.operations, PassthroughFileSystem) and server.operations.direct_io
     if direct_io and scenario.stem == "mmap_shared" and not connection.direct_io_mmap:
-        pytest.skip("this kernel maps no direct_io files (Linux 6.6 does)")
+        raise MissingError("this kernel maps no direct_io files (Linux 6.6 does)")
     name = f"{scenario.stem}-{next(_numbers)}"
     backing = server.mountpoint.parent / "backing"
     outputs = []

@@ -19,9 +19,10 @@ from bootseer.fuse.kernel.operations import (
 from bootseer.fuse.kernel.server import Server
 from testbed.mounts import fuse_mount
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 _DEADLINE_S = 30.0
 _LONG_S = 3600.0
@@ -58,8 +59,8 @@ def _exists(path: Path) -> bool:
 # ---- lookups --------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_forgotten_nodes_are_dropped_and_come_back(backing: Path, mountpoint: Path) -> None:
-    fuse_mount.require_root()
     (backing / "d").mkdir()
     for number in range(200):
         (backing / "d" / str(number)).write_text(str(number))
@@ -137,11 +138,11 @@ def test_stored_pages_are_read_without_asking(backing: Path, mountpoint: Path) -
 
 def _passthrough(server: Server) -> None:
     if not server.connection.passthrough:
-        pytest.skip("this kernel has no FUSE passthrough (Linux 6.9 does)")
+        raise MissingError("this kernel has no FUSE passthrough (Linux 6.9 does)")
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_passthrough_reads_never_ask_us(backing: Path, mountpoint: Path) -> None:
-    fuse_mount.require_root()
     (backing / "file").write_text("hello")
     file_system = CountingMirror(backing, passthrough=True)
     options = fuse_mount.short_options(passthrough=True)
@@ -188,10 +189,10 @@ class Moody(CountingMirror):
 
 
 @pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.needs("mount", "fuse")
 def test_all_opens_of_a_node_share_the_first_ones_mode(
     backing: Path, mountpoint: Path, first: int
 ) -> None:
-    fuse_mount.require_root()
     (backing / "file").write_text("hello")
     file_system = Moody(backing)
     file_system.first = first
@@ -214,10 +215,10 @@ class Refused(CountingMirror):
         return Opened(handle=opened.handle, passthrough_fd=self._fds[ROOT_NODE])
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_refused_passthrough_falls_back_and_says_so_once(
     backing: Path, mountpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fuse_mount.require_root()
     for name in ("one", "two"):
         (backing / name).write_text(name)
     options = fuse_mount.short_options(passthrough=True)
@@ -304,11 +305,11 @@ def test_a_small_readahead_needs_no_privilege(
         assert control.read_text() == "32\n"
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_readahead_is_set_where_root_asks(mountpoint: Path) -> None:
-    fuse_mount.require_root()
     options = fuse_mount.short_options(max_readahead_bytes=4 << 20)
     with fuse_mount.mounted(NoOpen(), mountpoint, options) as server:
         control = Path(f"/sys/class/bdi/0:{server.attached.device_minor}/read_ahead_kb")
         if not os.access(control, os.W_OK):
-            pytest.skip("/sys is read-only here")
+            raise MissingError("/sys is read-only here")
         assert control.read_text() == "4096\n"

@@ -16,7 +16,7 @@ from testbed.mounts import fuse_mount
 from testbed.mounts.file_agent import FileAgent
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 _PATHS = st.sampled_from(["a", "b", "c", "d", "d/a", "d/b", "d/e", "d/e/a", "a/x"])
 _KEYS = st.integers(0, 3)
@@ -144,8 +144,8 @@ class MountedFiles(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("variant", ["cached", "direct_io"])
+@pytest.mark.needs("fuse")
 def test_the_mount_agrees_with_a_plain_directory(variant: str) -> None:
-    fuse_mount.require_fuse()
     root = Path(tempfile.mkdtemp(prefix="bootseer-test-"))
     try:
         for name in ("backing", "plain", "mnt"):

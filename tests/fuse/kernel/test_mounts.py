@@ -76,9 +76,8 @@ def test_mount_options_that_make_no_sense_are_refused(change: dict[str, object])
         MountOptions(**change)  # type: ignore[arg-type]
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_mountpoint_must_be_a_directory(tmp_path: Path) -> None:
-    fuse_mount.require_fuse()
     (tmp_path / "file").touch()
     with pytest.raises(NotFoundError, match="create it"):
         mount(tmp_path / "missing", fuse_mount.short_options())
@@ -86,7 +85,7 @@ def test_a_mountpoint_must_be_a_directory(tmp_path: Path) -> None:
         mount(tmp_path / "file", fuse_mount.short_options())
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_busy_mountpoint_is_refused(mountpoint: Path) -> None:
     with fuse_mount.mounted(Operations(), mountpoint, fuse_mount.short_options(name="first")):
         with pytest.raises(BusyError, match="first"):
@@ -96,13 +95,13 @@ def test_a_busy_mountpoint_is_refused(mountpoint: Path) -> None:
     assert mounts.find_mount(mountpoint) is None
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_unmount_of_nothing_says_so(mountpoint: Path) -> None:
     with pytest.raises(InvalidInputError, match="no FUSE"):
         unmount(mountpoint)
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_unmount_by_path_ends_the_server(mountpoint: Path) -> None:
     with fuse_mount.mounted(Operations(), mountpoint) as server:
         unmount(mountpoint, timeout_s=60)

@@ -18,10 +18,11 @@ from bootseer.linux.processes import wait_readable
 from bootseer.served.supervision.worker import RestartPolicy
 from testbed.cgroups import freezers, frozen
 from testbed.mounts import fuse_mount
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for, waiting_places
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 _DEADLINE_S = 60.0
 _FILE_BYTES = 96 << 20
@@ -196,7 +197,7 @@ def _require_kernel_deadline() -> None:
 def _require_linux(major: int, minor: int, lack: str) -> None:
     # The kernel says what it offers only to the server: go by its version.
     if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (major, minor):
-        pytest.skip(f"this kernel {lack} (Linux {major}.{minor} does)")
+        raise MissingError(f"this kernel {lack} (Linux {major}.{minor} does)")
 
 
 @pytest.mark.parametrize("mode", ["cached", "direct_io", "passthrough"])
@@ -386,7 +387,7 @@ def test_a_stopped_worker_is_told_to_continue(source: Path, mountpoint: Path) ->
 def test_a_frozen_worker_is_replaced(source: Path, mountpoint: Path) -> None:
     _require_resend()
     if not freezers():
-        pytest.skip("this machine lets nobody freeze a cgroup")
+        raise MissingError("this machine lets nobody freeze a cgroup")
     options = ("5", "600", "3")  # the last one: silent for so many seconds, it is replaced
     with _process(mountpoint, "supervise", source, mountpoint, "direct_io", *options) as server:
         for freezer in freezers():

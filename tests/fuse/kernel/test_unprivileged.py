@@ -13,8 +13,9 @@ import pytest
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
 from testbed.mounts import fuse_mount
+from testbed.needs import MissingError, require
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 _NOBODY = 65534
 _SESSION = """
@@ -68,9 +69,9 @@ print(" left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt
 @pytest.fixture
 def home() -> Iterator[Path]:
     """A folder of an ordinary user's own."""
-    fuse_mount.require_fuse()
+    require("fuse")
     if mounts.find_helper() is None:
-        pytest.skip("there is no fusermount3")
+        raise MissingError("there is no fusermount3")
     path = Path(tempfile.mkdtemp(prefix="bootseer-test-"))
     try:
         for name in (".", "backing", "mnt"):
@@ -97,7 +98,9 @@ exec "$@"
 """
     prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
     if not can_mount_directly() or fuse_mount.run([*prefix, "true"]).returncode != 0:
-        pytest.skip(f"{DEVICE} is not open to ordinary users, and no namespace can change that")
+        raise MissingError(
+            f"{DEVICE} is not open to ordinary users, and no namespace can change that"
+        )
     return prefix
 
 
@@ -106,11 +109,11 @@ def _as_nobody(code: str, *arguments: str | Path) -> str:
     if os.geteuid() == 0:
         setpriv = shutil.which("setpriv")
         if setpriv is None:
-            pytest.skip("there is no setpriv to become an ordinary user with")
+            raise MissingError("there is no setpriv to become an ordinary user with")
         identity = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
         become = [setpriv, *identity, "--"]
         if fuse_mount.run([*become, sys.executable, "-c", ""]).returncode != 0:
-            pytest.skip("an ordinary user cannot run this Python")
+            raise MissingError("an ordinary user cannot run this Python")
         command = [*_with_device_for_all(), *become, *command]
     done = fuse_mount.run(command)
     assert done.returncode == 0, done.stderr

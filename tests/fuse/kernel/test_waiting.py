@@ -24,7 +24,7 @@ from bootseer.fuse.kernel.operations import (
 )
 from testbed.mounts import fuse_mount
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 _DEADLINE_S = 60.0
 _READ = """
@@ -133,8 +133,8 @@ def test_interrupts_are_forgotten_with_their_request(slow: Slow, mountpoint: Pat
         assert server._session._interrupts == set()
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_abort_frees_a_stuck_reader(slow: Slow, mountpoint: Path) -> None:
-    fuse_mount.require_root()
     with fuse_mount.mounted(slow, mountpoint) as server:
         reader = _start_reader(mountpoint / "stuck")
         assert slow.reading.acquire(timeout=_DEADLINE_S)

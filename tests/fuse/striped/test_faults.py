@@ -20,6 +20,7 @@ from bootseer.errors import (
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store.local.backend import LocalBackend
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
@@ -289,16 +290,15 @@ def test_a_reader_of_an_ordinary_file_replaced_elsewhere_gets_no_mix(
     world.driver.close(file)
 
 
+@pytest.mark.needs("root")
 def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
     from testbed.mounts.fuse_mount import run
 
     small = tmp_path / "small"
     small.mkdir()
     done = run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small])
     if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr}")
+        raise MissingError(f"cannot mount a tmpfs: {done.stderr}")
     try:
         driver = Driver(storage_on(small))
         driver.write("old", OLD)

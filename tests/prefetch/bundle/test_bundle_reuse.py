@@ -36,9 +36,9 @@ from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,
-    skip_unless_fuse,
     sweep_everything,
 )
+from testbed.needs import require
 from testbed.waiting import wait_for
 
 A, B, C, D = ("sha256:" + digit * 64 for digit in "abcd")
@@ -121,7 +121,7 @@ def test_noise_is_no_record(data: bytes) -> None:
 
 # ---- launches --------------------------------------------------------------------------------
 
-pytest_fuse = pytest.mark.fuse
+pytest_fuse = pytest.mark.needs("fuse")
 
 
 def files(seed: int, count: int, folder: str) -> list[Member]:
@@ -177,7 +177,7 @@ def later(members: Sequence[Member]) -> list[Member]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Node:
     """train:v1 has been started once."""
-    skip_unless_fuse()
+    require("fuse")
     made = Node(tmp_path_factory.mktemp("recorded"))
     made.v1 = made.index("train:v1", (BASE, PACKAGES, CODE)).index_digest
     made.record("train:v1")

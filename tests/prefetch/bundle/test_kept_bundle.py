@@ -16,22 +16,14 @@ from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.served.control import ask
 from bootseer.settings.config import Settings
-from testbed.mounts.image_mounts import (
-    index,
-    mounted,
-    outside,
-    settings_at,
-    skip_unless_fuse,
-    sweep_everything,
-)
+from testbed.mounts.image_mounts import index, mounted, outside, settings_at, sweep_everything
 from testbed.waiting import wait_for
 
 READ = "import sys; [open(p, 'rb').read() for p in sys.argv[1:]]"
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path) -> None:
-    skip_unless_fuse()
     root = tmp_path / "root"
     root.mkdir()
     for name in ("one", "two"):

@@ -12,7 +12,6 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from testbed.mounts.fuse_mount import require_root
 
 DIGEST = "sha256:" + "cd" * 32
 STREAM = random.Random(5).randbytes(3 * 2**20 + 100)
@@ -158,9 +157,9 @@ def test_one_pulls_and_the_others_find_it(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_no_more_is_removed_than_a_new_stream_needs(tmp_path: Path) -> None:
     """A layer may say that it is small, and what others keep is fetched again."""
-    require_root()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], check=True)
     try:
         cache = NodeCache(tmp_path)

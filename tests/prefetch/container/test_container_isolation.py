@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +11,10 @@ import pytest
 from bootseer.linux import namespaces
 from bootseer.settings.config import Settings
 from testbed.images.rootfs import python_root
-from testbed.mounts.image_mounts import (
-    Completed,
-    bootseer,
-    index,
-    settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
-    sweep_everything,
-)
+from testbed.mounts.image_mounts import Completed, bootseer, index, settings_at, sweep_everything
+from testbed.needs import require
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 HOST_FILES = ("/etc/hosts", "/etc/resolv.conf")
 
@@ -172,8 +164,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    skip_unless_fuse()
-    skip_unless_root()
+    require("root", "fuse")
     base = tmp_path_factory.mktemp("isolation")
     settings = settings_at(base)
     index(settings, python_root(base / "root"), "py:1")
@@ -183,8 +174,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def runc() -> None:
-    if shutil.which("runc") is None:
-        pytest.skip("runc is not installed")
+    require(programs=["runc"])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,24 +11,23 @@ import pytest
 
 from bootseer.settings.config import Settings
 from testbed.images.rootfs import python_root
-from testbed.mounts.image_mounts import index, settings_at, skip_unless_fuse, sweep_everything
+from testbed.mounts.image_mounts import index, settings_at, sweep_everything
+from testbed.needs import MissingError, require
 from testbed.others import folder_of_others
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 NOBODY = 65534
 
 
 @pytest.fixture
 def settings() -> Iterator[Settings]:
-    skip_unless_fuse()
-    if not shutil.which("fusermount3"):
-        pytest.skip("mounting without root needs fusermount3")
+    require("fuse", programs=["fusermount3"])
     if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
-        pytest.skip("only root may open /dev/fuse on this machine")
+        raise MissingError("only root may open /dev/fuse on this machine")
     limit = Path("/proc/sys/user/max_user_namespaces")
     if not limit.exists() or not int(limit.read_text()):
-        pytest.skip("this kernel has no user namespaces")
+        raise MissingError("this kernel has no user namespaces")
     with folder_of_others() as base:
         settings = settings_at(base)
         index(settings, python_root(base / "root"), "py:1")
@@ -45,8 +43,7 @@ def as_nobody(command: list[str]) -> list[str]:
     """Root may keep its interpreter where nobody else may look: let it be read, and no more."""
     if os.geteuid() != 0:
         return command
-    if not shutil.which("setpriv"):
-        pytest.skip("becoming another user needs setpriv")
+    require(programs=["setpriv"])
     user = ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
     read = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     return ["setpriv", *user, *read, *command]
@@ -67,6 +64,6 @@ def test_a_command_runs_as_root_of_its_own_world(settings: Settings) -> None:
         check=False,
     )
     if done.returncode == 18:
-        pytest.skip(f"this kernel does not allow it: {done.stderr.strip()}")
+        raise MissingError(f"this kernel does not allow it: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [0, 0, 2]

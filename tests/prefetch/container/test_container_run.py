@@ -27,14 +27,13 @@ from testbed.mounts.image_mounts import (
     drop_cache,
     index,
     settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
     start_bootseer,
     sweep_everything,
 )
+from testbed.needs import MissingError, require
 from testbed.waiting import wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 RUNTIMES = ("chroot", "runc")
 
@@ -55,8 +54,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    skip_unless_fuse()
-    skip_unless_root()
+    require("root", "fuse")
     base = tmp_path_factory.mktemp("containers")
     settings = settings_at(base)
     root = python_root(base / "root")
@@ -72,7 +70,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture(params=RUNTIMES)
 def runtime(request: pytest.FixtureRequest) -> str:
     if request.param == "runc" and shutil.which("runc") is None:
-        pytest.skip("runc is not installed")
+        raise MissingError("runc is not installed")
     found: str = request.param
     return found
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
-from testbed.mounts.image_mounts import index, settings_at, skip_unless_root
+from testbed.mounts.image_mounts import index, settings_at
 
 
 def plain(base: Path, name: str, word: str) -> Path:
@@ -93,14 +92,11 @@ def test_the_store_is_read_in_several_threads(
     assert words(settings, "image") == {"word", "20"}
 
 
-@pytest.mark.root
+@pytest.mark.needs("root", "mount", programs=["setpriv"])
 def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     settings: Settings, tmp_path: Path
 ) -> None:
     """Images that debootstrap has made have /dev/console and the like."""
-    skip_unless_root()
-    if not shutil.which("setpriv"):
-        pytest.skip("becoming another user needs setpriv")
     root = plain(tmp_path, "root", "word")
     (root / "dev").mkdir()
     os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))

@@ -15,9 +15,9 @@ from testbed.mounts.image_mounts import (
     drop_cache,
     index,
     settings_at,
-    skip_unless_fuse,
     sweep_everything,
 )
+from testbed.needs import require
 
 BIG_BYTES = 8 * 2**20
 HOT = ("hot-1", "hot-2")
@@ -44,7 +44,7 @@ def digest_of(path: Path) -> str:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    skip_unless_fuse()
+    require("fuse")
     source = tmp_path / "source"
     source.mkdir()
     for name, size in (("big", BIG_BYTES), ("hot-1", 700_000), ("hot-2", 9_000), ("cold", 10**6)):

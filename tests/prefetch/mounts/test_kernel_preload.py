@@ -7,7 +7,7 @@ from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import Node, digest_of
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 @pytest.fixture

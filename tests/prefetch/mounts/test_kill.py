@@ -43,7 +43,7 @@ from testbed.mounts.image_mounts import (
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 @pytest.mark.needs(linux=(6, 9))
@@ -140,7 +140,7 @@ def test_a_mount_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     assert sweep(settings.run_dir) == 1
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,19 +17,17 @@ from testbed.mounts.image_mounts import (
     mounted,
     outside,
     settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
     tree_outside,
 )
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
+@pytest.mark.needs("root", "fuse")
 def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
-    skip_unless_fuse()
-    skip_unless_root()
     settings = settings_at(tmp_path)
     source = odd_tree(tmp_path / "source")
     index(settings, source, "odd:1")
@@ -40,10 +38,9 @@ def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
             assert found[path] == attributes, path
 
 
+@pytest.mark.needs("root", "fuse")
 def test_a_mount_on_the_host_gives_no_rights(tmp_path: Path) -> None:
     """Its set-ID programs and device nodes are seen, but are of no effect."""
-    skip_unless_fuse()
-    skip_unless_root()
     settings = settings_at(tmp_path)
     index(settings, odd_tree(tmp_path / "source"), "odd:1")
     code = """
@@ -124,7 +121,7 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Nod
         assert found is not None
         connection = stack.enter_context(control.connection(found.device_minor))
         if connection is None:
-            pytest.skip("the control files of FUSE are out of reach")
+            raise MissingError("the control files of FUSE are out of reach")
         assert not connection.wait_gone(0)
         first.close()
         for number in range(5):
@@ -136,7 +133,7 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Nod
             if again.device_minor == found.device_minor:
                 break
         else:
-            pytest.skip("other mounts on this machine took the number")
+            raise MissingError("other mounts on this machine took the number")
         assert connection.wait_gone(0)
         connection.abort()
         read_hot(node, other.directory)

@@ -11,16 +11,11 @@ from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.resolve.mount import mount_image, unmount_image
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.served.folders import live_mounts, log_path
-from testbed.mounts.image_mounts import (
-    checksums_outside,
-    drop_cache,
-    mounted,
-    skip_unless_root,
-)
+from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
@@ -52,8 +47,8 @@ def test_store_goes_away_under_a_reader(node: Node) -> None:
         wait_for(lambda: checksums_outside([image.directory / "cold"]) == right)
 
 
+@pytest.mark.needs("root")
 def test_full_disk_still_serves(node: Node) -> None:
-    skip_unless_root()
     small = node.base / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], check=True)

@@ -11,23 +11,18 @@ from msgspec.structs import replace
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.settings.config import Settings
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import (
-    bootseer,
-    checksums_outside,
-    mounted,
-    skip_unless_root,
-    sweep_everything,
-)
+from testbed.mounts.image_mounts import bootseer, checksums_outside, mounted, sweep_everything
+from testbed.needs import require
 from tests.prefetch.mounts.conftest import Node, digest_of
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 NAMES = ["big", "hot-1", "hot-2", "cold"]
 
 
 @pytest.fixture(params=["full", "no inodes", "read-only"])
 def settings(node: Node, request: pytest.FixtureRequest) -> Iterator[Settings]:
     """Of a node whose cache's disk is so."""
-    skip_unless_root()
+    require("root")
     disk = node.base / "disk"
     disk.mkdir()
     inodes = ",nr_inodes=3" if request.param == "no inodes" else ""

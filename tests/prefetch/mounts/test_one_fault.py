@@ -18,7 +18,7 @@ from testbed.mounts.fuse_mount import check_python, mounted
 from testbed.paths import REPOSITORY
 from tests.support.images.stored_image import INDEX, stored_image
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 READ = """
 import hashlib, sys

@@ -9,7 +9,7 @@ from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, 
 from testbed.waiting import wait_for
 from tests.prefetch.mounts.conftest import Node, read_hot
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 def test_record_then_replay_moves_only_the_hot_bytes(node: Node) -> None:

@@ -14,7 +14,7 @@ from bootseer.linux.processes import wait_readable
 from bootseer.prefetch.container.container_start import prepare_container
 from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.folders import log_path, mounts_dir, read_state
-from testbed.mounts.image_mounts import settings_at, skip_unless_fuse, skip_unless_root
+from testbed.mounts.image_mounts import settings_at
 from testbed.waiting import wait_for
 
 _END_S = 30.0
@@ -61,9 +61,9 @@ signal.pause()
     assert log_path(settings.run_dir, "orphan").read_text() == ""
 
 
+@pytest.mark.needs("fuse")
 def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path: Path) -> None:
     """It is nobody's child by then."""
-    skip_unless_fuse()
     settings = settings_at(tmp_path)
     code = f"""
 import signal
@@ -114,11 +114,8 @@ assert not children()
 """
 
 
-@pytest.mark.fuse
-@pytest.mark.root
+@pytest.mark.needs("root", "mount", "fuse")
 def test_who_begins_a_server_first_gets_the_one_that_was_begun_ahead(tmp_path: Path) -> None:
-    skip_unless_root()
-    skip_unless_fuse()
     code = [sys.executable, "-c", _AHEAD, str(tmp_path)]
     done = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

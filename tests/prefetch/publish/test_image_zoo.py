@@ -21,17 +21,10 @@ from bootseer.store import Store, open_store
 from testbed.containers.containerd_unpack import Containerd, RefusedError, umoci_unpacked
 from testbed.images.odd_tars import END, block, pax
 from testbed.images.zoo import ZOO, write_zoo_layout
-from testbed.mounts.image_mounts import (
-    index,
-    mounted,
-    outside,
-    settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
-    tree_outside,
-)
+from testbed.mounts.image_mounts import index, mounted, outside, settings_at, tree_outside
+from testbed.needs import require
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 Shown: TypeAlias = Mapping[bytes, tuple[object, ...]]
 Differences: TypeAlias = set[tuple[str, str]]
@@ -93,7 +86,7 @@ DIFFERENT: Mapping[tuple[str, str], Differences] = {
 
 @pytest.fixture(scope="module")
 def containerd() -> Iterator[Containerd]:
-    skip_unless_root()
+    require("root")
     with Containerd() as running:
         yield running
 
@@ -161,8 +154,8 @@ def peer_shows(peer: str, containerd: Containerd, work: Path) -> Shown:
 
 
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.needs("fuse")
 def test_an_image_of_the_zoo(name: str, containerd: Containerd, tmp_path: Path) -> None:
-    skip_unless_fuse()
     settings = settings_at(tmp_path / "node")
     layers = ZOO[name](tmp_path)
     layout = write_zoo_layout(tmp_path / "layout", layers)
@@ -200,10 +193,9 @@ def test_an_image_of_the_zoo(name: str, containerd: Containerd, tmp_path: Path) 
     assert asked
 
 
+@pytest.mark.needs("root", "fuse")
 def test_a_file_of_more_than_8_gib(tmp_path: Path) -> None:
     """Sparse, in PAX 1.0 form; the peers would write every zero of it."""
-    skip_unless_root()
-    skip_unless_fuse()
     size = 9 * 2**30 + 5
     segments = ((0, b"first"), (2**33 + 1, b"beyond 8 GiB"), (size - 4, b"last"))
     numbers = [len(segments), *(n for offset, data in segments for n in (offset, len(data)))]

@@ -12,13 +12,7 @@ import pytest
 
 from bootseer.store.oci.objects import ARTIFACT_TYPE
 from testbed.images.building import NASTY, Member, run_tool, write_layout
-from testbed.mounts.image_mounts import (
-    checksums_outside,
-    drop_cache,
-    mounted,
-    settings_at,
-    skip_unless_fuse,
-)
+from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, settings_at
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import Registry, htpasswd_auth, running_registry
 from testbed.waiting import wait_for
@@ -68,10 +62,10 @@ class Node:
         return done.stdout if code == 0 else done.stderr
 
 
+@pytest.mark.needs("fuse")
 def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
     registry: Registry, relay: FaultyRelay, tmp_path: Path
 ) -> None:
-    skip_unless_fuse()
     big = [Member("big", data=os.urandom(3_000_000))]
     layout = write_layout(tmp_path / "l", [*NASTY, big], compression="gzip", tag="v1", run=CONFIG)
     registry.push_layout(layout.directory, "v1", "team/train:v1", f"{USER}:{PASSWORD}")
@@ -106,6 +100,7 @@ def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
         second.run("image", "unmount", mountpoint)
 
 
+@pytest.mark.needs("fuse")
 def test_a_start_is_recorded_and_replayed_beside_the_image(
     registry: Registry,
     relay: FaultyRelay,
@@ -113,7 +108,6 @@ def test_a_start_is_recorded_and_replayed_beside_the_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trace, hot set and bundle are published by processes of their own, which log in alone."""
-    skip_unless_fuse()
     files = [Member("cold", data=os.urandom(2_000_000)), Member("hot", data=os.urandom(500_000))]
     layout = write_layout(tmp_path / "l", [files], tag="v1")
     where = registry.push_layout(layout.directory, "v1", "team/rec:v1", f"{USER}:{PASSWORD}")

@@ -112,7 +112,7 @@ REPLACED: Sequence[Sequence[Member]] = (
 )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="umoci needs root for owners and devices")
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
 @pytest.mark.parametrize(
     "layers", [NASTY, NASTY[:1], NASTY[:2], REPLACED[:1], REPLACED[:2], REPLACED[:3], REPLACED]

@@ -17,6 +17,7 @@ from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.store import Store, open_store
 from testbed.images.building import Layout, Member, digest, tar_of, write_layout
+from testbed.needs import MissingError
 from tests.support.images.indexed import contents, index, keys
 
 
@@ -141,9 +142,8 @@ def test_two_indexers_at_once(tmp_path: Path) -> None:
         assert len(contents(tree, store)) == 4
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 @pytest.mark.parametrize("full", ["work", "store"])
+@pytest.mark.needs("root", "mount")
 def test_a_full_disk(full: str, tmp_path: Path) -> None:
     small = tmp_path / full
     small.mkdir()
@@ -154,7 +154,7 @@ def test_a_full_disk(full: str, tmp_path: Path) -> None:
         check=False,
     )
     if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+        raise MissingError(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
     try:
         layers = [[Member("small", data=b"x")], [Member("f", data=os.urandom(3_000_000))]]
         write_layout(tmp_path / "layout", layers)

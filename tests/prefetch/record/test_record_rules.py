@@ -15,17 +15,16 @@ from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,
-    skip_unless_fuse,
     sweep_everything,
 )
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 FILE_BYTES = 40_960
 
 
+@pytest.mark.needs("fuse")
 def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
-    skip_unless_fuse()
     source = tmp_path / "source"
     source.mkdir()
     for number in range(10):

@@ -19,7 +19,6 @@ from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.prefetch.publish.publish_image import _CachedLayer, publish_node_image
 from bootseer.store import open_store
 from testbed.images.building import Layout
-from testbed.mounts.fuse_mount import require_root
 from testbed.mounts.image_mounts import outside, start_outside
 from testbed.waiting import wait_for
 from tests.prefetch.resolve.conftest import TARS, big, index, source_of
@@ -48,8 +47,8 @@ def test_a_damaged_layer_leaves_nothing(node: Node, tmp_path: Path, damage: str)
     assert len(node.start(source_of(layout))[1]) == 6
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_a_full_disk(tmp_path: Path) -> None:
-    require_root()
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=True)

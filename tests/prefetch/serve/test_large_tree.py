@@ -9,13 +9,8 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.resolve.mount import MountedImage
-from testbed.mounts.image_mounts import (
-    index,
-    mounted,
-    settings_at,
-    skip_unless_fuse,
-    start_outside,
-)
+from testbed.mounts.image_mounts import index, mounted, settings_at, start_outside
+from testbed.needs import MissingError
 
 _MIB = 1 << 20
 _FILE_COUNT = 16
@@ -67,11 +62,11 @@ def _worker_of(image: MountedImage) -> int | None:
 
 
 @pytest.mark.needs(linux=(6, 9))
+@pytest.mark.needs("fuse")
 def test_half_a_gib_survives_kill_9_of_the_worker(tmp_path: Path) -> None:
-    skip_unless_fuse()
     free_bytes = shutil.disk_usage(tmp_path).free
     if free_bytes < 2 << 30:
-        pytest.skip(f"needs 2 GiB of disk; {tmp_path} has {free_bytes >> 30}")
+        raise MissingError(f"needs 2 GiB of disk; {tmp_path} has {free_bytes >> 30}")
     settings = settings_at(tmp_path)
     _write_tree(tmp_path / "tree")
     index(settings, tmp_path / "tree", "large:1")

@@ -26,6 +26,7 @@ from testbed.containers.containerd_images import add_image, layers, shell_layer
 from testbed.containers.containerd_node import Node
 from testbed.images.building import NASTY, Layout, Member, digest, tar_of
 from testbed.mounts.image_mounts import TIMEOUT_S, index, tree_outside
+from testbed.needs import MissingError
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, free_port, running_registry
 from testbed.waiting import wait_for
@@ -321,7 +322,7 @@ def test_images_outlive_a_restart_of_containerd(site: Site) -> None:
 def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: Site) -> None:
     """As on a node that boots: what runs the snapshotter may be a pod itself."""
     if site.node.is_version("1.6"):
-        pytest.skip("containerd has a snapshotter for each runtime class from 1.7 on")
+        raise MissingError("containerd has a snapshotter for each runtime class from 1.7 on")
     reference = site.push("classed", layers("classed"))
     with Node(runtime_class=True) as node:
         index(node.settings, site.folder / "classed", "classed:1")

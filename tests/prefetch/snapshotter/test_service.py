@@ -13,7 +13,7 @@ import pytest
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
 from testbed.containers.containerd_node import Node
-from testbed.mounts.image_mounts import bootseer, outside, skip_unless_root
+from testbed.mounts.image_mounts import bootseer, outside
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import directories
@@ -76,8 +76,8 @@ def test_keys_are_never_paths(node: Node) -> None:
     assert node.refused("Prepare", key="a\0b") is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.needs("root")
 def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
-    skip_unless_root()
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", small], check=True)
@@ -128,8 +128,8 @@ def test_only_its_user_may_ask_it(node: Node) -> None:
     assert (node.base / "snapshotter.sock").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.needs("root")
 def test_systemd_hears_that_it_is_ready(tmp_path: Path) -> None:
-    skip_unless_root()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         # An abstract name that no other run of the tests on this machine has.
         name = f"bootseer-test-systemd-{os.getpid()}"
@@ -168,8 +168,8 @@ def refused(code: str, root: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.needs("root")
 def test_without_root_the_command_says_so_and_makes_nothing(tmp_path: Path) -> None:
-    skip_unless_root()
     code = """
 import os, sys
 import bootseer.cli.image.snapshotter_commands, bootseer.prefetch.snapshotter.service

@@ -21,6 +21,7 @@ from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.docker_engine import _copy
 from bootseer.store import open_store
 from testbed.images.building import NASTY, run_tool, write_layout
+from testbed.needs import MissingError
 
 _START_S = 30
 
@@ -46,7 +47,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield url
             return
     if shutil.which("dockerd") is None or os.geteuid() != 0:
-        pytest.skip("no Docker engine runs here, and there is no dockerd that root could start")
+        raise MissingError(
+            "no Docker engine runs here, and there is no dockerd that root could start"
+        )
     root = tmp_path_factory.mktemp("dockerd")
     url = f"unix://{root}/docker.sock"
     options = {
@@ -67,7 +70,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         while not ((root / "docker.sock").exists() and _answers(url)):
             if daemon.poll() is not None or time.monotonic() > deadline_s:
                 last = (root / "log").read_text(errors="replace").splitlines()[-1:]
-                pytest.skip(f"dockerd does not start here: {last}")
+                raise MissingError(f"dockerd does not start here: {last}")
             time.sleep(0.1)
         yield url
     finally:

@@ -29,7 +29,6 @@ from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,
-    skip_unless_fuse,
     sweep_everything,
 )
 from testbed.waiting import wait_for
@@ -271,11 +270,10 @@ def test_it_pauses_while_another_server_of_the_image_has_faults(
         fill.join(60)
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_complete_image_starts_without_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skip_unless_fuse()
     source = tmp_path / "source"
     source.mkdir()
     for name in ("one", "two"):

@@ -12,13 +12,7 @@ from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.streams.second_source import second_source
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import (
-    checksums_outside,
-    mounted,
-    settings_at,
-    skip_unless_fuse,
-    sweep_everything,
-)
+from testbed.mounts.image_mounts import checksums_outside, mounted, settings_at, sweep_everything
 from testbed.servers.registry import Registry
 
 
@@ -30,12 +24,11 @@ def test_only_names_of_registries_have_one(tmp_path: Path) -> None:
         assert second_source(settings, name, "sha256:" + "00" * 32) is not None
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize("damage", ["gone", "damaged", "registry gone, too"])
+@pytest.mark.needs("fuse")
 def test_a_lost_layer_comes_from_the_registry(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    skip_unless_fuse()
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-logins"))
     contents = {f"file-{number}": os.urandom(400_000) for number in range(3)}
     members = [Member(name, data=data) for name, data in contents.items()]

@@ -16,8 +16,9 @@ from bootseer.prefetch.warm.opens import InotifyWatch, directories
 from bootseer.prefetch.warm.record import Range, decode, encode
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
-from testbed.mounts.fuse_mount import check_python, mounted, require_root, short_options
+from testbed.mounts.fuse_mount import check_python, mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
+from testbed.needs import MissingError
 from testbed.others import folder_of_others
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
 
@@ -39,8 +40,8 @@ def _serve(operations: SlowFileSystem, mountpoint: Path, readahead_bytes: int) -
         yield server
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize("readahead_bytes", [0, 128 * 1024])
+@pytest.mark.needs("fuse")
 def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
     source: Path, tmp_path: Path, node: Node, other_node: Node, readahead_bytes: int
 ) -> None:
@@ -71,7 +72,7 @@ def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
     assert ahead.read_count < without.read_count / 5
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_command_gets_its_bytes_while_they_are_read_ahead(
     source: Path, tmp_path: Path, node: Node
 ) -> None:
@@ -88,11 +89,10 @@ def test_a_command_gets_its_bytes_while_they_are_read_ahead(
                 assert slow.counters().read_bytes <= data_bytes
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_an_overlay_is_warmed_through_its_lower_files(
     source: Path, tmp_path: Path, node: Node, other_node: Node
 ) -> None:
-    require_root()
     for name in ("upper", "work", "merged"):
         (tmp_path / name).mkdir()
     (tmp_path / "upper" / "package").mkdir()
@@ -130,10 +130,8 @@ def tmp_path() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.root
+@pytest.mark.needs("root", "mount")
 def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root to become another user")
     evict(source)
     ours, theirs = os.pipe()
     child = os.fork()
@@ -158,15 +156,14 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
     ]
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_root_of_a_container_without_privileges_knows_what_it_is_not_told(
     source: Path, node: Node
 ) -> None:
     """The kernel said "all is cached" of files that were not, and nothing was read ahead."""
-    require_root()
     prefix = ("unshare", "--user", "--map-root-user")
     if node.run("--version", prefix=prefix).code:
-        pytest.skip("no user namespaces here")
+        raise MissingError("no user namespaces here")
     data = source / "package/data"
     os.chown(data, _NOBODY - 1, _NOBODY - 1)
     evict(source)
@@ -178,11 +175,10 @@ def test_root_of_a_container_without_privileges_knows_what_it_is_not_told(
     assert (figures["read_bytes"], figures["cached_bytes"]) == (2**22, 0)
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_inotify_sees_a_command_with_mounts_of_its_own(
     source: Path, tmp_path: Path, node: Node
 ) -> None:
-    require_root()
     (tmp_path / "bound").mkdir()
     script = f"mount --bind {source} {tmp_path}/bound && exec cat {tmp_path}/bound/package/m1.py"
     done = node.run(

@@ -18,6 +18,7 @@ from bootseer.prefetch.warm.residency import cached_ranges
 from bootseer.prefetch.warm.state import node_paths
 from testbed.mounts.fuse_mount import mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from tests.bootseer.cli.json_page import agree
 from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
@@ -46,7 +47,7 @@ def tree(tmp_path: Path) -> Path:
     directory = tmp_path / "env"
     directory.mkdir()
     if not _is_on_disk(directory):
-        pytest.skip(f"{directory} lies in memory: no page of it is ever cold")
+        raise MissingError(f"{directory} lies in memory: no page of it is ever cold")
     (directory / "probe").unlink()
     make_package(directory)
     evict(directory)
@@ -58,7 +59,7 @@ def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
     tree: Path, node: Node, other_node: Node, method: str
 ) -> None:
     if method == "fanotify" and os.geteuid() != 0:
-        pytest.skip("fanotify needs CAP_SYS_ADMIN")
+        raise MissingError("fanotify needs CAP_SYS_ADMIN")
     first = node.warm_import(tree, "--method", method)
     assert (first.code, first.out, first.err) == (0, "194", "")
     assert node.last()["action"] == "recorded"
@@ -242,7 +243,7 @@ def test_without_a_store_or_directory_the_command_starts_with_one_warning(
     assert (done.code, len(done.err.splitlines())) == (6, 1)
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
     tree: Path, node: Node, tmp_path: Path
 ) -> None:

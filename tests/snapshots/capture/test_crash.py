@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from testbed.needs import require
 from tests.snapshots.support.driving import driven
 
 
@@ -22,8 +22,7 @@ from tests.snapshots.support.driving import driven
 )
 def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
     if scenario in ("restore_mounted", "restore_held"):
-        skip_unless_root()
-        skip_unless_fuse()
+        require("root", "fuse")
     lines = driven("crash_driver.py", scenario, tmp_path, points)
     assert len(lines) >= points - 1
     assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2

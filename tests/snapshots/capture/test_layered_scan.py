@@ -22,10 +22,10 @@ from bootseer.snapshots.capture.diff import diff
 from bootseer.snapshots.capture.layered_scan import scan_after, scan_before
 from bootseer.snapshots.targets.scan import Scan, base_digest, scan
 from bootseer.snapshots.targets.upper_layer import Layers
-from testbed.mounts.fuse_mount import require_root
 from testbed.mounts.overlays import overlay as overlay_over
+from testbed.needs import require
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs("mount")
 
 
 def _make_lower(lower: Path) -> None:
@@ -55,7 +55,7 @@ def overlay(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _made_overlay(tmp_path_factory: pytest.TempPathFactory, options: str) -> "Overlay":
-    require_root()
+    require("mount", "fuse")
     base = tmp_path_factory.mktemp("layers")
     _make_lower(base / "lower")
     with tempfile.TemporaryFile() as file:

@@ -9,15 +9,15 @@ import pytest
 from bootseer.snapshots.capture import outside_layers
 from bootseer.snapshots.capture.outside_layers import OutsideLayers
 from bootseer.snapshots.targets.upper_layer import Layers
-from testbed.mounts.fuse_mount import require_root
 from testbed.mounts.overlays import overlay
+from testbed.needs import require
 
-pytestmark = pytest.mark.root
+pytestmark = pytest.mark.needs("mount")
 
 
 @pytest.fixture
 def lower(tmp_path: Path) -> Path:
-    require_root()
+    require("mount", "fuse")
     lower = tmp_path / "lower"
     for folder in ("etc", "opt/old/deep", "opt/swap", "tmp", "usr/bin", "home", "target"):
         (lower / folder).mkdir(parents=True)

@@ -10,6 +10,7 @@ import pytest
 
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.needs import MissingError
 from testbed.trees import describe, differences
 from testbed.wheels import make_wheel
 from tests.snapshots.conftest import MakeNode
@@ -49,7 +50,9 @@ def _python() -> str:
         [sys.executable, "-c", "import ensurepip"], check=False, capture_output=True
     )
     if found.returncode:
-        pytest.skip("this Python has no ensurepip, so it cannot make an environment with pip")
+        raise MissingError(
+            "this Python has no ensurepip, so it cannot make an environment with pip"
+        )
     return sys.executable
 
 

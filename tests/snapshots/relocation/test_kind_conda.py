@@ -13,6 +13,7 @@ import pytest
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from testbed.conda_channel import BUILT_AT, make_environment, make_package
+from testbed.needs import require
 from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.made_environments import holding, is_unwritten, pip, run
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_configuration")
 
 def _conda_environment(tmp_path: Path) -> Path:
     """Python with what it is built with, a library, and a noarch package with a console script."""
-    pytest.importorskip("rattler", reason="py-rattler is not installed (it is a dev extra)")
+    require(modules=["rattler"])
     real = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     channel = tmp_path / "channel"

@@ -14,6 +14,7 @@ from bootseer.errors import AlreadyExistsError, InvalidInputError
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
+from testbed.needs import MissingError
 from testbed.trees import describe, differences
 from testbed.wheels import make_wheel
 from tests.snapshots.conftest import MakeNode
@@ -206,7 +207,7 @@ def _system_python(prefix: Path) -> Path:
     if run(python, "-c", "import sys; print(sys.prefix, sys.base_prefix)").split() != (
         [str(prefix)] * 2
     ):
-        pytest.skip("this Python does not find its standard library relative to itself")
+        raise MissingError("this Python does not find its standard library relative to itself")
     return python
 
 

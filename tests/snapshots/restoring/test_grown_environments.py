@@ -25,8 +25,8 @@ from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
-from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 from testbed.mounts.snapshot_mounts import end_everything, wait_gone
+from testbed.needs import require
 from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
 
@@ -64,11 +64,10 @@ def _grown(tmp_path: Path, node: Settings) -> tuple[Request, Path, Manifest, Man
     return request, target, _load(node, first.fingerprint), _load(node, second.fingerprint)
 
 
+@pytest.mark.needs("root", "fuse")
 def test_a_node_that_has_read_the_earlier_one_fetches_the_difference(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    skip_unless_root()
-    skip_unless_fuse()
     request, target, first, _ = _grown(tmp_path, make_node("a"))
     original = describe(target)
     shutil.rmtree(target)
@@ -95,8 +94,7 @@ def test_a_node_that_has_read_the_earlier_one_fetches_the_difference(
 @pytest.mark.parametrize("mode", ["extract", "link"])
 def test_a_grown_environment_in_each_mode(tmp_path: Path, make_node: MakeNode, mode: str) -> None:
     if mode != "extract":
-        skip_unless_root()
-        skip_unless_fuse()
+        require("root", "fuse")
     request, target, first, second = _grown(tmp_path, make_node("a"))
     assert second.targets[0].earlier == (first.targets[0].blob,)
     assert second.stored_bytes < 100_000 < 3_000_000 < second.whole_bytes

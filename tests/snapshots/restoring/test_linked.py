@@ -18,6 +18,7 @@ from bootseer.snapshots.restoring.linking.node_trees import NodeTrees, is_whole
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
+from testbed.needs import MissingError, require
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.crash_driver import DELTA, make_base
@@ -44,10 +45,9 @@ def coarse(tmp_path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _file_system(folder: Path, size_bytes: int, make: str, *options: str) -> Iterator[Path]:
     """A file system in a file."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a file system")
+    require("root")
     if not shutil.which(make):
-        pytest.skip(f"needs {make}")
+        raise MissingError(f"needs {make}")
     image, top = folder / "image", folder / "mnt"
     top.mkdir()
     with image.open("wb") as file:
@@ -58,7 +58,7 @@ def _file_system(folder: Path, size_bytes: int, make: str, *options: str) -> Ite
         ["mount", "-o", "loop", str(image), str(top)], check=False, timeout=_TIMEOUT_S
     )
     if done.returncode != 0:
-        pytest.skip(f"what {make} has made cannot be mounted here")
+        raise MissingError(f"what {make} has made cannot be mounted here")
     try:
         yield top
     finally:

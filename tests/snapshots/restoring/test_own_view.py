@@ -32,7 +32,7 @@ from tests.snapshots.support.mounted_jobs import (
     snapshot_run,
 )
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def _other(tmp_path: Path) -> Request:
@@ -182,11 +182,10 @@ def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
     assert sorted(os.listdir(target)) == ["first", "system"]
 
 
+@pytest.mark.needs(programs=["setpriv"])
 def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> None:
     request, target = small(tmp_path)
     _publish(node, request)
-    if not shutil.which("setpriv"):
-        pytest.skip("needs setpriv to be without rights")
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     setup = ["--setup", f"mkdir -p {target}/d; echo other > {target}/d/file"]
     weak = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]

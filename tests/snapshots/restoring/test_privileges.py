@@ -15,10 +15,10 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.capture import capture
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
+from testbed.needs import require
 from tests.snapshots.conftest import MakeNode
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 _NOBODY = 65534
 # cap_net_raw=ep of VFS_CAP_REVISION_2, in capability.h.
@@ -28,8 +28,7 @@ _CAPABILITY = bytes.fromhex("0100000200200000000000000000000000000000")
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """An environment with a program that is root's for everybody, where everybody can reach it."""
-    skip_unless_root()
-    skip_unless_fuse()
+    require("root", "fuse")
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o011)

@@ -9,6 +9,7 @@ import pytest
 
 from bootseer.snapshots.setup.reading.command import hints_of
 from bootseer.snapshots.setup.request import Request, Resolved, resolve
+from testbed.needs import MissingError
 
 # Ours answers at once about itself, a shim of pyenv's runs ten Pythons.
 _SYSTEM_PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
@@ -229,14 +230,14 @@ def bed(tmp_path: Path) -> _Bed:
     return _Bed(tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
 @pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.needs(programs=["bash"])
 def test_what_decides_is_in_the_key_or_the_key_is_open(bed: _Bed, command: str) -> None:
     """Named faults: `grep -v x FILE | xargs pip install`, `xargs -a FILE`, `$(cat FILE)` and others
     had keys without the file, and a stale environment was served for ever."""
     for tool in ("flock", "install"):
         if tool in command.split() and shutil.which(tool) is None:
-            pytest.skip(f"needs {tool}")
+            raise MissingError(f"needs {tool}")
     bed.fill()
     before = bed.resolved(command)
     if before.is_open:

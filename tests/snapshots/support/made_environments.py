@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import restore_snapshot
+from testbed.needs import MissingError
 from testbed.trees import describe, differences
 
 TOOLS = Path(sys.executable).parent
@@ -21,7 +20,9 @@ TOOLS = Path(sys.executable).parent
 
 def tool(name: str) -> str:
     if not (TOOLS / name).exists():
-        pytest.skip(f"{name} is not installed beside this Python (it is one of the dev extras)")
+        raise MissingError(
+            f"{name} is not installed beside this Python (it is one of the dev extras)"
+        )
     return str(TOOLS / name)
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
+from testbed.needs import require
 from testbed.waiting import wait_for
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.failing.promises import CORRUPT, UNKNOWN, check, damage
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 @pytest.fixture
 def mountable(own_world: World) -> Iterator[World]:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     yield own_world
     own_world("image", "unmount", "mnt", "--timeout", "0")
     own_world("checkpoint", "unmount", "mnt", "--timeout", "0")

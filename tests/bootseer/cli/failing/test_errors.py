@@ -1,6 +1,5 @@
 """Every command, every kind of bad input: one sentence, a documented exit code, nothing changed."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -258,10 +257,9 @@ def test_an_image_of_a_registry_is_called_by_its_whole_name(world: World) -> Non
     check(result, NOT_FOUND, "registry://debian:12")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a snapshotter needs root")
+@pytest.mark.needs("root", modules=["grpc"])
 def test_a_snapshotter_says_where_its_shell_is_stronger(own_world: World) -> None:
     """Its cache was elsewhere than its configuration says, in silence."""
-    pytest.importorskip("grpc")
     file = own_world.path("bootseer.toml")
     file.write_text(f'cache_dir = "{own_world.path("configured")}"\n')
     # Ends at once: no mount option can hold this.

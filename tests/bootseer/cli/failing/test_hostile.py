@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import tarfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.needs import MissingError, require
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.failing.promises import check
 
@@ -20,20 +20,19 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize("runtime", ["chroot", "runc"])
 @pytest.mark.parametrize(
     "names",
     [("etc", "proc", "sys", "dev", "tmp", "data"), ("etc/hosts", "etc/resolv.conf", "data")],
     ids=["folders", "files"],
 )
+@pytest.mark.needs("fuse")
 def test_mount_points_that_are_links_lead_nowhere(
     own_world: World, runtime: str, names: tuple[str, ...]
 ) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     if runtime == "runc" and not shutil.which("runc"):
-        pytest.skip("runc is not installed")
+        raise MissingError("runc is not installed")
     world = own_world
     outside = world.path("outside")
     outside.mkdir()
@@ -109,11 +108,10 @@ def test_layers_with_names_outside_are_refused(
     assert listing(own_world.path("store/images")) == before
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize("working_dir", [_OUTSIDE, "/..", "etc/" + _OUTSIDE, "\x1b[31m"])
+@pytest.mark.needs("fuse")
 def test_a_working_directory_outside(own_world: World, working_dir: str) -> None:
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     world = own_world
     archive(world.path("a.tar"), working_dir, [("program", tarfile.REGTYPE, "")])
     assert world("image", "index", "a.tar").code == 0
@@ -185,11 +183,10 @@ def test_a_store_with_planted_links(own_world: World) -> None:
         assert listing(outside) == [], planted
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_one_kind_of_mount_is_not_the_others_to_end(own_world: World) -> None:
     """`image unmount` would not tell which files were still being written."""
-    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
-        pytest.skip("needs root and /dev/fuse")
+    require("root", "fuse")
     world = own_world
     assert world("checkpoint", "mount", "checkpoints", "mnt").code == 0
     try:

@@ -1,7 +1,6 @@
 """Commands against a store that is damaged, not theirs or full: one sentence, nothing changed."""
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.needs import MissingError, require
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.failing.promises import (
     CORRUPT,
@@ -108,8 +108,7 @@ def test_unknown_format_versions(own_world: World) -> None:
 
 @pytest.fixture
 def root_only() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user, and mounting a small tmpfs, needs root")
+    require("root")
 
 
 @pytest.mark.usefixtures("root_only")
@@ -146,7 +145,7 @@ def tiny(own_world: World) -> Iterator[Path]:
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
+        raise MissingError("a tmpfs cannot be mounted here")
     try:
         yield folder
     finally:

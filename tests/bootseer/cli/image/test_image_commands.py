@@ -14,6 +14,7 @@ import pytest
 from bootseer.prefetch.index.catalogue import image_key
 from bootseer.store import TEST_NETWORK, open_store
 from testbed.images.building import NASTY, Member, digest, tar_of, write_layout
+from testbed.needs import MissingError, require
 from testbed.waiting import wait_for
 from tests.support.images.indexed import unsigned
 from tests.support.images.pulled import note_store
@@ -207,8 +208,7 @@ def test_a_source_that_may_not_be_read(cli: Cli, layout: Path) -> None:
     prefix: tuple[str, ...] = ()
     if os.geteuid() == 0:
         # Root without the capabilities that make it root.
-        if shutil.which("setpriv") is None:
-            pytest.skip("root may read everything, and setpriv is not installed")
+        require(programs=["setpriv"])
         lost = "-dac_override,-dac_read_search"
         prefix = ("setpriv", f"--inh-caps={lost}", f"--bounding-set={lost}")
     assert "Permission denied" in cli.fails(12, "index", layout, prefix=prefix)
@@ -240,14 +240,13 @@ def test_an_interrupted_index_leaves_nothing(cli: Cli, tmp_path: Path) -> None:
     assert list((cli.directory / "cache/tmp").iterdir()) == []
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.needs("root", "mount")
 def test_a_full_store_has_an_exit_code_of_its_own(cli: Cli, tmp_path: Path) -> None:
     write_layout(tmp_path / "layout", [[Member("x", data=os.urandom(3_000_000))]])
     cli.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(cli.store)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
+        raise MissingError("cannot mount a tmpfs here")
     try:
         # Before it says that a new store begins there.
         assert "No space left" in cli.run("index", "layout", code=13).stderr

@@ -20,7 +20,6 @@ from testbed.mounts.image_mounts import (
     checksums_outside,
     index,
     settings_at,
-    skip_unless_fuse,
     start_bootseer,
     sweep_everything,
 )
@@ -58,9 +57,8 @@ def test_every_command_has_help_with_an_example(names: list[str]) -> None:
         assert "Example: bootseer image" in result.output
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> None:
-    skip_unless_fuse()
     directory = tmp_path / "mnt"
     assert bootseer(settings, "image", "mount", "image:1", directory).returncode == 0
     again = bootseer(settings, "image", "mount", "image:1", directory)
@@ -87,9 +85,8 @@ def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> N
     assert "hot" in bootseer(settings, "image", "trace", "show", "image:1").stdout
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: Path) -> None:
-    skip_unless_fuse()
     directory = tmp_path / "mnt"
     for end in ("signal", "unmount"):
         arguments = ("image", "mount", "--foreground", "--no-record", "image:1", directory)
@@ -105,9 +102,8 @@ def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: 
         wait_for(lambda: list(live_mounts(settings.run_dir)) == [])
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> None:
-    skip_unless_fuse()
     directory = tmp_path / "mnt"
     assert bootseer(settings, "image", "fetch", "image:1").returncode == 0
     assert bootseer(settings, "image", "mount", "image:1", directory).returncode == 0

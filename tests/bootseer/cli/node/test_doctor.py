@@ -89,7 +89,7 @@ def test_a_store_on_this_nodes_disk_is_not_shared(settings: Settings) -> None:
     assert "no other node sees" in found["store shared"].seen
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a folder read-only: needs root")
+@pytest.mark.needs("root")
 def test_a_store_that_is_only_read_is_no_failure(settings: Settings, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()

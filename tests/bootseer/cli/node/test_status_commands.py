@@ -33,17 +33,13 @@ from bootseer.served.folders import (
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from testbed.mounts.fuse_mount import clear_mount
-from testbed.mounts.image_mounts import (
-    index,
-    settings_at,
-    skip_unless_fuse,
-    skip_unless_root,
-)
+from testbed.mounts.image_mounts import index, settings_at
 from testbed.mounts.snapshot_mounts import end_everything
+from testbed.needs import MissingError, require
 from testbed.others import folder_of_others
 from testbed.waiting import wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 @pytest.fixture
@@ -58,8 +54,7 @@ _TIMEOUT_S = 60.0
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Settings]:
-    skip_unless_root()
-    skip_unless_fuse()
+    require("root", "fuse")
     settings = settings_at(tmp_path)
     yield settings
     for mount in mounts.find_mounts("bootseer"):
@@ -246,7 +241,7 @@ def _open_device_to_all(folder: Path) -> None:
 
 def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: Path) -> None:
     if mounts.find_helper() is None:
-        pytest.skip("mounting without root needs fusermount3")
+        raise MissingError("mounting without root needs fusermount3")
     home = tmp_path / "home"
     for folder in (home, home / "mnt"):
         folder.mkdir()

@@ -24,7 +24,8 @@ from bootseer.linux.processes import start_time
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
-from testbed.mounts.image_mounts import TIMEOUT_S, settings_at, skip_unless_fuse, skip_unless_root
+from testbed.mounts.image_mounts import TIMEOUT_S, settings_at
+from testbed.needs import require
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 
@@ -39,8 +40,7 @@ class Kubelet(Closing):
     def __init__(self, *options: str, in_container: bool = False, deadline_s: float = 5.0) -> None:
         """`in_container`: the driver has a mount namespace of its own, to and from which mounts in
         this folder are propagated (`Bidirectional`)."""
-        skip_unless_root()
-        skip_unless_fuse()
+        require("root", "fuse")
         # A socket's path must be short.
         self.base = Path(tempfile.mkdtemp(prefix="csi-", dir="/tmp"))
         self.folder = self.base / "kubelet"

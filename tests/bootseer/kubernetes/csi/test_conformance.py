@@ -10,7 +10,7 @@ import pytest
 from bootseer.kubernetes.csi.wire import IDENTITY, NODE
 from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
 
-pytestmark = [pytest.mark.root, pytest.mark.fuse]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 

@@ -22,7 +22,7 @@ from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import CONTAINER, Kubelet, refused
 from tests.bootseer.kubernetes.test_spawner import running
 
-pytestmark = [pytest.mark.root, pytest.mark.fuse]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
 

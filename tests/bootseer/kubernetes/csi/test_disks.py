@@ -14,7 +14,7 @@ from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, index
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 
-pytestmark = [pytest.mark.root, pytest.mark.fuse]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 _COUNT = 8
 _IMAGE = {"kind": "image", "image": "data:1"}

@@ -161,8 +161,7 @@ def test_secrets_are_not_mixed_with_the_nodes_own() -> None:
         assert found == {**dict.fromkeys(left_out), **secrets}
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
     """Names with a slash are looked up in the working directory, by commands."""
     assert Path("tests/bootseer").is_dir()
@@ -170,8 +169,7 @@ def test_a_folder_of_the_node_is_no_image(kubelet: Kubelet) -> None:
     assert code is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_publishes_that_wait_leave_room_for_other_calls() -> None:
     """With 16 of them, none was left for what takes volumes off, and none for the probe."""
     with (
@@ -195,8 +193,7 @@ def test_publishes_that_wait_leave_room_for_other_calls() -> None:
             assert one.result()[0] is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_no_path_leads_out_of_the_kubelets_folder(kubelet: Kubelet, tmp_path: Path) -> None:
     kubelet.make_environment("torch", {"a": b"a"})
     (tmp_path / "outside").mkdir()
@@ -222,8 +219,7 @@ def test_no_path_leads_out_of_the_kubelets_folder(kubelet: Kubelet, tmp_path: Pa
     assert kubelet.folder.is_dir()
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_other_forms_of_volumes_are_refused(kubelet: Kubelet) -> None:
     for capability, words in (
         ({"block": {}}, "no block device"),
@@ -240,8 +236,7 @@ def test_other_forms_of_volumes_are_refused(kubelet: Kubelet) -> None:
         assert (code, words in said) == (grpc.StatusCode.INVALID_ARGUMENT, True), said
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_a_server_with_secrets_has_none_of_the_nodes_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,8 +254,7 @@ def test_a_server_with_secrets_has_none_of_the_nodes_keys(
         assert not [one for one in environment if one.startswith(b"AWS_SESSION_TOKEN=")]
 
 
-@pytest.mark.root
-@pytest.mark.fuse
+@pytest.mark.needs("mount", "fuse")
 def test_secrets_reach_no_log_and_no_record(local: Kubelet, tmp_path: Path) -> None:
     (tmp_path / "stored").mkdir()
     context = {"kind": "checkpoint", "source": (tmp_path / "stored").as_uri()}

@@ -21,7 +21,7 @@ from testbed.servers.registry import Registry
 from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 
-pytestmark = [pytest.mark.root, pytest.mark.fuse]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def _kept(tmp_path: Path) -> dict[str, str]:

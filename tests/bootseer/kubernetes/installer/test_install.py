@@ -18,12 +18,12 @@ from bootseer.kubernetes.installer.block import without_block
 from bootseer.kubernetes.installer.daemon import Daemon
 from bootseer.kubernetes.installer.install import install, remove
 from testbed.containers.containerd_node import programs
-from testbed.mounts.fuse_mount import require_root
+from testbed.needs import MissingError, require
 from testbed.packages import Packages
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 
-pytestmark = [pytest.mark.root]
+pytestmark = pytest.mark.needs("mount")
 
 ADDRESS = "/run/bootseer/snapshotter.sock"
 PLATFORM = "linux/amd64"
@@ -130,7 +130,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture(params=["trixie", "forky"], ids=["1.7", "2.x"])
 def machine(request: pytest.FixtureRequest, short_folder: Path) -> Iterator[Machine]:
-    require_root()
+    require("mount", "fuse")
     found = Machine(short_folder, folder_of(request.param))
     try:
         yield found
@@ -363,16 +363,16 @@ def test_a_kill_at_each_step_leaves_the_old_or_the_new_file(machine: Machine) ->
     assert machine.config.read_text() == NODE
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_a_containerd_that_knows_no_class_s_snapshotter_is_named(short_folder: Path) -> None:
-    require_root()
     found = Machine(short_folder, programs())
     try:
         daemon = found.start("version = 2\n")
         if daemon.dump("version = 2\n")["version"] != 2:
-            pytest.skip("this machine's containerd is not 1.6")
+            raise MissingError("this machine's containerd is not 1.6")
         with contextlib.suppress(UnsupportedError):
             install(daemon, ADDRESS, PLATFORM)
-            pytest.skip("this machine's containerd is not 1.6")
+            raise MissingError("this machine's containerd is not 1.6")
         assert found.config.read_text() == "version = 2\n"
         assert found.restart_count() == 0
     finally:

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
-from testbed.mounts.fuse_mount import require_root
 
 _SERVICE = "runtime.v1.RuntimeService"
 
@@ -32,7 +31,6 @@ def socket_path() -> Iterator[Path]:
         yield Path(name, "s")
 
 
-@pytest.mark.root
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
@@ -43,10 +41,10 @@ def socket_path() -> Iterator[Path]:
         (info(config="[crio]"), CorruptError),
     ],
 )
+@pytest.mark.needs("mount", "fuse")
 def test_another_runtime_is_named(
     socket_path: Path, answer: bytes, kind: type[BootseerError]
 ) -> None:
-    require_root()
     handler = grpc.unary_unary_rpc_method_handler(lambda _request, _context: answer)
     service = grpc.method_handlers_generic_handler(_SERVICE, {"Status": handler})
     server = grpc.server(ThreadPoolExecutor(2), handlers=(service,))

@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import urllib3
 import yaml  # type: ignore[import-untyped]
 
 from bootseer.kubernetes.webhook.certificates import make_pair
 from testbed.containers.chart import MANIFESTS
 from testbed.kubernetes.programs import KEPT, cache_folder
+from testbed.needs import MissingError
 from testbed.servers.registry import free_port
 from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.webhook.json_patch import PatchError, applied
@@ -214,7 +214,9 @@ def real(folder: Path) -> Iterator[ApiServer]:
         for name in ("kube-apiserver", "etcd")
     )
     if not binary or not etcd:
-        pytest.skip("there is no kube-apiserver, or no etcd: `make test-kubernetes` builds them")
+        raise MissingError(
+            "there is no kube-apiserver, or no etcd: `make test-kubernetes` builds them"
+        )
     etcd_port, peer_port, port = free_port(), free_port(), free_port()
     url, peer_url = f"http://127.0.0.1:{etcd_port}", f"http://127.0.0.1:{peer_port}"
     pair = _certificate(folder)

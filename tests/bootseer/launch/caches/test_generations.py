@@ -18,6 +18,7 @@ from bootseer.launch.caches.publishing import NOTHING_NEW, PUBLISHED
 from bootseer.launch.caches.records import IN_PLACE, MISS, RESTORED
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.store import open_own_store
+from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
 from tests.bootseer.launch.caches.generations import Node, entry
 
@@ -182,12 +183,11 @@ LARGE = {entry(number): os.urandom(400_000).hex() for number in range(5)}
 @contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
     """What the folder is on has less room than the cache needs."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+    require("root")
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if subprocess.run(mount, check=False, capture_output=True, timeout=30).returncode:
-        pytest.skip("tmpfs cannot be mounted here")
+        raise MissingError("tmpfs cannot be mounted here")
     try:
         yield
     finally:

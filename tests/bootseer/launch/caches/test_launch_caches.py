@@ -261,8 +261,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(node: Node, torch: dict[str, s
     node.wait_clean()
 
 
-@pytest.mark.fuse
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_in_an_image_the_user_of_the_image_writes(
     node: Node, known_image: Image, tmp_path: Path
 ) -> None:
@@ -279,8 +278,7 @@ def test_in_an_image_the_user_of_the_image_writes(
         second.wait_clean()
 
 
-@pytest.mark.fuse
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_in_an_image_with_torch_the_path_is_the_same_everywhere(
     node: Node, image_root: Path, tmp_path: Path
 ) -> None:
@@ -304,7 +302,7 @@ def test_in_an_image_with_torch_the_path_is_the_same_everywhere(
     assert hits == [False, True]
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_in_an_image_without_root(image_root: Path) -> None:
     with folder_of_others() as base, node_at(base / "node", (base / "store").as_uri()) as node:
         prefix = unprivileged(node)

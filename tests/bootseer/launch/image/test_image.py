@@ -20,7 +20,7 @@ from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Node, attribute, node_at, wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 SHOW = """
 import json, os, sys

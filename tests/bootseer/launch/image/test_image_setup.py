@@ -8,7 +8,7 @@ import pytest
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Node, node_at
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 # In a package that the image has, as an upgrade of it would.
 SET_UP = """

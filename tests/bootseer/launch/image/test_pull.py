@@ -10,7 +10,7 @@ from testbed.images.building import Layout, Member, tar_of
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Node, attribute, node_at
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def stored(store: Path) -> list[str]:

@@ -19,12 +19,13 @@ from bootseer.fuse.striped.mounted.life.mount import (
 from bootseer.launch.slurm import job_of, tidy, wished_checkpoints
 from bootseer.served.folders import is_alive
 from bootseer.settings.config import Settings, load_config
-from testbed.mounts.fuse_mount import clear_mount, require_fuse
+from testbed.mounts.fuse_mount import clear_mount
+from testbed.needs import require
 from testbed.paths import REPOSITORY
 from testbed.slurm.pages import block
 from testbed.waiting import wait_for
 
-_root_only = pytest.mark.skipif(os.geteuid() != 0, reason="slurmd runs the script as root")
+_root_only = pytest.mark.needs("root")
 SCRIPT = REPOSITORY / "docker/slurm/bootseer"
 
 
@@ -72,7 +73,7 @@ def mounts(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, MountedCheckpoints]]:
     """Checkpoint folders that were mounted in the jobs 1 and 2."""
-    require_fuse()
+    require("fuse")
     found = {}
     for job in ("1", "2"):
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -85,8 +86,8 @@ def mounts(
         clear_mount(mounted.directory)
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.needs("fuse")
 def test_a_jobs_mounts_are_taken_off_and_no_others(
     settings: Settings, mounts: dict[str, MountedCheckpoints], is_killed: bool
 ) -> None:
@@ -104,13 +105,12 @@ def test_a_jobs_mounts_are_taken_off_and_no_others(
     assert said == []
 
 
-@pytest.mark.fuse
 @pytest.mark.parametrize(("over", "is_ended"), [("3", True), ("4", False)])
+@pytest.mark.needs("fuse")
 def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, over: str, is_ended: bool
 ) -> None:
     """Slurm's daemons were killed, which would have killed it."""
-    require_fuse()
     monkeypatch.setenv("SLURM_JOB_ID", "3")
     directory = tmp_path / "mounted"
     directory.mkdir()

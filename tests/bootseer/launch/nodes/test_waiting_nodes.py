@@ -10,7 +10,6 @@ from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.timeline.otlp import WAITED_FOR, Stage
-from testbed.mounts.fuse_mount import require_root
 from testbed.waiting import wait_for
 from tests.bootseer.launch.harness import Node
 
@@ -27,9 +26,8 @@ def _waits(node: Node) -> list[Stage]:
     return [stage for stage in _stages(node) if stage.name == "wait for set-up"]
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse")
 def test_a_node_that_waits_for_a_set_up_says_for_whose(tmp_path: Path) -> None:
-    require_root()
     work, go = tmp_path / "work", tmp_path / "go"
     work.mkdir()
     began = tmp_path / "began"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.needs import require
 from testbed.wheels import make_wheel
 from tests.bootseer.launch.harness import Node, attribute
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 class _Job:
@@ -64,8 +64,7 @@ class _Job:
 
 @pytest.fixture
 def job(node: Node) -> _Job:
-    require_root()
-    require_fuse()
+    require("mount", "fuse")
     job = _Job(node)
     job.save(1)
     lines, how, _ = job.start()

@@ -16,12 +16,12 @@ import pytest
 from bootseer.linux.processes import wait_readable
 from testbed.cgroups import memory_limit
 from testbed.images.building import Layout, Member, tar_of
-from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.needs import require
 from testbed.waiting import wait_for as wait_until
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Node, attribute, wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 # As the image's user, who may write to nothing but a folder for all.
 _LARGE_BYTES = 64 << 20
@@ -82,8 +82,7 @@ class _Job:
 
 @pytest.fixture
 def job(node: Node, shell_image: Image) -> _Job:
-    require_root()
-    require_fuse()
+    require("mount", "fuse")
     return _Job(node, shell_image)
 
 

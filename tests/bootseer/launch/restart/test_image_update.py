@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from testbed.images.building import Layout, Member, digest, tar_of
-from testbed.mounts.fuse_mount import require_fuse, require_root
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry
 from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
 from tests.bootseer.launch.harness import Node, attribute
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 class _Tag:
@@ -74,11 +73,10 @@ def _served(node: Node) -> list[str]:
     return [one["what"] for one in json.loads(text)["served"] if one["kind"] == "container"]
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_a_new_layer_under_the_same_tag_and_another(
     node: Node, shell_image: Image, registry: Registry, relay: FaultyRelay, tmp_path: Path
 ) -> None:
-    require_root()
-    require_fuse()
     tag = _Tag(registry, relay, tmp_path / "images", shell_image)
     tag.push("one")
     text, *how, first_bytes = _start(node, tag)
@@ -97,12 +95,11 @@ def test_a_new_layer_under_the_same_tag_and_another(
     node.wait_clean()
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_an_environment_belongs_to_its_image(
     node: Node, shell_image: Image, registry: Registry, relay: FaultyRelay, tmp_path: Path
 ) -> None:
     """It is live in the same one, and set up once more in a new one, whose files it may be of."""
-    require_root()
-    require_fuse()
     tag = _Tag(registry, relay, tmp_path / "images", shell_image)
     setup = ("--setup", "cat /version > /env/version", "--target", "/env")
 

@@ -12,11 +12,11 @@ import pytest
 
 from bootseer.linux.processes import wait_readable
 from bootseer.served.folders import LINGER, MountState, lock_new, new_mount_dir, write_state
-from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.needs import require
 from testbed.waiting import wait_for as wait_until
 from tests.bootseer.launch.harness import Node, attribute, wait_for
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 SETUP = "echo ran >> ../count; mkdir -p env; echo {} > env/x"
 SHOW = "cat env/x; ls mnt"
@@ -25,8 +25,7 @@ SHOW = "cat env/x; ls mnt"
 @pytest.fixture
 def one(node: Node) -> Node:
     """A node for which the store has the environments "a" and "b", at a place where nothing is."""
-    require_root()
-    require_fuse()
+    require("mount", "fuse")
     for text in ("a", "b"):
         assert node.run(*_setup(text), "--", "true").returncode == 0
         (node.base / "env/x").unlink()

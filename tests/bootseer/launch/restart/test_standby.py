@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.needs import require
 from tests.bootseer.launch.harness import Node, attribute
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 # Devices as a container without --device /dev/fuse has them, at the folder $0.
 NO_FUSE = """
@@ -24,8 +24,7 @@ mount --rbind "$0" /dev && exec "$@"
 @pytest.fixture
 def one(node: Node) -> Node:
     """A node for which the store has the environment, and whose checkpoint folder has a file."""
-    require_root()
-    require_fuse()
+    require("mount", "fuse")
     assert node.run(*_options(node), "--", "sh", "-c", "echo 1 > mnt/step-1").returncode == 0
     node.wait_clean()
     (node.base / "env/x").unlink()

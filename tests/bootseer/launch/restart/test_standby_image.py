@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_fuse, require_root
+from testbed.needs import require
 from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import Image
 from tests.bootseer.launch.harness import Node, attribute
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 SHOW = "cat /job/env /ckpt/step-1; echo > /tmp/mine"
 
@@ -39,8 +39,7 @@ def _done(node: Node, *words: str) -> tuple[int, str, str]:
 @pytest.fixture
 def one(node: Node, known_image: Image) -> Node:
     """A node whose store has the image, a record of its start, and the environment in it."""
-    require_root()
-    require_fuse()
+    require("mount", "fuse")
     done = node.run(*_options(node, known_image), "--", "sh", "-c", "echo 1 > /ckpt/step-1")
     assert done.returncode == 0, done.stderr
     node.wait_clean()

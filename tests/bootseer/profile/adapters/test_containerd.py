@@ -1,7 +1,6 @@
 """What containerd knows of a start: a real one runs a container in this test."""
 
 import contextlib
-import os
 import shutil
 import subprocess
 import tarfile
@@ -15,6 +14,7 @@ from bootseer.profile.adapters.placing import Placement
 from bootseer.timeline.otlp import START, Stage, Value
 from testbed.containers.containerd_images import add_image, layers
 from testbed.images.building import Layout
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.bootseer.profile.adapters.conftest import Start, path_of
 
@@ -56,13 +56,11 @@ def _containerd(base: Path) -> Iterator[tuple[str, str, str]]:
         process.wait(60)
 
 
-@pytest.mark.root
 @pytest.mark.timeout(200)
+@pytest.mark.needs("root", "mount")
 def test_real_events_of_containerd(tmp_path: Path, a_start: Callable[..., Start]) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to run a container")
     if any(shutil.which(name) is None for name in ("containerd", "ctr", "runc")):
-        pytest.skip("needs containerd, ctr and runc")
+        raise MissingError("needs containerd, ctr and runc")
     layout = Layout(tmp_path / "layout")
     add_image(layout, layers("t"), "example.com/t:1")
     with tarfile.open(tmp_path / "image.tar", "w") as tar:

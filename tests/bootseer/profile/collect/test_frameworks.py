@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from bootseer.profile.model.tracks import Span, tracks_of
+from testbed.needs import MissingError
 from tests.bootseer.profile.collect.conftest import ProgramFolder
 
 LOADS = """
@@ -67,7 +68,7 @@ def _stages(folder: ProgramFolder, text: str, *needed: str) -> list[Span]:
     """What a program notes besides imports."""
     for name in ("torch", *needed):
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
+            raise MissingError(f"{name} is not installed")
     program = folder.write("program.py", text)
     folder.run(sys.executable, str(program), HF_HUB_OFFLINE="1")
     (track,) = [one for one in tracks_of(folder.stages(), 0) if one.role == "program.py"]
@@ -108,7 +109,7 @@ def test_an_initialisation_of_cuda_is_noted(job: ProgramFolder) -> None:
     # Not in this process: torch would stay in it for all later tests.
     ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if subprocess.run([sys.executable, "-c", ask], capture_output=True).returncode:
-        pytest.skip("there is no GPU with a driver, and nothing that could stand for one")
+        raise MissingError("there is no GPU with a driver, and nothing that could stand for one")
     (stage,) = _stages(job, "import torch\ntorch.ones(1, device='cuda')\n")
     assert (stage.name, stage.is_open) == ("CUDA initialisation", False)
 

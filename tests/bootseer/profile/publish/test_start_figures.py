@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -138,7 +137,7 @@ def test_the_next_start_goes_on_with_the_series_of_the_last(tmp_path: Path) -> N
     assert second[key] > first[key]
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_checkpoint_folder_as_figures(tmp_path: Path) -> None:
     metrics, url = tmp_path / "metrics", (tmp_path / "remote").as_uri()
     labels = (url,)
@@ -218,9 +217,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         assert place["x"] + place["w"] <= 24
 
 
+@pytest.mark.needs(programs=["promtool"])
 def test_prometheus_own_tool_finds_nothing_to_say(tmp_path: Path) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool (Debian's package prometheus) is not installed")
     for text in (render_start(_STAGES, "j", 0), render_mount(_LOOK, "hdfs://nn/ckpt", 0)):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, text=True

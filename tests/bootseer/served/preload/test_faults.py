@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.cli.node.status_commands import node_entries
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.bootseer.served.preload.conftest import Node
 
@@ -233,7 +234,9 @@ def test_a_fork_copies_the_tables_of_few_pages(node: Node) -> None:
         try:
             memory.madvise(25)  # MADV_COLLAPSE
         except OSError as error:
-            pytest.skip(f"this kernel makes no large pages when it is asked to: {error}")
+            raise MissingError(
+                f"this kernel makes no large pages when it is asked to: {error}"
+            ) from error
     node.write("modules/heavy.py", "VALUE = bytearray(b'x') * (64 << 20)")
     node.write("program.py", "import heavy; print(len(heavy.VALUE))")
     node.begin("heavy")

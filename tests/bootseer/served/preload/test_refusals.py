@@ -193,7 +193,7 @@ def test_closed_files_start_ordinarily(ready: Node) -> None:
     assert "standard input" in _one_line(done)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.needs("root")
 def test_another_user_cannot_reach_it(ready: Node) -> None:
     done = subprocess.run(
         [
@@ -209,9 +209,8 @@ def test_another_user_cannot_reach_it(ready: Node) -> None:
     assert ready.run_folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.needs("root")
 def test_other_rights_start_ordinarily(ready: Node) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root gives up groups")
     assert "rights differs" in _one_line(ready.run(extra_groups=[1]))
 
 
@@ -324,9 +323,9 @@ def test_all_that_lead_to_a_refused_module_are_found_at_once(node: Node) -> None
     assert known == dict.fromkeys(names, "")
 
 
+@pytest.mark.needs(modules=["setuptools"])
 def test_a_module_that_a_finder_puts_in_the_place_of_another_is_given(node: Node) -> None:
     """setuptools has a distutils of its own, whatever `sys.path` leads to."""
-    pytest.importorskip("setuptools", reason="setuptools is not installed")
     node.write("program.py", "import setuptools, distutils; print(distutils.__file__)")
     node.begin("setuptools", "distutils")
     done = node.run()

@@ -168,7 +168,7 @@ def test_an_empty_file(backend: HdfsBackend) -> None:
     assert backend.read("f") == b""
 
 
-@pytest.mark.root
+@pytest.mark.needs("mount")
 def test_a_user_without_a_name_writes_under_the_number(hdfs_url: str) -> None:
     """As in a pod, whose image knows no such user."""
     code = (

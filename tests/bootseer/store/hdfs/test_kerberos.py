@@ -31,10 +31,7 @@ from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.errors import translate
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.java_client import java_client_environment
-from testbed.hdfs.kdc import NoKdcError
 from testbed.hdfs.secure import SecureHdfs
-from testbed.mounts.fuse_mount import require_fuse
-from testbed.needs import MissingError
 from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.hdfs
@@ -44,11 +41,7 @@ DATA = os.urandom(3 << 20)
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureHdfs]:
-    try:
-        cluster = SecureHdfs(tmp_path_factory.mktemp("secure"))
-    except (NoKdcError, MissingError) as error:
-        pytest.skip(f"no HDFS with Kerberos here: {error}")
-    with cluster:
+    with SecureHdfs(tmp_path_factory.mktemp("secure")) as cluster:
         yield cluster
 
 
@@ -106,10 +99,10 @@ def test_a_store_with_a_ticket(
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.needs("fuse")
 def test_commands_and_a_mount(
     secure: SecureHdfs, cache: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_fuse()
     secure.kinit(cache)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BOOTSEER_STORE", f"{url}/store")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from testbed.mounts.fuse_mount import require_fuse
 from tests.fuse.striped.exerciser.driver import SequenceError, open_site, run_random, shrink
 
 _SEED = os.environ.get("BOOTSEER_EXERCISER_SEED", "1")
@@ -20,10 +19,9 @@ _BEGIN_S = 20.0
 _SHRINK_S = 60.0
 
 
-@pytest.mark.fuse
 @pytest.mark.timeout(900)
+@pytest.mark.needs("fuse")
 def test_random_operations(url: str, tmp_path: Path) -> None:
-    require_fuse()
     kind = url.partition(":")[0]
     number = count = 0
     begun_s = time.monotonic()

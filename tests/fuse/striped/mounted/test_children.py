@@ -16,7 +16,7 @@ from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints, end
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 OLD = random.Random(1).randbytes(5 * MIB + 3)
 NEW = random.Random(2).randbytes(9 * MIB + 5)

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
-from testbed.mounts.fuse_mount import require_fuse, run, sweep
+from testbed.mounts.fuse_mount import run, sweep
+from testbed.needs import require
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 SMALL = random.Random(1).randbytes(100_000)
 OLD = random.Random(2).randbytes(9 * MIB + 3)
@@ -39,7 +40,7 @@ def elsewhere(url: str) -> Iterator[Driver]:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """A mounted tree of a folder, for many tests: where it is stored and mounted."""
-    require_fuse()
+    require("fuse")
     path = tmp_path_factory.mktemp("tree")
     (path / "mnt").mkdir()
     with checkpoints(path, path / "mnt", (path / "stored").as_uri()):

@@ -12,7 +12,7 @@ from testbed.hdfs.cluster import MiniHdfs
 from testbed.waiting import wait_until_it_asks
 from tests.fuse.striped.support.mounting import BIG, checkpoints, end, settings_in, shell
 
-pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
+pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
 
 
 def test_a_datanode_that_dies_under_a_reader(

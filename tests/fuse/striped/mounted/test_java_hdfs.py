@@ -13,7 +13,7 @@ from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.java_client import java_client_environment
 from tests.fuse.striped.support.mounting import checkpoints, settings_in, shell
 
-pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
+pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
 
 
 def test_a_mount_is_written_read_and_restarted(

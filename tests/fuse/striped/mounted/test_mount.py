@@ -10,7 +10,7 @@ from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from testbed.mounts.fuse_mount import check_python
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, settings_in, shell
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 # ---- what programs do ---------------------------------------------------------------------

@@ -28,7 +28,7 @@ from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 # ---- the life of a mount ------------------------------------------------------------------

@@ -16,12 +16,13 @@ import yaml  # type: ignore[import-untyped]
 
 from bootseer.fuse.striped.api.copy import copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
-from testbed.mounts.fuse_mount import require_root, run
+from testbed.mounts.fuse_mount import run
+from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.mounting import settings_in
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 RECIPE = REPOSITORY / "docker" / "kubernetes" / "checkpoints-sidecar.yaml"
 MOUNTED = "/mnt/checkpoints"
@@ -127,7 +128,7 @@ class Node:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     # The processes of a pod's users reach what they use through /mnt only.
-    require_root()
+    require("mount", "fuse")
     return tmp_path
 
 
@@ -192,8 +193,8 @@ def test_a_sidecar_leaves_a_folder_that_can_be_removed(folder: Path) -> None:
         (node.volume / "checkpoints").rmdir()
 
 
+@pytest.mark.needs("mount", "fuse")
 def test_an_immutable_mount_point_takes_no_files(tmp_path: Path) -> None:
-    require_root()
     place = tmp_path / "place"
     place.mkdir()
     command = [sys.executable, "-m", "bootseer", "--run-dir", str(tmp_path / "run")]
@@ -201,7 +202,9 @@ def test_an_immutable_mount_point_takes_no_files(tmp_path: Path) -> None:
     try:
         make_immutable(place)
     except OSError as error:
-        pytest.skip(f"the file system of {tmp_path} has no such attribute: {error}")
+        raise MissingError(
+            f"the file system of {tmp_path} has no such attribute: {error}"
+        ) from error
     try:
         for _ in range(2):
             done = run([*command, "--immutable", (tmp_path / "stored").as_uri(), place])

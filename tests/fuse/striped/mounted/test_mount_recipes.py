@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.mounted.life.mount_options import parse_options
-from testbed.mounts.fuse_mount import require_root, run
+from testbed.mounts.fuse_mount import run
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 
 DOCKER = REPOSITORY / "docker"
@@ -79,15 +81,13 @@ umount {mnt}
 """
 
 
-@pytest.mark.fuse
-@pytest.mark.root
+@pytest.mark.needs("mount", "fuse", programs=["unshare"])
 def test_a_line_of_fstab_mounts(tmp_path: Path, mountpoint: Path) -> None:
-    require_root()
-    if shutil.which("unshare") is None:
-        pytest.skip("needs unshare")
     probe = f"d=$(mktemp -d); mount -t overlay -o lowerdir=$d:{tmp_path} none $d"
     if subprocess.run(["unshare", "-m", "sh", "-c", probe], capture_output=True).returncode:
-        pytest.skip("overlays cannot be mounted here, to put the helper where mount(8) looks")
+        raise MissingError(
+            "overlays cannot be mounted here, to put the helper where mount(8) looks"
+        )
     text = FSTAB.format(tmp=tmp_path, mnt=mountpoint, python=sys.executable)
     # The server ends when its mount is gone: nothing outlives the namespace.
     done = run(["unshare", "-m", "--propagation", "private", "sh", "-c", text], deadline_s=90)
@@ -98,7 +98,7 @@ def test_a_line_of_fstab_mounts(tmp_path: Path, mountpoint: Path) -> None:
 def test_the_systemd_unit(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
-        pytest.skip("needs systemd-analyze")
+        raise MissingError("needs systemd-analyze")
     unit = (DOCKER / "systemd" / "bootseer-checkpoints@.service").read_text(encoding="utf-8")
     # It looks whether the programs are there.
     program = tmp_path / "bootseer"
@@ -119,7 +119,6 @@ def manifests() -> list[Path]:
 
 
 def test_mounts_propagate_from_the_one_that_mounts_to_those_that_use_it() -> None:
-    yaml = pytest.importorskip("yaml")
     for path in manifests():
         containers: list[dict[str, Any]] = []
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
@@ -143,7 +142,6 @@ def test_mounts_propagate_from_the_one_that_mounts_to_those_that_use_it() -> Non
 
 def test_no_hook_unmounts_checkpoints_while_a_trainer_saves() -> None:
     """A kubelet runs `preStop` of a sidecar at once; SIGTERM comes after the trainer has ended."""
-    yaml = pytest.importorskip("yaml")
     for path in manifests():
         text = path.read_text(encoding="utf-8")
         pods = [

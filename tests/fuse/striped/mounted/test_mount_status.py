@@ -14,7 +14,7 @@ from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run
 from tests.fuse.striped.support.mounting import checkpoints, shell
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 HOLD = """
 import sys, time
@@ -69,12 +69,10 @@ def test_reads_are_told_by_datanode(
     assert all(name.startswith("part ") for name in written)
 
 
-@pytest.mark.root
+@pytest.mark.needs("root", "mount")
 def test_owner_and_umask_decide_who_may_write(
     tmp_path: Path, mountpoint: Path, local_url: str
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: it acts as two other users")
     # Others get no further than a folder of root's otherwise.
     os.chmod(tmp_path, 0o755)
     for parent in tmp_path.parents:

@@ -190,7 +190,7 @@ def test_no_more_than_the_budget_is_read(tmp_path: Path) -> None:
         assert read_newest(storage, 3 * UNIT, lambda: True) == 0
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_mount_reads_the_newest_step_before_anybody_asks(
     tmp_path: Path, mountpoint: Path
 ) -> None:

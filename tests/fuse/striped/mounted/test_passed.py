@@ -11,10 +11,10 @@ import pytest
 from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from testbed.mounts.fuse_mount import run
-from testbed.needs import require
+from testbed.needs import MissingError, require
 from tests.fuse.striped.support.mounting import MIB, checkpoints
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 OLD = bytes(range(256)) * (5 * MIB // 256)
 
@@ -63,7 +63,7 @@ def stored(tmp_path: Path) -> Path:
     folder = tmp_path / "stored"
     folder.mkdir()
     if run(["stat", "-f", "-c", "%T", folder]).stdout.strip() == "overlayfs":
-        pytest.skip("the kernel passes no files of an overlay through")
+        raise MissingError("the kernel passes no files of an overlay through")
     return folder
 
 

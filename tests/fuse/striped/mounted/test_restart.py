@@ -21,7 +21,7 @@ from tests.fuse.striped.support.mounting import checkpoints, end, shell
 BIG = 20_000_000
 
 # From 6.9 on a kernel can repeat a mount's requests to another process.
-pytestmark = [pytest.mark.fuse, pytest.mark.needs(linux=(6, 9))]
+pytestmark = [pytest.mark.needs("fuse"), pytest.mark.needs(linux=(6, 9))]
 
 
 def kill_the_worker(mount: MountedCheckpoints) -> None:

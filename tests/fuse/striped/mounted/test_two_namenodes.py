@@ -19,7 +19,7 @@ from tests.fuse.striped.support.mounting import checkpoints, end, settings_in, s
 
 BIG = 12_345_678
 
-pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
+pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A storage that is full, or a quota that is used up: the writer is told, and nothing is left."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +13,12 @@ from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from bootseer.store.hdfs.space import HdfsSpace
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run
+from testbed.needs import MissingError, require
 from testbed.waiting import wait_for
 from tests.bootseer.store.hdfs.quota import set_space_quota
 from tests.fuse.striped.support.mounting import checkpoints, shell
 
-pytestmark = [pytest.mark.fuse, pytest.mark.hdfs]
+pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
 MIB = 2**20
 
 # The mount is left by a process of its own. The old file stays, and every later call on the
@@ -52,13 +52,12 @@ def assert_nothing_is_left(url: str) -> None:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[MiniHdfs]:
     """An HDFS whose only DataNode has a disk of 40 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
+    require("root")
     disk = tmp_path / "tiny" / "datanode0"
     disk.mkdir(parents=True)
     done = run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk])
     if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr}")
+        raise MissingError(f"cannot mount a tmpfs: {done.stderr}")
     try:
         conf = {"dfs.blocksize": "1m"}
         with MiniHdfs(tmp_path / "tiny", datanode_count=1, conf=conf) as cluster:

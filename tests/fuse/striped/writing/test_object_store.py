@@ -161,7 +161,7 @@ def test_a_save_that_is_killed_leaves_only_garbage(s3_url: str) -> None:
     backend.close()
 
 
-@pytest.mark.fuse
+@pytest.mark.needs("fuse")
 def test_a_mounted_bucket(s3_url: str, tmp_path: Path, mountpoint: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(random.Random(1).randbytes(9 * 2**20 + 5))

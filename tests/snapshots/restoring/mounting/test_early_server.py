@@ -13,12 +13,11 @@ from bootseer.served.folders import live_mounts, log_path
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 from testbed.mounts.snapshot_mounts import end_everything
 from testbed.paths import REPOSITORY
 from tests.snapshots.conftest import MakeNode
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 # What runs a set-up has no other child then. Each thread has its own, and may end meanwhile.
 _SET_UP = (
@@ -89,11 +88,10 @@ def _bootseer(node: Settings, directory: Path, *arguments: str, code: str = "") 
     ).stdout
 
 
+@pytest.mark.needs("root", "fuse")
 def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
     tmp_path: Path, make_node: MakeNode
 ) -> None:
-    skip_unless_root()
-    skip_unless_fuse()
     node, target = make_node("a"), tmp_path / "env"
     target.mkdir()
     (target / "file").write_text("content")
@@ -114,10 +112,9 @@ def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
     assert not [name for name in loaded if f"{name}.".startswith(tuple(f"{u}." for u in _UNWANTED))]
 
 
+@pytest.mark.needs("root", "fuse")
 def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node: MakeNode) -> None:
     """Whoever ends processes by the command line of a start must not end its server."""
-    skip_unless_root()
-    skip_unless_fuse()
     node, target = make_node("a"), tmp_path / "env"
 
     def run() -> None:

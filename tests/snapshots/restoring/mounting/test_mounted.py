@@ -25,7 +25,7 @@ from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.crash_driver import DELTA, make_base
 from tests.snapshots.support.mounted_jobs import captured, runs, small
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def test_a_mounted_tree_is_the_original(tmp_path: Path, covering: MakeNode) -> None:

@@ -17,24 +17,22 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Stored
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
-from testbed.mounts.image_mounts import skip_unless_fuse, skip_unless_root
 from testbed.mounts.snapshot_mounts import end_everything
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 @pytest.mark.parametrize(
     ("name", "problem"), [(b"fi/e", "contains"), (b".bootseer-", "reserved name")]
 )
+@pytest.mark.needs("root", "fuse")
 def test_hostile_names_are_never_shown(
     tmp_path: Path, make_node: MakeNode, name: bytes, problem: str
 ) -> None:
     """The names are checked while the server begins: it must not outlive what they are found
     to be."""
-    skip_unless_root()
-    skip_unless_fuse()
     target = tmp_path / "env"
     target.mkdir()
     (target / ("f" * len(name))).write_text("content")

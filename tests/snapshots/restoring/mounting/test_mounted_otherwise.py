@@ -25,7 +25,7 @@ from tests.snapshots.support.mounted_jobs import (
     snapshot_run,
 )
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def test_a_failed_mount_is_extracted(tmp_path: Path, mounting: MakeNode) -> None:
@@ -66,9 +66,8 @@ def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
     wait_gone(node)
 
 
+@pytest.mark.needs(programs=["setpriv"])
 def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
-    if not shutil.which("setpriv"):
-        pytest.skip("needs setpriv to be another user")
     node = mounting("b")
     # Not below pytest's own folder, which others may not enter.
     with tempfile.TemporaryDirectory() as name:

@@ -18,7 +18,7 @@ from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import environment_of
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def _job(node: Settings, target: Path, count: int) -> "subprocess.Popen[str]":

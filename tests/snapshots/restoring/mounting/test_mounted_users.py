@@ -26,6 +26,7 @@ from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_sna
 from bootseer.snapshots.run import SetupResult, run_setup
 from testbed.mounts.image_mounts import outside
 from testbed.mounts.snapshot_mounts import servers, wait_gone
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
@@ -39,7 +40,7 @@ from tests.snapshots.support.mounted_jobs import (
     wait_uncovered,
 )
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode) -> None:
@@ -193,7 +194,7 @@ def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
     captured(mounting("a"), request, target)
     node = replace(mounting("b"), restore_mode="link")
     if can_reflink(tmp_path):
-        pytest.skip("files here can share their blocks: nobody keeps a tree to link them")
+        raise MissingError("files here can share their blocks: nobody keeps a tree to link them")
     opened: list[str] = []
 
     def look(settings: Settings, manifest: Manifest, *arguments: Any, **options: Any) -> None:

@@ -13,7 +13,7 @@ from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import captured, small
 
-pytestmark = [pytest.mark.fuse, pytest.mark.root]
+pytestmark = pytest.mark.needs("mount", "fuse")
 
 
 @pytest.mark.parametrize("has_mount_point", [True, False])

@@ -13,7 +13,7 @@ from testbed.mounts.fuse_mount import check_python
 from testbed.paths import REPOSITORY
 from tests.fuse.striped.support.mounting import checkpoints, shell
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 
 PREPARE = """
@@ -193,12 +193,10 @@ def test_the_errnos_of_a_read_only_mount(tmp_path: Path, mountpoint: Path, local
         check_python(RUN, mountpoint, READ_ONLY)
 
 
-@pytest.mark.root
+@pytest.mark.needs("root", "mount")
 def test_the_errnos_for_users_who_are_not_the_owner(
     tmp_path: Path, mountpoint: Path, local_url: str
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: it acts as another user")
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path("/") and not folder.stat().st_mode & stat.S_IXOTH:
             os.chmod(folder, 0o711)

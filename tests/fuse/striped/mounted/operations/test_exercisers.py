@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from testbed.mounts.fuse_mount import check_python, run
+from testbed.needs import MissingError
 from tests.fuse.striped.support.mounting import checkpoints
 
-pytestmark = pytest.mark.fuse
+pytestmark = pytest.mark.needs("fuse")
 
 UNIT = 64 * 2**10
 SMALL = {"stripe_unit_bytes": UNIT, "stripe_count": 3}
@@ -48,7 +49,7 @@ numjobs=3
 def test_fio_verifies_what_it_wrote(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
     fio = shutil.which("fio")
     if fio is None:
-        pytest.skip("fio is not installed")
+        raise MissingError("fio is not installed")
     with checkpoints(tmp_path, mountpoint, local_url):
         job = tmp_path / "job"
         for rw, more in (("write", ""), ("read", "verify_only=0"), ("randread", "bs=160k")):
