@@ -16,7 +16,6 @@ from bench.model import (
 from bench.peers.bootseer_containerd import BootseerSnapshotter
 from bench.peers.bootseer_image import Bootseer, Mode
 from bench.peers.containerd import Containerd, LocalContainerd
-from bench.peers.docker import Docker
 from bench.peers.soci import Soci
 from bench.peers.stargz import Stargz
 from testbed.images.layout import Layout
@@ -36,7 +35,6 @@ OURS: tuple[Peer, ...] = (
 PEERS: tuple[Peer, ...] = (
     Containerd("containerd 1.6", "bookworm"),
     Containerd("containerd 2.1", "forky"),
-    Docker("docker 20.10", "bookworm"),
     Soci("bookworm"),
     Stargz("bookworm"),
     LocalContainerd("containerd local", "bookworm"),
