@@ -14,7 +14,7 @@ from bootseer.launch.doctor import Status, examine
 from bootseer.linux.ownership import Owners, fault_of_folder, parse_owners
 from bootseer.linux.private_files import make_private_directory, open_private_directory
 from bootseer.settings.config import Config, load_config
-from bootseer.timeline.recorder import Timeline
+from bootseer.timeline import Timeline
 from testbed.needs import MissingError
 
 NOBODY = 65534

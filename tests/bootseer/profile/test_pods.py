@@ -13,7 +13,7 @@ from bootseer.kubernetes.pod_start import of_container
 from bootseer.profile.files import Folder, find_start
 from bootseer.profile.pods import WithPods
 from bootseer.settings.config import load_settings
-from bootseer.timeline.recorder import Timeline
+from bootseer.timeline import Timeline
 
 SUBMISSION = "0d0c5a9e-5b8e-4a43-8a22-9b9f7a3f1c11"
 

@@ -14,7 +14,7 @@ from bootseer.profile.files import Folder, Merged
 from bootseer.profile.stored import Stored
 from bootseer.served.status import entry_of, known_servers
 from bootseer.store import open_own_store
-from bootseer.timeline.recorder import Timeline
+from bootseer.timeline import Timeline
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import index
 from testbed.servers.registry import Registry

@@ -1,0 +1,75 @@
+"""What tests import of the product: its doors (tests/doors.txt), or a part (tests/parts.txt).
+
+`python -m tests.support.doors` writes tests/parts.txt anew from what the tests import. Pure, but for
+reading the files.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from testbed.paths import REPOSITORY
+
+PRODUCT = "bootseer"
+DOORS = REPOSITORY / "tests/doors.txt"
+PARTS = REPOSITORY / "tests/parts.txt"
+_HEAD = """\
+# Tests of single parts of the product, on purpose: the file, and the modules that are no doors. A part
+# changes together with its test. This list should get shorter; `python -m tests.support.doors` writes it.
+"""
+
+
+def read_doors() -> set[str]:
+    """Return the names of the modules that every test may import."""
+    return set(_lines(DOORS))
+
+
+def read_parts() -> dict[str, list[str]]:
+    """Return the modules beside doors that each listed file may import, by the file's path."""
+    return {path: parts for path, *parts in map(str.split, _lines(PARTS))}
+
+
+def _lines(path: Path) -> list[str]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def modules() -> set[str]:
+    """Return the names of all modules and packages of the product."""
+    top = REPOSITORY / PRODUCT
+    # Three of its packages are links, which a pattern does not follow.
+    folders = [top, *(entry for entry in top.iterdir() if entry.is_symlink())]
+    files = {top / path.relative_to(top) for folder in folders for path in folder.rglob("*.py")}
+    names = (".".join(file.relative_to(REPOSITORY).with_suffix("").parts) for file in files)
+    return {name.removesuffix(".__init__") for name in names}
+
+
+def imported(source: str, known: set[str]) -> set[str]:
+    """Return those of the modules `known` that the source text imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in known else node.module)
+    return found & known
+
+
+def parts_of(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each file below a folder of the checkout that imports more than doors, and what."""
+    known, doors = modules(), read_doors()
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        parts = sorted(imported(path.read_text(encoding="utf-8"), known) - doors)
+        if parts:
+            yield str(path.relative_to(REPOSITORY)), parts
+
+
+def main() -> None:
+    lines = [f"{path} {' '.join(parts)}\n" for path, parts in parts_of("tests")]
+    PARTS.write_text(_HEAD + "\n" + "".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
