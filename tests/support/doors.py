@@ -1,7 +1,6 @@
 """What tests import of the product: its doors (tests/doors.txt), or a part (tests/parts.txt).
 
-`python -m tests.support.doors` writes tests/parts.txt anew from what the tests import. Pure, but for
-reading the files.
+`python -m tests.support.doors` writes tests/parts.txt anew from what the tests import.
 """
 
 import ast
@@ -14,8 +13,9 @@ PRODUCT = "bootseer"
 DOORS = REPOSITORY / "tests/doors.txt"
 PARTS = REPOSITORY / "tests/parts.txt"
 _HEAD = """\
-# Tests of single parts of the product, on purpose: the file, and the modules that are no doors. A part
-# changes together with its test. This list should get shorter; `python -m tests.support.doors` writes it.
+# Tests of single parts of the product, on purpose: the file, and the modules that are no doors. A
+# part changes together with its test. This list should get shorter.
+# `python -m tests.support.doors` writes it.
 """
 
 
