@@ -28,7 +28,7 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("case_name", metavar="[CASE]", required=False)
-@click.option("--list", "is_list", is_flag=True, help="List the cases and end.")
+@click.option("--list", "is_list", is_flag=True, help="List the cases, and for whom each is.")
 @click.option("--quick", "is_quick", is_flag=True, help="Smaller and fewer runs, for a first look.")
 @click.option(
     "--only", "names", metavar="VARIANT", multiple=True, help="Run this variant, and no others."
@@ -75,7 +75,7 @@ def main(
     cases = all_cases()
     if is_list:
         for case in cases.values():
-            click.echo(f"{case.name:<12} {case.description}")
+            click.echo(f"{case.name:<20} {case.audience:<7} {case.description}")
     elif is_report:
         results = generated_page.load_results(_RESULTS)
         _README.write_text(generated_page.readme(_README.read_text(), results))

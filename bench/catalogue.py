@@ -1,4 +1,4 @@
-"""Finds the cases: every module below `bench.cases` declares one as `CASE`."""
+"""Finds the cases: a module in `bench.cases` declares one as `CASE`, or several as `CASES`."""
 
 import importlib
 import pkgutil
@@ -10,8 +10,8 @@ from bench.model import Case
 def all_cases() -> dict[str, Case]:
     """The declared cases by name, sorted."""
     found: dict[str, Case] = {}
-    for module in pkgutil.walk_packages(bench.cases.__path__, "bench.cases."):
-        if not module.ispkg:
-            case: Case = importlib.import_module(module.name).CASE
-            found[case.name] = case
+    for module in pkgutil.iter_modules(bench.cases.__path__, "bench.cases."):
+        names = vars(importlib.import_module(module.name))
+        declared: tuple[Case, ...] = names.get("CASES") or (names["CASE"],)
+        found |= {case.name: case for case in declared}
     return dict(sorted(found.items()))

@@ -4,12 +4,12 @@ Declarations only; the runner carries them out. Every figure of a run has a name
 (`wall_s`, `server_cpu_s`, `moved_bytes`), and ratios refer to figures by that name.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from testbed.needs import MissingError
 
@@ -45,13 +45,16 @@ class Workspace:
 TakeSample: TypeAlias = Callable[[], Sample]
 
 
+Session: TypeAlias = Callable[[Workspace], AbstractContextManager[TakeSample]]
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One of the things that are compared."""
 
     name: str
     description: str
-    session: Callable[[Workspace], AbstractContextManager[TakeSample]]
+    session: Session
     """Entered once (it starts servers, mounts, ...); the callable is called once per round.
 
     Raises: MissingError when something it needs is not there.
@@ -99,9 +102,36 @@ class Ratio:
     target: Target | None = None
 
 
+def variant(name: str, description: str, take: Callable[[Workspace], Sample]) -> Variant:
+    """Return a variant that starts nothing before its rounds: each one is a call of `take`."""
+
+    @contextmanager
+    def session(workspace: Workspace) -> Iterator[TakeSample]:
+        yield lambda: take(workspace)
+
+    return Variant(name, description, session)
+
+
+def at_least(limit: float) -> Target:
+    """Return the target that a ratio is `limit` or more."""
+    return Target(Bound.AT_LEAST, limit)
+
+
+def at_most(limit: float) -> Target:
+    """Return the target that a ratio is `limit` or less."""
+    return Target(Bound.AT_MOST, limit)
+
+
 def ratio(top: str, bottom: str, figure: str, what: str, target: Target | None = None) -> Ratio:
-    """`top`'s figure over `bottom`'s, as a row of the table."""
-    return Ratio(f"{top} / {bottom}, {what}", Figure(top, figure), Figure(bottom, figure), target)
+    """Return the ratio of one figure of two variants, named after both."""
+    return ratio_of(f"{top} / {bottom}, {what}", (top, figure), (bottom, figure), target)
+
+
+def ratio_of(
+    name: str, top: tuple[str, str], bottom: tuple[str, str], target: Target | None = None
+) -> Ratio:
+    """Return the ratio of two figures, each given as the variant's and the figure's name."""
+    return Ratio(name, Figure(*top), Figure(*bottom), target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +161,8 @@ class Case:
     warmups: int = 1
     derive: Callable[[Sample], Mapping[str, float]] = lambda sample: {}
     """Further figures computed from a sample: a rate, CPU per GiB."""
+    audience: Literal["reader", "us"] = "us"
+    """Whether the answer is for people who read the documentation, or for those who work on it."""
 
 
 def only(case: Case, names: Collection[str]) -> Case:

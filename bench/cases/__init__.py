@@ -1,1 +1,1 @@
-"""One case per module, each named CASE."""
+"""Cases: a module declares one as CASE, or several as CASES."""

@@ -31,20 +31,20 @@ from bench.checkpoint.measure import (
     sample,
 )
 from bench.checkpoint.peers import libhdfs_environment, program, rclone_mount, rclone_remote
-from bench.containers.services import assemble_hdfs
 from bench.machine.page_cache import evict_everything
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
     Ratio,
     Sample,
-    TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio_of,
+    variant,
 )
+from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
 _FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
@@ -105,15 +105,11 @@ Action = Callable[[Workspace, CappedHdfs], Sample]
 
 
 def _variant(count: int, name: str, description: str, action: Action) -> Variant:
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
-        def take() -> Sample:
-            evict_everything([])
-            return action(workspace, workspace.shared["clusters"][count])
+    def take(workspace: Workspace) -> Sample:
+        evict_everything([])
+        return action(workspace, workspace.shared["clusters"][count])
 
-        yield take
-
-    return Variant(f"{count}: {name}", f"{description} ({count} DataNodes)", session)
+    return variant(f"{count}: {name}", f"{description} ({count} DataNodes)", take)
 
 
 def _write(kind: Kind) -> Action:
@@ -241,61 +237,59 @@ def _local(workspace: Workspace) -> str:
 
 
 def _variants(count: int) -> Iterator[Variant]:
-    def variant(name: str, description: str, action: Action) -> Variant:
+    def one(name: str, description: str, action: Action) -> Variant:
         return _variant(count, name, description, action)
 
-    yield variant("write mount", "bootseer mount, striped, written", _write(STRIPED))
-    yield variant("write mount plain", "bootseer mount, plain layout, written", _write(PLAIN))
-    yield variant("write stream", "hdfs-native, one stream, written", _write(SHORT))
-    yield variant("write rclone", "rclone copyto", _write_rclone)
+    yield one("write mount", "bootseer mount, striped, written", _write(STRIPED))
+    yield one("write mount plain", "bootseer mount, plain layout, written", _write(PLAIN))
+    yield one("write stream", "hdfs-native, one stream, written", _write(SHORT))
+    yield one("write rclone", "rclone copyto", _write_rclone)
     if count == 8:
-        yield variant("write RS-3-2", "hdfs-native, erasure coded, written", _write(CODED_3_2))
+        yield one("write RS-3-2", "hdfs-native, erasure coded, written", _write(CODED_3_2))
     else:
-        yield variant("write hdfs-cli", "hdfs put (Go)", _write_hdfs_cli)
-    yield variant("mount", "bootseer mount, striped", _read_mounted(STRIPED))
-    yield variant("mount plain", "bootseer mount, plain layout", _read_mounted(PLAIN))
-    yield variant("mount ordinary", "bootseer mount, ordinary file", _read_mounted(ORDINARY))
-    yield variant("fsspec", "Bootseer's fsspec, striped", _read_unmounted("read_fsspec", STRIPED))
-    yield variant(
-        "read_into", "Bootseer's read_into, striped", _read_unmounted("read_into", STRIPED)
-    )
-    yield variant("stream", "hdfs-native, one stream", _read_native(SHORT))
-    yield variant(
+        yield one("write hdfs-cli", "hdfs put (Go)", _write_hdfs_cli)
+    yield one("mount", "bootseer mount, striped", _read_mounted(STRIPED))
+    yield one("mount plain", "bootseer mount, plain layout", _read_mounted(PLAIN))
+    yield one("mount ordinary", "bootseer mount, ordinary file", _read_mounted(ORDINARY))
+    yield one("fsspec", "Bootseer's fsspec, striped", _read_unmounted("read_fsspec", STRIPED))
+    yield one("read_into", "Bootseer's read_into, striped", _read_unmounted("read_into", STRIPED))
+    yield one("stream", "hdfs-native, one stream", _read_native(SHORT))
+    yield one(
         "ranges",
         f"hdfs-native, {_RANGE_THREADS} threads, ranges of 8 MiB of an ordinary file",
         _read_native(ORDINARY, ranged=True),
     )
-    yield variant("rclone mount", "rclone mount, its defaults", _read_rclone_mounted)
+    yield one("rclone mount", "rclone mount, its defaults", _read_rclone_mounted)
     if count == 8:
-        yield variant("RS-3-2", "hdfs-native, RS-3-2-1024k", _read_native(CODED_3_2))
-        yield variant("RS-6-3", "hdfs-native, RS-6-3-1024k", _read_native(CODED_6_3))
-        yield variant("mount twice", "striped, replication 2", _read_mounted(STRIPED_TWICE))
-        yield variant(
+        yield one("RS-3-2", "hdfs-native, RS-3-2-1024k", _read_native(CODED_3_2))
+        yield one("RS-6-3", "hdfs-native, RS-6-3-1024k", _read_native(CODED_6_3))
+        yield one("mount twice", "striped, replication 2", _read_mounted(STRIPED_TWICE))
+        yield one(
             "mount twice, one slow",
             f"the same with one DataNode {_SLOWER} times slower",
             _read_slowed(STRIPED_TWICE),
         )
     else:
-        yield variant("XOR-2-1", "hdfs-native, XOR-2-1-1024k", _read_native(CODED_XOR))
-        yield variant("hdfs-cli", "hdfs cat (Go)", _read_hdfs_cli)
-        yield variant("pyarrow", "pyarrow over libhdfs, one stream", _read_libhdfs)
+        yield one("XOR-2-1", "hdfs-native, XOR-2-1-1024k", _read_native(CODED_XOR))
+        yield one("hdfs-cli", "hdfs cat (Go)", _read_hdfs_cli)
+        yield one("pyarrow", "pyarrow over libhdfs, one stream", _read_libhdfs)
 
 
 def _ratios(count: int) -> Iterator[Ratio]:
     def rate(top: str, bottom: str, limit: float | None = None) -> Ratio:
-        return Ratio(
+        return ratio_of(
             f"{count}: {top} / {bottom}, throughput",
-            Figure(f"{count}: {top}", "mb_per_s"),
-            Figure(f"{count}: {bottom}", "mb_per_s"),
-            Target(Bound.AT_LEAST, limit) if limit else None,
+            (f"{count}: {top}", "mb_per_s"),
+            (f"{count}: {bottom}", "mb_per_s"),
+            at_least(limit) if limit else None,
         )
 
     def share(name: str, limit: float | None = None) -> Ratio:
-        return Ratio(
+        return ratio_of(
             f"{count}: {name}, of what the placement allows",
-            Figure(f"{count}: {name}", "allowed_s"),
-            Figure(f"{count}: {name}", "wall_s"),
-            Target(Bound.AT_LEAST, limit) if limit else None,
+            (f"{count}: {name}", "allowed_s"),
+            (f"{count}: {name}", "wall_s"),
+            at_least(limit) if limit else None,
         )
 
     over_stream = {4: 3.3, 8: 5.0}[count]
@@ -315,11 +309,11 @@ def _ratios(count: int) -> Iterator[Ratio]:
         yield rate("mount", "RS-3-2", 1.3)
         yield rate("mount", "RS-6-3")
         yield rate("write mount", "write RS-3-2")
-        yield Ratio(
+        yield ratio_of(
             f"8: mount twice, one DataNode {_SLOWER} times slower / none, time",
-            Figure("8: mount twice, one slow", "wall_s"),
-            Figure("8: mount twice", "wall_s"),
-            Target(Bound.AT_MOST, 1.3),
+            ("8: mount twice, one slow", "wall_s"),
+            ("8: mount twice", "wall_s"),
+            at_most(1.3),
         )
     else:
         yield rate("mount", "XOR-2-1")
@@ -346,4 +340,5 @@ CASE = Case(
     quick_runs=1,
     warmups=0,
     derive=derive,
+    audience="reader",
 )

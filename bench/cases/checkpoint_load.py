@@ -19,9 +19,9 @@ from bench.checkpoint.measure import (
 )
 from bench.checkpoint.peers import note, once, program, rclone_mount
 from bench.checkpoint.torch_environment import BASE, FASTSAFETENSORS, RUNAI, TorchEnvironment
-from bench.containers.services import assemble_hdfs
 from bench.machine.page_cache import evict_everything
-from bench.model import Case, Column, Figure, Ratio, Sample, TakeSample, Variant, Workspace
+from bench.model import Case, Column, Ratio, Sample, TakeSample, Variant, Workspace, ratio
+from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 from testbed.processes import Server
 
@@ -165,7 +165,7 @@ def _stream(workspace: Workspace, cluster: CappedHdfs, environment: TorchEnviron
 
 
 def _ratio(top: str, bottom: str) -> Ratio:
-    return Ratio(f"{top} / {bottom}, time", Figure(top, "wall_s"), Figure(bottom, "wall_s"))
+    return ratio(top, bottom, "wall_s", "time")
 
 
 _OURS, _THEIRS = "through bootseer mount", "through rclone mount"
@@ -236,4 +236,5 @@ CASE = Case(
     quick_runs=1,
     warmups=0,
     derive=derive,
+    audience="reader",
 )

@@ -11,16 +11,15 @@ from bench.checkpoint.measure import derive, our_mount, run_client, sample
 from bench.machine.page_cache import evict_everything
 from bench.machine.tmpfs import tmpfs
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
-    Ratio,
     Sample,
-    TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio_of,
+    variant,
 )
 from testbed.processes import Server, tree_peak_bytes
 
@@ -56,15 +55,11 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 
 def _variant(name: str, description: str, action: Action) -> Variant:
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
-        def take() -> Sample:
-            evict_everything([])
-            return action(workspace)
+    def take(workspace: Workspace) -> Sample:
+        evict_everything([])
+        return action(workspace)
 
-        yield take
-
-    return Variant(name, description, session)
+    return variant(name, description, take)
 
 
 def _timed(
@@ -218,21 +213,15 @@ def _hdfs_several(verb: str) -> Action:
     return action
 
 
-def _ratio(
-    name: str, top: tuple[str, str], bottom: tuple[str, str], target: Target | None = None
-) -> Ratio:
-    return Ratio(name, Figure(*top), Figure(*bottom), target)
-
-
 def _derive(taken: Sample) -> Mapping[str, float]:
     gib = taken.figures.get("gib")
     per_gib = {f"{who}_cpu_s_per_gib": s / gib for who, s in taken.cpu_s.items()} if gib else {}
     return {**derive(taken), **per_gib}
 
 
-_CPU = Target(Bound.AT_MOST, 0.3)
-_NATIVE = Target(Bound.AT_LEAST, 0.6)
-_MEMORY = Target(Bound.AT_MOST, 1)
+_CPU = at_most(0.3)
+_NATIVE = at_least(0.6)
+_MEMORY = at_most(1)
 
 CASE = Case(
     name="checkpoint-uncapped",
@@ -258,44 +247,44 @@ CASE = Case(
         _variant("hdfs x8", "bootseer mount, eight files at once", _hdfs_several("read")),
     ),
     ratios=(
-        _ratio(
+        ratio_of(
             "hdfs: CPU of the mount over the library's, s/GiB",
             ("hdfs", "over_library_s"),
             ("hdfs", "gib"),
             _CPU,
         ),
-        _ratio(
+        ratio_of(
             "hdfs write: CPU of the mount over the library's, s/GiB",
             ("hdfs write", "over_library_s"),
             ("hdfs write", "gib"),
             _CPU,
         ),
-        _ratio(
+        ratio_of(
             "hdfs x8: CPU of the mount over the library's, s/GiB",
             ("hdfs x8", "over_library_s"),
             ("hdfs x8", "gib"),
         ),
-        _ratio("file / native, throughput", ("native", "wall_s"), ("file", "wall_s"), _NATIVE),
-        _ratio(
+        ratio_of("file / native, throughput", ("native", "wall_s"), ("file", "wall_s"), _NATIVE),
+        ratio_of(
             "file striped / native, throughput",
             ("native", "wall_s"),
             ("file striped", "wall_s"),
             _NATIVE,
         ),
-        _ratio(
+        ratio_of(
             "hdfs x8: peak memory / budget",
             ("hdfs x8", "peak_bytes"),
             ("hdfs x8", "budget_bytes"),
             _MEMORY,
         ),
-        _ratio(
+        ratio_of(
             "hdfs write x8: peak memory / budget",
             ("hdfs write x8", "peak_bytes"),
             ("hdfs write x8", "budget_bytes"),
             _MEMORY,
         ),
-        _ratio("hdfs / hdfs stream, throughput", ("hdfs stream", "wall_s"), ("hdfs", "wall_s")),
-        _ratio("hdfs / hdfs library, time", ("hdfs", "wall_s"), ("hdfs library", "wall_s")),
+        ratio_of("hdfs / hdfs stream, throughput", ("hdfs stream", "wall_s"), ("hdfs", "wall_s")),
+        ratio_of("hdfs / hdfs library, time", ("hdfs", "wall_s"), ("hdfs library", "wall_s")),
     ),
     columns=(
         Column("MB/s", "mb_per_s", digits=0),

@@ -1,20 +1,37 @@
-"""How long until a new node can import from an environment of tens of thousands of files?"""
+"""How long until a new node, or eight at once, can import from an environment of many files?"""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from bench.env.measure import take
+from bench.env.measure import take, take_many
 from bench.env.recipe import IMPORTS, REQUIREMENTS
 from bench.env.site import RATE_MBIT, Site, open_site
-from bench.env.ways import ALL, Way
+from bench.env.ways import ALL, EXTRACT, IMPORT, MOUNT, UV_LINE, Way, first_start
 from bench.machine.environment import file_system_of
-from bench.model import Bound, Case, Column, Figure, Ratio, TakeSample, Target, Variant, Workspace
+from bench.model import (
+    Case,
+    Column,
+    Ratio,
+    Sample,
+    Session,
+    TakeSample,
+    Variant,
+    Workspace,
+    at_least,
+    at_most,
+    ratio,
+    ratio_of,
+    variant,
+)
 from testbed.needs import MissingError
+
+_NODE_COUNT = 8
+_FIRST = "first start"
 
 
 @contextlib.contextmanager
-def prepare(workspace: Workspace) -> Iterator[None]:
-    """A `Site`, shared as "site"; also of the case with many nodes."""
+def _prepare(workspace: Workspace) -> Iterator[None]:
     with open_site(workspace) as site:
         workspace.shared["site"] = site
         names = ", ".join(requirement.partition("=")[0] for requirement in REQUIREMENTS)
@@ -32,7 +49,7 @@ def prepare(workspace: Workspace) -> Iterator[None]:
         yield
 
 
-def _session(way: Way) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+def _session(way: Way, take_one: Callable[[Site, Way], Sample]) -> Session:
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         site: Site = workspace.shared["site"]
@@ -41,40 +58,60 @@ def _session(way: Way) -> Callable[[Workspace], contextlib.AbstractContextManage
             way.prepare(site)
         except RuntimeError as error:
             raise MissingError(str(error)) from error
-        yield lambda: take(site, way)
+        yield lambda: take_one(site, way)
 
     return session
 
 
-def _ratio(name: str, top: str, bottom: str, limit: float, bound: Bound = Bound.AT_MOST) -> Ratio:
-    """`top` and `bottom`: "variant.figure"."""
-    figures = [Figure(*text.split(".")) for text in (top, bottom)]
-    return Ratio(name, figures[0], figures[1], Target(bound, limit))
+def _take_eight(site: Site, way: Way) -> Sample:
+    return take_many(site, lambda node: [way.restore(site, node), IMPORT], _NODE_COUNT)
+
+
+def _take_first(workspace: Workspace) -> Sample:
+    site: Site = workspace.shared["site"]
+    commands, ran = first_start(site)
+    taken = take_many(site, lambda node: commands, _NODE_COUNT)
+    count = float(len(ran.read_text().splitlines()))
+    return replace(taken, figures={**taken.figures, "set_up_count": count, "one": 1.0})
+
+
+def _within(name: str, top: str, bottom: str, limit: float) -> Ratio:
+    """Return a ratio with an upper limit; `top` and `bottom` are "variant.figure"."""
+    above, below = (tuple(text.split(".")) for text in (top, bottom))
+    return ratio_of(name, (above[0], above[1]), (below[0], below[1]), at_most(limit))
 
 
 def _times(top: str, bottom: str, limit: float) -> Ratio:
-    name = f"{top} / {bottom}, until imported"
-    return _ratio(name, f"{top}.wall_s", f"{bottom}.wall_s", limit, Bound.AT_LEAST)
+    return ratio(top, bottom, "wall_s", "until imported", at_least(limit))
 
 
-CASE = Case(
+def _slowest(name: str) -> Ratio:
+    return ratio_of(
+        f"{name}, slowest node / fastest",
+        (name, "wall_s"),
+        (name, "first_s"),
+        at_most(1.5),
+    )
+
+
+_ENV = Case(
     name="env",
     description=(
         f"A new node restores an environment of 1.7 GB and runs `{IMPORTS.partition(';')[0]}`."
     ),
-    prepare=prepare,
-    variants=tuple(Variant(way.name, way.description, _session(way)) for way in ALL),
+    prepare=_prepare,
+    variants=tuple(Variant(way.name, way.description, _session(way, take)) for way in ALL),
     ratios=(
-        _ratio("mount, until ready / 0.3 s", "mount.restore_s", "mount.wanted_ready_s", 1),
-        _ratio("mount / local, import", "mount.import_s", "local.import_s", 1.3),
-        _ratio("mount, bytes / stored snapshot", "mount.moved_bytes", "mount.stored_bytes", 0.25),
-        _ratio("extract near / C floor", "extract near.restore_s", "C floor.restore_s", 1.2),
-        _ratio(
-            "zstd tar / extract near", "zstd tar.restore_s", "extract near.restore_s", 1.3,
-            Bound.AT_LEAST,
+        _within("mount, until ready / 0.3 s", "mount.restore_s", "mount.wanted_ready_s", 1),
+        _within("mount / local, import", "mount.import_s", "local.import_s", 1.3),
+        _within("mount, bytes / stored snapshot", "mount.moved_bytes", "mount.stored_bytes", 0.25),
+        _within("extract near / C floor", "extract near.restore_s", "C floor.restore_s", 1.2),
+        ratio_of(
+            "zstd tar / extract near", ("zstd tar", "restore_s"), ("extract near", "restore_s"),
+            at_least(1.3),
         ),
-        _ratio("hardlink / cp -al", "hardlink.restore_s", "cp -al.restore_s", 1.5),
-        _ratio("link / cp -al", "link.restore_s", "cp -al.restore_s", 1.5),
+        _within("hardlink / cp -al", "hardlink.restore_s", "cp -al.restore_s", 1.5),
+        _within("link / cp -al", "link.restore_s", "cp -al.restore_s", 1.5),
         _times("uv", "mount", 4),
         _times("uv line", "mount", 4),
         _times("uv", "extract", 1.5),
@@ -94,4 +131,55 @@ CASE = Case(
     runs=2,
     quick_runs=1,
     warmups=0,
+    audience="reader",
 )  # fmt: skip
+
+_NODES = Case(
+    name="env-nodes",
+    description="Eight new nodes restore the environment at once and import from it.",
+    prepare=_prepare,
+    variants=(
+        *(
+            Variant(way.name, way.description, _session(way, _take_eight))
+            for way in (UV_LINE, EXTRACT, MOUNT)
+        ),
+        variant(
+            _FIRST,
+            "`bootseer run --setup` with uv; nobody has run the set-up before",
+            _take_first,
+        ),
+    ),
+    ratios=(
+        _slowest(EXTRACT.name),
+        _slowest(MOUNT.name),
+        _slowest(_FIRST),
+        ratio_of(
+            f"{_FIRST}, set-ups run / 1",
+            (_FIRST, "set_up_count"),
+            (_FIRST, "one"),
+            at_most(1),
+        ),
+        ratio_of(
+            "uv line / mount, all nodes",
+            (UV_LINE.name, "wall_s"),
+            (MOUNT.name, "wall_s"),
+        ),
+        ratio_of(
+            "uv line / extract, all nodes",
+            (UV_LINE.name, "wall_s"),
+            (EXTRACT.name, "wall_s"),
+        ),
+    ),
+    columns=(
+        Column("slowest s", "wall_s"),
+        Column("fastest s", "first_s"),
+        Column("MB over the line", "moved_bytes", scale=1e-6, digits=0),
+        Column("machine's CPU s", "machine_cpu_s"),
+        Column("set-ups", "set_up_count", digits=0),
+    ),
+    runs=1,
+    quick_runs=1,
+    warmups=0,
+)
+
+CASES = (_ENV, _NODES)

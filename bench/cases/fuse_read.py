@@ -10,7 +10,19 @@ from bench.machine.environment import kernel_version
 from bench.machine.libfuse import build_passthrough
 from bench.machine.page_cache import evict_everything
 from bench.machine.tmpfs import tmpfs
-from bench.model import Bound, Case, Column, Sample, TakeSample, Target, Variant, Workspace, ratio
+from bench.model import (
+    Case,
+    Column,
+    Sample,
+    Session,
+    TakeSample,
+    Variant,
+    Workspace,
+    at_least,
+    at_most,
+    ratio,
+    variant,
+)
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from testbed.processes import mounted, python_command, run_json, tree_cpu_s
@@ -55,15 +67,11 @@ def _read(workspace: Workspace, path: Path, server_pid: int | None) -> Sample:
     return Sample(reader["wall_s"], cpu_s, moved_bytes=size_bytes)
 
 
-@contextlib.contextmanager
-def _native(workspace: Workspace) -> Iterator[TakeSample]:
-    path = workspace.shared["source"] / _NAME
-    yield lambda: _read(workspace, path, None)
+def _native(workspace: Workspace) -> Sample:
+    return _read(workspace, workspace.shared["source"] / _NAME, None)
 
 
-def _served(
-    name: str, command: Callable[[Workspace, Path], Sequence[str]]
-) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+def _served(name: str, command: Callable[[Workspace, Path], Sequence[str]]) -> Session:
     """A session with the server that `command(workspace, mountpoint)` starts."""
 
     @contextlib.contextmanager
@@ -127,7 +135,7 @@ CASE = Case(
     description="Sequential read of a file in memory through FUSE, against no FUSE at all.",
     prepare=_prepare,
     variants=(
-        Variant("native", "the tmpfs itself", _native),
+        variant("native", "the tmpfs itself", _native),
         Variant(
             "cached",
             "Bootseer's server, through the page cache",
@@ -157,12 +165,10 @@ CASE = Case(
         ),
     ),
     ratios=(
-        ratio("direct_io", "mfusepy", "gib_per_s", "throughput", Target(Bound.AT_LEAST, 2)),
-        ratio(
-            "direct_io", "mfusepy", "server_cpu_s_per_gib", "server CPU", Target(Bound.AT_MOST, 0.5)
-        ),
+        ratio("direct_io", "mfusepy", "gib_per_s", "throughput", at_least(2)),
+        ratio("direct_io", "mfusepy", "server_cpu_s_per_gib", "server CPU", at_most(0.5)),
         ratio("direct_io", "mfusepy", "cpu_s_per_gib", "server and reader CPU"),
-        ratio("passthrough", "native", "wall_s", "time", Target(Bound.AT_MOST, 1.15)),
+        ratio("passthrough", "native", "wall_s", "time", at_most(1.15)),
         ratio("cached", "mfusepy", "gib_per_s", "throughput"),
         ratio("direct_io", "mfusepy_direct", "gib_per_s", "throughput"),
         ratio("direct_io", "mfusepy_direct", "server_cpu_s_per_gib", "server CPU"),
@@ -176,4 +182,5 @@ CASE = Case(
         Column("reader CPU s/GiB", "reader_cpu_s_per_gib"),
     ),
     derive=_derive,
+    audience="reader",
 )

@@ -1,21 +1,10 @@
 """What does the second launch of a job save? The numbers of `bootseer demo`."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.model import (
-    Bound,
-    Case,
-    Column,
-    Figure,
-    Ratio,
-    Sample,
-    TakeSample,
-    Target,
-    Variant,
-    Workspace,
-)
+from bench.model import Case, Column, Sample, Workspace, at_least, at_most, ratio_of, variant
 from testbed.processes import python_command, run_json
 
 _DEADLINE_S = 300.0
@@ -50,20 +39,15 @@ def sample_of(document: Mapping[str, Any], which: str) -> Sample:
     )
 
 
-def _launch(which: str) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
-    """One demo yields both launches: the variant "first" runs it, "second" takes its other half."""
+def _first(workspace: Workspace) -> Sample:
+    """Run the demo, which yields both launches."""
+    command = python_command("-m", "bootseer", "demo", "--json")
+    workspace.shared["demo"] = run_json(command, timeout_s=_DEADLINE_S)
+    return sample_of(workspace.shared["demo"], "first")
 
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
-        def take() -> Sample:
-            if which == "first":
-                command = python_command("-m", "bootseer", "demo", "--json")
-                workspace.shared["demo"] = run_json(command, timeout_s=_DEADLINE_S)
-            return sample_of(workspace.shared["demo"], which)
 
-        yield take
-
-    return session
+def _second(workspace: Workspace) -> Sample:
+    return sample_of(workspace.shared["demo"], "second")
 
 
 CASE = Case(
@@ -71,30 +55,30 @@ CASE = Case(
     description="First and second launch of the same job: image, environment and checkpoint.",
     prepare=_prepare,
     variants=(
-        Variant("first", "nothing recorded yet", _launch("first")),
-        Variant("second", "replayed, with every cache dropped", _launch("second")),
+        variant("first", "nothing recorded yet", _first),
+        variant("second", "replayed, with every cache dropped", _second),
     ),
     ratios=(
-        Ratio(
+        ratio_of(
             "first / second, whole launch",
-            Figure("first", "wall_s"),
-            Figure("second", "wall_s"),
-            Target(Bound.AT_LEAST, 5),
+            ("first", "wall_s"),
+            ("second", "wall_s"),
+            at_least(5),
         ),
         *(
-            Ratio(
+            ratio_of(
                 f"first / second, {stage}",
-                Figure("first", f"{stage}_s"),
-                Figure("second", f"{stage}_s"),
-                Target(Bound.AT_LEAST, 2),
+                ("first", f"{stage}_s"),
+                ("second", f"{stage}_s"),
+                at_least(2),
             )
             for stage in _STAGES
         ),
-        Ratio(
+        ratio_of(
             "bytes moved by the second image stage / image",
-            Figure("second", "image_moved_bytes"),
-            Figure("second", "image_bytes"),
-            Target(Bound.AT_MOST, 0.2),
+            ("second", "image_moved_bytes"),
+            ("second", "image_bytes"),
+            at_most(0.2),
         ),
     ),
     columns=(
@@ -106,4 +90,5 @@ CASE = Case(
     runs=3,
     quick_runs=1,
     warmups=0,
+    audience="reader",
 )

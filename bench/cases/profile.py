@@ -6,22 +6,22 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
     Ratio,
     Sample,
     TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio_of,
+    variant,
 )
 from bench.profile.score import Score, score
 from testbed.needs import MissingError
@@ -57,31 +57,23 @@ def _nodes(workspace: Workspace) -> int:
     return _QUICK_NODES if workspace.is_quick else _NODES
 
 
-def _faulty(count: int) -> Callable[[Workspace], AbstractContextManager[TakeSample]]:
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
-        def take() -> Sample:
-            began = time.monotonic()
-            total = Score()
-            for seed in _SEEDS:
-                total += score(hard(_nodes(workspace), count, seed))
-            workspace.shared["scores"][count] = total
-            return Sample(time.monotonic() - began, figures={**total.figures(), "one": 1.0})
-
-        yield take
-
-    return session
-
-
-@contextlib.contextmanager
-def _together(workspace: Workspace) -> Iterator[TakeSample]:
-    def take() -> Sample:
+def _faulty(count: int) -> Variant:
+    def take(workspace: Workspace) -> Sample:
+        began = time.monotonic()
         total = Score()
-        for found in workspace.shared["scores"].values():
-            total += found
-        return Sample(0.0, figures={**total.figures(), "one": 1.0})
+        for seed in _SEEDS:
+            total += score(hard(_nodes(workspace), count, seed))
+        workspace.shared["scores"][count] = total
+        return Sample(time.monotonic() - began, figures={**total.figures(), "one": 1.0})
 
-    yield take
+    return variant(f"{count} faulty", f"{len(_SEEDS)} starts of 10,000 nodes", take)
+
+
+def _together(workspace: Workspace) -> Sample:
+    total = Score()
+    for found in workspace.shared["scores"].values():
+        total += found
+    return Sample(0.0, figures={**total.figures(), "one": 1.0})
 
 
 @contextlib.contextmanager
@@ -146,13 +138,13 @@ def _heat_s(browser: str, page: Path, profile: Path) -> float:
 
 
 def _at_most(what: str, figure: str, allowed: str) -> Ratio:
-    top, bottom = Figure(_LARGE, figure), Figure(_LARGE, allowed)
-    return Ratio(f"{_LARGE}, {what}", top, bottom, Target(Bound.AT_MOST, 1))
+    top, bottom = (_LARGE, figure), (_LARGE, allowed)
+    return ratio_of(f"{_LARGE}, {what}", top, bottom, at_most(1))
 
 
 def _at_least(what: str, figure: str, limit: float) -> Ratio:
-    top, bottom = Figure(_ALL, figure), Figure(_ALL, "one")
-    return Ratio(f"{_ALL}, {what}", top, bottom, Target(Bound.AT_LEAST, limit))
+    top, bottom = (_ALL, figure), (_ALL, "one")
+    return ratio_of(f"{_ALL}, {what}", top, bottom, at_least(limit))
 
 
 CASE = Case(
@@ -161,11 +153,8 @@ CASE = Case(
     "stages reported.",
     prepare=_prepare,
     variants=(
-        *(
-            Variant(f"{count} faulty", f"{len(_SEEDS)} starts of 10,000 nodes", _faulty(count))
-            for count in _FAULTY_COUNTS
-        ),
-        Variant(_ALL, "all of these starts together", _together),
+        *(_faulty(count) for count in _FAULTY_COUNTS),
+        variant(_ALL, "all of these starts together", _together),
         Variant(_LARGE, "10,000 nodes, `bootseer report --html`", _large),
     ),
     ratios=(
@@ -194,4 +183,5 @@ CASE = Case(
     runs=1,
     quick_runs=1,
     warmups=0,
+    audience="reader",
 )

@@ -2,20 +2,20 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
     Ratio,
     Sample,
-    TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio_of,
+    variant,
 )
 from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.peers import as_its_peers
@@ -65,21 +65,18 @@ def sample_of(model: StartModel, faults: Collection[str]) -> Sample:
     )
 
 
-def _starts(
-    faults: Collection[str],
-) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
+def _starts(name: str, description: str, faults: Collection[str]) -> Variant:
+    def take(workspace: Workspace) -> Sample:
         experiment: Experiment = workspace.shared["experiment"]
-        yield lambda: sample_of(experiment.start(faults), faults)
+        return sample_of(experiment.start(faults), faults)
 
-    return session
+    return variant(name, description, take)
 
 
 def _ratios(name: str) -> Iterator[Ratio]:
-    foretold, measured = Figure(_ALL, f"without {name}"), Figure(f"without {name}", "wall_s")
-    for bound, limit in ((Bound.AT_MOST, 1.05), (Bound.AT_LEAST, 0.95)):
-        yield Ratio(f"without {name}: what-if / start", foretold, measured, Target(bound, limit))
+    foretold, measured = (_ALL, f"without {name}"), (f"without {name}", "wall_s")
+    for target in (at_most(1.05), at_least(0.95)):
+        yield ratio_of(f"without {name}: what-if / start", foretold, measured, target)
 
 
 CASE = Case(
@@ -87,11 +84,8 @@ CASE = Case(
     description="Real starts with faults: what the report says without one, and how it was.",
     prepare=_prepare,
     variants=(
-        Variant(_ALL, "one node late, one with a slow disk, one with a slow line", _starts(FAULTS)),
-        *(
-            Variant(f"without {name}", "the two others", _starts(FAULTS.keys() - {name}))
-            for name in FAULTS
-        ),
+        _starts(_ALL, "one node late, one with a slow disk, one with a slow line", FAULTS),
+        *(_starts(f"without {name}", "the two others", FAULTS.keys() - {name}) for name in FAULTS),
     ),
     ratios=tuple(ratio for name in FAULTS for ratio in _ratios(name)),
     columns=(

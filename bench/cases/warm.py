@@ -8,20 +8,22 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
     Ratio,
     Sample,
+    Session,
     TakeSample,
     Target,
     Variant,
     Workspace,
+    at_least,
+    ratio_of,
+    variant,
 )
 from testbed.mounts.slow_fs import read_counters
 from testbed.needs import MissingError
@@ -129,9 +131,7 @@ def _slow(workspace: Workspace, readahead: str) -> Iterator[tuple[Server, Path]]
         yield server, counters
 
 
-def _session(
-    readahead: str, *, is_warmed: bool
-) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+def _session(readahead: str, *, is_warmed: bool) -> Session:
     name = f"slow-{readahead}"
 
     def take(workspace: Workspace) -> Sample:
@@ -162,25 +162,21 @@ def _session(
     return session
 
 
-@contextlib.contextmanager
-def _local(workspace: Workspace) -> Iterator[TakeSample]:
-    def take() -> Sample:
-        wall_s, cpu_s = _run(workspace, _import(workspace.shared["tree"]))
-        return Sample(wall_s, cpu_s={"command": cpu_s}, moved_bytes=0)
-
-    yield take
+def _local(workspace: Workspace) -> Sample:
+    wall_s, cpu_s = _run(workspace, _import(workspace.shared["tree"]))
+    return Sample(wall_s, cpu_s={"command": cpu_s}, moved_bytes=0)
 
 
 def _ratios(readahead: str, target: Target | None) -> tuple[Ratio, ...]:
     cold, warm = f"cold_{readahead}", f"warm_{readahead}"
     return (
-        Ratio(f"{cold} / {warm}, time", Figure(cold, "wall_s"), Figure(warm, "wall_s"), target),
-        Ratio(f"{cold} / {warm}, reads", Figure(cold, "read_count"), Figure(warm, "read_count")),
-        Ratio(f"{warm} / {cold}, bytes", Figure(warm, "moved_bytes"), Figure(cold, "moved_bytes")),
-        Ratio(
+        ratio_of(f"{cold} / {warm}, time", (cold, "wall_s"), (warm, "wall_s"), target),
+        ratio_of(f"{cold} / {warm}, reads", (cold, "read_count"), (warm, "read_count")),
+        ratio_of(f"{warm} / {cold}, bytes", (warm, "moved_bytes"), (cold, "moved_bytes")),
+        ratio_of(
             f"{warm} / {cold}, CPU without the server",
-            Figure(warm, "command_cpu_s"),
-            Figure(cold, "command_cpu_s"),
+            (warm, "command_cpu_s"),
+            (cold, "command_cpu_s"),
         ),
     )
 
@@ -190,16 +186,16 @@ CASE = Case(
     description="A start from a file system behind latency: page faults against `bootseer warm`.",
     prepare=_prepare,
     variants=(
-        Variant("local", "the same tree, local and cached", _local),
+        variant("local", "the same tree, local and cached", _local),
         Variant("cold_4k", "faults of 4 KiB", _session("4k", is_warmed=False)),
         Variant("warm_4k", "`bootseer warm`, the same mount", _session("4k", is_warmed=True)),
         Variant("cold_128k", "the kernel's read-ahead", _session("128k", is_warmed=False)),
         Variant("warm_128k", "`bootseer warm`, the same mount", _session("128k", is_warmed=True)),
     ),
     ratios=(
-        *_ratios("4k", Target(Bound.AT_LEAST, 2)),
+        *_ratios("4k", at_least(2)),
         *_ratios("128k", None),
-        Ratio("warm_4k / local, time", Figure("warm_4k", "wall_s"), Figure("local", "wall_s")),
+        ratio_of("warm_4k / local, time", ("warm_4k", "wall_s"), ("local", "wall_s")),
     ),
     columns=(
         Column("s", "wall_s"),
@@ -210,4 +206,5 @@ CASE = Case(
     ),
     runs=5,
     quick_runs=2,
+    audience="reader",
 )

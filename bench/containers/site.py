@@ -1,27 +1,22 @@
-"""What the image cases stand on while they run: the image in a registry, a store, and the line
-between both and the nodes. A peer gets it, and says how it starts and what it then runs.
+"""Site of the image cases: the image in a registry on the far side of the line.
 
-The registry and the store are on the far side of the line. Their content lies in memory, so that
-dropping the page cache makes nodes cold and not them.
+A peer gets the site, and says how it starts and what it then runs.
 """
 
 import contextlib
-import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from bench.containers.node import HOST, Node
-from bench.containers.services import assemble_hdfs, hdfs_store, listening
-from bench.machine.tmpfs import tmpfs
 from bench.model import Workspace
+from bench.site import FarSide, far_side, listening
 from testbed.images.torch_image import TAGS
 from testbed.images.workloads import Workload
-from testbed.line import Line, own_network
-from testbed.needs import MissingError
+from testbed.line import Line
+from testbed.needs import MissingError, require
 from testbed.packages import Packages
 
 # Alone in a network of its own, so nobody else has them. The second one speaks TLS, for clients
@@ -45,14 +40,11 @@ class Site:
     directory: Path
     packages: Packages
     layout: Path
-    line: Line
-    store_url: str
+    far: FarSide
     workload: Workload
     rate_mbit: int
     missing: Mapping[str, str]
     """By peer: why a package that it needs cannot be had."""
-    prepared: set[str] = field(default_factory=set)
-    """What has been put into registry and store, by name, so that it is done once."""
 
     registry = f"127.0.0.1:{_PORT}"
     secure_registry = f"{HOST}:{_SECURE_PORT}"
@@ -66,11 +58,19 @@ class Site:
         """What clients of the secure registry trust."""
         return self.directory / "registry.crt"
 
+    @property
+    def line(self) -> Line:
+        """Line between the nodes and the registry and store."""
+        return self.far.line
+
+    @property
+    def store_url(self) -> str:
+        """URL of the store."""
+        return self.far.store_url
+
     def once(self, name: str, prepare: Callable[[], None]) -> None:
-        """Call `prepare` if nothing was prepared under this name."""
-        if name not in self.prepared:
-            prepare()
-            self.prepared.add(name)
+        """Put something into registry or store if nothing was prepared under this name."""
+        self.far.once(name, prepare)
 
     def node(self, name: str) -> Node:
         """A new node, to be entered."""
@@ -108,11 +108,7 @@ def open_site(
     peers: Sequence[Peer],
 ) -> Iterator[Site]:
     """A registry with the images of `layout`, and an empty store. Raises: MissingError."""
-    if os.geteuid() != 0:
-        raise MissingError("namespaces, mounts and dropping the page cache need root")
-    for tool in ("openssl", "skopeo", "nsenter", "setpriv", "unshare", "runc"):
-        if shutil.which(tool) is None:
-            raise MissingError(f"there is no {tool}; apt install openssl skopeo util-linux runc")
+    require("root", programs=("openssl", "skopeo", "nsenter", "setpriv", "unshare", "runc"))
     # All that comes from outside comes now: the network of its own leads nowhere.
     packages = Packages(workspace.kept / "packages")
     missing = {}
@@ -121,23 +117,18 @@ def open_site(
             peer.fetch(packages)
         except MissingError as reason:
             missing[peer.name] = str(reason)
-    assemble_hdfs()
     registry = packages.unpacked("bookworm", "docker-registry") / "usr/bin/docker-registry"
     with contextlib.ExitStack() as stack:
-        far_side = stack.enter_context(tmpfs(workspace.directory, _FAR_SIDE_BYTES))
-        line = stack.enter_context(own_network())
+        far = stack.enter_context(far_side(workspace, _FAR_SIDE_BYTES))
         key = _make_certificate(workspace.directory / "registry.crt")
         tls = _TLS.format(certificate=workspace.directory / "registry.crt", key=key)
         for port, secrets in ((_PORT, ""), (_SECURE_PORT, tls)):
             config = workspace.directory / f"registry-{port}.yml"
-            content = far_side / "registry"
+            content = far.memory / "registry"
             config.write_text(_REGISTRY_CONFIG.format(folder=content, port=port, tls=secrets))
             serve, log = [str(registry), "serve", str(config)], config.with_suffix(".log")
             stack.enter_context(listening(serve, log, port, "the registry"))
-        store_url = stack.enter_context(hdfs_store(far_side))
-        site = Site(
-            workspace.directory, packages, layout, line, store_url, workload, rate_mbit, missing
-        )
+        site = Site(workspace.directory, packages, layout, far, workload, rate_mbit, missing)
         for tag in TAGS:
             copy_image(f"oci:{layout}:{tag}", f"docker://{site.reference(tag)}")
         yield site

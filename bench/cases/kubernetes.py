@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from bench.model import (
-    Bound,
     Case,
     Column,
     Sample,
+    Session,
     TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
     ratio,
 )
 from testbed.kubernetes.cluster import Cluster
@@ -193,7 +193,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 def _session(
     take: Callable[[_Bed], Sample],
-) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+) -> Session:
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         def sample() -> Sample:
@@ -218,7 +218,7 @@ CASE = Case(
         Variant("install", "from one command until all is ready", _session(_Bed.install)),
     ),
     ratios=(
-        ratio("pulled", "replayed", "wall_s", "time", Target(Bound.AT_LEAST, 3)),
+        ratio("pulled", "replayed", "wall_s", "time", at_least(3)),
         ratio("pulled", "replayed", "cpu_s", "CPU"),
         ratio("pulled", "replayed", "moved_bytes", "bytes"),
         ratio("pulled", "lazy", "wall_s", "time"),
@@ -231,4 +231,5 @@ CASE = Case(
     runs=3,
     quick_runs=1,
     warmups=0,
+    audience="reader",
 )

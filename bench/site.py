@@ -1,19 +1,56 @@
-"""What cases let nodes reach over the line: a server of some protocol, and a store on a real HDFS.
+"""Far side of a measurement: servers, and a store on a real HDFS, behind a shaped loopback.
 
-Each ends with its block. Main thread only.
+Their content lies in memory, so that dropping the page cache makes nodes cold and not them.
+Everything ends with its block. Main thread only.
 """
 
 import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.machine.tmpfs import tmpfs
+from bench.model import Workspace
+from testbed.line import Line, own_network
 from testbed.needs import MissingError
 from testbed.processes import ending_with_us
 
 _START_DEADLINE_S = 60.0
+
+
+@dataclass(slots=True)
+class FarSide:
+    """Folder in memory for servers, the line to them, and the URL of a store on HDFS."""
+
+    memory: Path
+    line: Line
+    store_url: str
+    prepared: set[str] = field(default_factory=set)
+    """Names of the preparations that were made."""
+
+    def once(self, name: str, prepare: Callable[[], None]) -> None:
+        """Call `prepare` if nothing was prepared under this name."""
+        if name not in self.prepared:
+            prepare()
+            self.prepared.add(name)
+
+
+@contextlib.contextmanager
+def far_side(workspace: Workspace, memory_bytes: int) -> Iterator[FarSide]:
+    """Put the calling thread into a network of its own, with a store. Raises: MissingError.
+
+    The network leads nowhere: whatever comes from outside must have come before.
+    """
+    assemble_hdfs()
+    with (
+        tmpfs(workspace.directory, memory_bytes) as memory,
+        own_network() as line,
+        hdfs_store(memory) as store_url,
+    ):
+        yield FarSide(memory, line, store_url)
 
 
 @contextlib.contextmanager

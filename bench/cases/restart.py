@@ -5,25 +5,27 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from bench.checkpoint.cluster import CappedHdfs
 from bench.checkpoint.limits import limiter
 from bench.checkpoint.measure import our_mount, run_client
-from bench.containers.services import assemble_hdfs
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
     Ratio,
     Sample,
+    Session,
     TakeSample,
     Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio_of,
 )
 from bench.restart.job import WORKERS, Job
+from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
 _PACKAGES = ("torch", "transformers", "hdfs_native")
@@ -134,7 +136,7 @@ def _sample(
 
 def _bootseer(
     *options: str,
-) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+) -> Session:
     is_hot = bool(options)
 
     @contextlib.contextmanager
@@ -189,7 +191,7 @@ def _bootseer(
 
 
 def _ratio(top: str, above: str, bottom: str, below: str, what: str, target: Target) -> Ratio:
-    return Ratio(f"{top} / {bottom}, {what}", Figure(top, above), Figure(bottom, below), target)
+    return ratio_of(f"{top} / {bottom}, {what}", (top, above), (bottom, below), target)
 
 
 CASE = Case(
@@ -208,7 +210,7 @@ CASE = Case(
             "hot",
             "failure_s",
             "start on a new node / worker killed",
-            Target(Bound.AT_LEAST, 5),
+            at_least(5),
         ),
         _ratio(
             "plain",
@@ -216,7 +218,7 @@ CASE = Case(
             "hot",
             "failure_s",
             "worker killed",
-            Target(Bound.AT_LEAST, 3),
+            at_least(3),
         ),
         _ratio(
             "bootseer",
@@ -224,16 +226,16 @@ CASE = Case(
             "hot",
             "again_s",
             "start on a new node / job killed",
-            Target(Bound.AT_LEAST, 5),
+            at_least(5),
         ),
-        _ratio("plain", "again_s", "hot", "again_s", "job killed", Target(Bound.AT_LEAST, 3)),
+        _ratio("plain", "again_s", "hot", "again_s", "job killed", at_least(3)),
         _ratio(
             "hot",
             "workers_bytes",
             "plain",
             "workers_bytes",
             "memory of four workers",
-            Target(Bound.AT_MOST, 0.5),
+            at_most(0.5),
         ),
     ),
     columns=(
@@ -251,4 +253,5 @@ CASE = Case(
     runs=3,
     quick_runs=1,
     warmups=0,
+    audience="reader",
 )

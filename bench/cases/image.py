@@ -1,4 +1,7 @@
-"""The image cases, which differ only in workload and rate: peers, ratios, targets and columns."""
+"""How long until a program has run on a node that has never seen its image?
+
+Four cases, which differ in the program and in the rate of the line.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,9 +12,13 @@ from bench.model import (
     Case,
     Column,
     Ratio,
+    Session,
     TakeSample,
+    Target,
     Variant,
     Workspace,
+    at_most,
+    ratio,
 )
 from bench.peers.bootseer_containerd import BootseerSnapshotter
 from bench.peers.bootseer_image import Bootseer, Mode
@@ -20,9 +27,9 @@ from bench.peers.soci import Soci
 from bench.peers.stargz import Stargz
 from testbed.images.layout import Layout
 from testbed.images.torch_image import TAGS, torch_image
-from testbed.images.workloads import Workload
+from testbed.images.workloads import PANDAS, SHELL, TORCH, Workload
 
-OURS: tuple[Peer, ...] = (
+_OURS: tuple[Peer, ...] = (
     Bootseer("unindexed", Mode.UNINDEXED),
     Bootseer("lazy", Mode.LAZY),
     Bootseer("record", Mode.RECORD),
@@ -32,7 +39,7 @@ OURS: tuple[Peer, ...] = (
     Bootseer("replay x8", Mode.REPLAY, count=8),
     Bootseer("all local", Mode.LOCAL),
 )
-PEERS: tuple[Peer, ...] = (
+_PEERS: tuple[Peer, ...] = (
     Containerd("containerd 1.6", "bookworm"),
     Containerd("containerd 2.1", "forky"),
     Soci("bookworm"),
@@ -41,7 +48,7 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
-def image_case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Ratio, ...]) -> Case:
+def _case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Ratio, ...]) -> Case:
     """Everything that starts `workload`, side by side behind a line of `rate_mbit`."""
     return Case(
         name=name,
@@ -51,7 +58,7 @@ def image_case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Rat
         ),
         prepare=_prepare(workload, rate_mbit),
         variants=tuple(
-            Variant(peer.name, peer.description, _session(peer)) for peer in (*PEERS, *OURS)
+            Variant(peer.name, peer.description, _session(peer)) for peer in (*_PEERS, *_OURS)
         ),
         ratios=targets,
         columns=(
@@ -62,6 +69,7 @@ def image_case(name: str, workload: Workload, rate_mbit: int, targets: tuple[Rat
         runs=3,
         quick_runs=1,
         warmups=0,
+        audience="reader" if workload == TORCH else "us",
     )
 
 
@@ -71,7 +79,7 @@ def _prepare(
     @contextlib.contextmanager
     def prepare(workspace: Workspace) -> Iterator[None]:
         layout = torch_image(workspace.kept, workspace.say)
-        with open_site(workspace, layout, workload, rate_mbit, (*PEERS, *OURS)) as site:
+        with open_site(workspace, layout, workload, rate_mbit, (*_PEERS, *_OURS)) as site:
             layers = Layout(layout).layers(TAGS[0])
             stored, plain = (
                 " + ".join(f"{size / 1e6:.0f}" for size in sizes)
@@ -96,7 +104,7 @@ def _prepare(
     return prepare
 
 
-def _session(peer: Peer) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
+def _session(peer: Peer) -> Session:
     @contextlib.contextmanager
     def variant(workspace: Workspace) -> Iterator[TakeSample]:
         site: Site = workspace.shared["site"]
@@ -104,3 +112,53 @@ def _session(peer: Peer) -> Callable[[Workspace], contextlib.AbstractContextMana
             yield take
 
     return variant
+
+
+def _time(top: str, bottom: str, target: Target | None = None) -> Ratio:
+    return ratio(top, bottom, "wall_s", "time", target)
+
+
+def _bytes(top: str, bottom: str, target: Target | None = None) -> Ratio:
+    return ratio(top, bottom, "moved_bytes", "bytes", target)
+
+
+_UNRECORDED = (
+    _time("lazy", "soci", at_most(1)),
+    _time("record", "lazy", at_most(1.1)),
+)
+_OTHERWISE = (
+    _time("unindexed", "containerd 1.6", at_most(1.05)),
+    _time("replay rebuilt", "replay"),
+)
+_UNLIMITED = (
+    _time("replay", "soci"),
+    _time("replay", "containerd 1.6"),
+    _time("replay", "containerd 2.1"),
+    _time("replay", "containerd local"),
+    _bytes("replay", "soci"),
+)
+
+
+def _limited(local: Target | None) -> tuple[Ratio, ...]:
+    return (
+        _time("replay", "soci", at_most(0.5)),
+        _time("replay", "containerd 1.6", at_most(0.125)),
+        _time("replay", "containerd 2.1", at_most(0.125)),
+        _time("replay", "containerd local", local),
+        _bytes("replay", "soci", at_most(1 / 3)),
+    )
+
+
+CASES = (
+    _case("image", TORCH, 1000, (*_limited(at_most(1.4)), *_UNRECORDED, *_OTHERWISE)),
+    # The less is moved, the more is won.
+    _case("image-slow-line", TORCH, 200, (*_limited(None), *_UNRECORDED, *_OTHERWISE)),
+    _case("image-pandas", PANDAS, 1000, (*_UNLIMITED, *_UNRECORDED)),
+    # It needs next to nothing of the image.
+    _case(
+        "image-shell",
+        SHELL,
+        1000,
+        (_time("replay", "estargz"), *_UNLIMITED, *_UNRECORDED),
+    ),
+)

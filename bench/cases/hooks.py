@@ -4,10 +4,19 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
-from bench.model import Bound, Case, Column, Sample, TakeSample, Target, Variant, Workspace, ratio
+from bench.model import (
+    Case,
+    Column,
+    Sample,
+    Session,
+    TakeSample,
+    Variant,
+    Workspace,
+    at_most,
+    ratio,
+)
 from testbed.needs import MissingError
 from testbed.processes import python_command
 
@@ -37,7 +46,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     yield
 
 
-def _start(*options: str) -> Callable[[Workspace], AbstractContextManager[TakeSample]]:
+def _start(*options: str) -> Session:
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         environ = {**os.environ, "HOME": str(workspace.directory), "OMP_NUM_THREADS": "1"}
@@ -67,7 +76,7 @@ CASE = Case(
         Variant(_WATCHED, "as it is by default", _start()),
     ),
     ratios=(
-        ratio(_WATCHED, _PLAIN, "cpu_s", "CPU", Target(Bound.AT_MOST, 1.01)),
+        ratio(_WATCHED, _PLAIN, "cpu_s", "CPU", at_most(1.01)),
         ratio(_WATCHED, _PLAIN, "wall_s", "time"),
     ),
     columns=(Column("s", "wall_s"), Column("CPU s", "cpu_s")),

@@ -2,22 +2,22 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.containers.big_image import as_zstd, synthetic
 from bench.machine.page_cache import evict_everything
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
     Ratio,
     Sample,
-    TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio_of,
+    variant,
 )
 from testbed.images.layout import Layout
 from testbed.images.torch_image import TAGS, torch_image
@@ -45,31 +45,21 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     yield
 
 
-def _index(name: str) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
-        layout, tar_bytes = workspace.shared[name]
-        yield lambda: _take(workspace, layout, tar_bytes)
-
-    return session
+def _index(name: str, description: str) -> Variant:
+    return variant(name, description, lambda space: _take(space, *space.shared[name]))
 
 
-def _index_large(gib: int) -> Callable[[Workspace], contextlib.AbstractContextManager[TakeSample]]:
-    @contextlib.contextmanager
-    def session(workspace: Workspace) -> Iterator[TakeSample]:
+def _index_large(gib: int) -> Variant:
+    def take(workspace: Workspace) -> Sample:
         size_bytes = (1 if workspace.is_quick else gib) * _GIB
+        # Made for each run, since all of them at once would need too much room.
+        folder = workspace.directory / f"large-{gib}"
+        try:
+            return _take(workspace, synthetic(folder, size_bytes), size_bytes)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
-        def take() -> Sample:
-            # Made for each run, since all of them at once would need too much room.
-            folder = workspace.directory / f"large-{gib}"
-            try:
-                return _take(workspace, synthetic(folder, size_bytes), size_bytes)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        yield take
-
-    return session
+    return variant(f"{gib} GiB", f"one layer of {gib} GiB, gzip", take)
 
 
 def _take(workspace: Workspace, layout: Layout, tar_bytes: int) -> Sample:
@@ -111,11 +101,11 @@ def _derive(sample: Sample) -> Mapping[str, float]:
 
 
 def _speed(name: str) -> Ratio:
-    return Ratio(
+    return ratio_of(
         f"{name}, MB/s per core in use / {_WANTED_MB_PER_CORE_S:g}",
-        Figure(name, "mb_per_core_s"),
-        Figure(name, "wanted_mb_per_core_s"),
-        Target(Bound.AT_LEAST, 1),
+        (name, "mb_per_core_s"),
+        (name, "wanted_mb_per_core_s"),
+        at_least(1),
     )
 
 
@@ -124,26 +114,23 @@ CASE = Case(
     description="An image is indexed: speed by compression, memory by size.",
     prepare=_prepare,
     variants=(
-        Variant("gzip", "the torch image as Docker pushes it", _index("gzip")),
-        Variant("zstd", "the same with zstd layers", _index("zstd")),
-        *(
-            Variant(f"{gib} GiB", f"one layer of {gib} GiB, gzip", _index_large(gib))
-            for gib in _LARGE_GIB
-        ),
+        _index("gzip", "the torch image as Docker pushes it"),
+        _index("zstd", "the same with zstd layers"),
+        *(_index_large(gib) for gib in _LARGE_GIB),
     ),
     ratios=(
         _speed("gzip"),
         _speed("zstd"),
-        Ratio(
+        ratio_of(
             "30 GiB, peak memory / 1 GiB",
-            Figure("30 GiB", "peak_bytes"),
-            Figure("30 GiB", "allowed_peak_bytes"),
-            Target(Bound.AT_MOST, 1),
+            ("30 GiB", "peak_bytes"),
+            ("30 GiB", "allowed_peak_bytes"),
+            at_most(1),
         ),
-        Ratio(
+        ratio_of(
             "30 GiB / 10 GiB, peak memory",
-            Figure("30 GiB", "peak_bytes"),
-            Figure("10 GiB", "peak_bytes"),
+            ("30 GiB", "peak_bytes"),
+            ("10 GiB", "peak_bytes"),
         ),
     ),
     columns=(

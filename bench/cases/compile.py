@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from bench.model import (
-    Bound,
     Case,
     Column,
-    Figure,
-    Ratio,
     Sample,
     TakeSample,
-    Target,
     Variant,
     Workspace,
+    at_least,
+    at_most,
+    ratio,
 )
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
@@ -216,14 +215,7 @@ def _wait_for_keeper(node: _Node) -> None:
         time.sleep(0.1)
 
 
-def _ratio(top: str, bottom: str, bound: Bound, limit: float) -> Ratio:
-    return Ratio(
-        f"{top} / {bottom}, until stepped",
-        Figure(top, "ready_s"),
-        Figure(bottom, "ready_s"),
-        Target(bound, limit),
-    )
-
+_STEPPED = ("ready_s", "until stepped")
 
 CASE = Case(
     name="compile",
@@ -237,10 +229,10 @@ CASE = Case(
         Variant("warm", "the same node once more", _warm),
     ),
     ratios=(
-        _ratio("nothing", "bootseer", Bound.AT_LEAST, 8),
-        _ratio("bootseer", "warm", Bound.AT_MOST, 1.1),
-        _ratio("bootseer", "tar", Bound.AT_MOST, 1.1),
-        _ratio("artifacts", "bootseer", Bound.AT_LEAST, 1),
+        ratio("nothing", "bootseer", *_STEPPED, at_least(8)),
+        ratio("bootseer", "warm", *_STEPPED, at_most(1.1)),
+        ratio("bootseer", "tar", *_STEPPED, at_most(1.1)),
+        ratio("artifacts", "bootseer", *_STEPPED, at_least(1)),
     ),
     columns=(
         Column("restore s", "restore_s"),
@@ -253,4 +245,5 @@ CASE = Case(
     runs=3,
     quick_runs=1,
     warmups=0,
+    audience="reader",
 )

@@ -1,1 +1,0 @@
-"""Benchmarks of container images; each module declares one as `CASE`."""

@@ -1,1 +1,0 @@
-"""Cases of a start as a whole, and of what it takes besides image, environment and checkpoint."""
