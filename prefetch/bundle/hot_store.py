@@ -13,7 +13,7 @@ from urllib.parse import quote
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import Count, Count64, Form, PathBytes, Sha256
-from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
+from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch.bundle.format import (
     HEADER_BYTES_MAX,
     HEADER_BYTES_MIN,
@@ -149,23 +149,15 @@ def decode_bundle(
     return decode_header(header, pointer.index_digest, stream_lengths)
 
 
-def read_hotset(store: Store, pointer: HotPointer, workload: str) -> HotSet:
-    """The hot set from which the pointer's bundle was made, verified; one of version 1 is merged
-    anew from the workload's traces. Raises: NotFoundError, CorruptError, UnknownFormatError,
-    UnavailableError."""
+def read_hotset(store: Store, pointer: HotPointer) -> HotSet:
+    """Return the hot set from which the pointer's bundle was made, verified.
+
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
+    """
     key = hotset_key(pointer.hotset_digest)
     data = store.read(key, 0, _HOTSET_BYTES_MAX + 1)
     if hashlib.sha256(data).hexdigest() != _hex(pointer.hotset_digest):
         raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
-    if data.startswith(hotset.VERSION_1_MAGIC):
-        keys = trace_keys(store, pointer.index_digest, workload)
-        if not keys:
-            raise UnknownFormatError(
-                f"{store.url}/{key} is of an earlier release, and its traces are gone; the next "
-                "start that is recorded makes a new one"
-            )
-        traces = [read_trace(store, key) for key in keys]
-        return hotset.merge(pointer.index_digest, workload, traces)
     hot = hotset.decode(data)
     if hot.index_digest != pointer.index_digest:
         raise CorruptError(f"{store.url}/{key} is the hot set of another image")

@@ -22,9 +22,6 @@ from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX, scattered_fi
 from bootseer.prefetch.record.touches import PAGE_BYTES, first_touches
 from bootseer.prefetch.record.trace import Trace
 
-VERSION_1_MAGIC = b"PAR1"
-"""What hot sets of the first version begin with: they are Parquet files."""
-
 SHARED_TRACE_COUNT = 3
 """From this many traces on, what only one of them touched is taken for an accident."""
 

@@ -120,7 +120,7 @@ def export(reference: str, workload: str | None, as_json: bool) -> None:
                 f"the image {record.reference} has no hot set for the workload {workload!r} yet; "
                 "one is made of what a first start reads"
             )
-        hot = hot_store.read_hotset(store, pointer, workload)
+        hot = hot_store.read_hotset(store, pointer)
     if pointer.scattered:
         names = ", ".join(map(quoted, pointer.scattered))
         say(f"each start reads other bytes of {names}, which are therefore not hot")

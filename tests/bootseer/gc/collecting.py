@@ -67,7 +67,7 @@ def check_all(store: Store) -> None:
         for workload in hot_store.workloads(store, image.index_digest):
             pointer = hot_store.read_pointer(store, image.index_digest, workload)
             assert pointer is not None
-            hot_store.read_hotset(store, pointer, workload)
+            hot_store.read_hotset(store, pointer)
             tree = read_tree(store, image.index_digest)
             lengths = [blob.stream_length for blob in tree.blobs]
             for frame in hot_store.read_bundle(store, pointer, lengths).frames:

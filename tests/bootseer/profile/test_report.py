@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,18 +249,6 @@ def test_runs_of_two_slurm_jobs_are_told_apart(tmp_path: Path) -> None:
     table = _report(tmp_path, "train").stdout
     assert "submission 8" in table
     assert "until ready" in table
-
-
-def test_timelines_of_the_first_version_are_read(tmp_path: Path) -> None:
-    """Written by 87a10d6: two nodes of one start, with two workers on each."""
-    compat = Path(__file__).parents[2] / "compat" / "timeline-1"
-    shutil.copytree(compat, tmp_path / "old" / "0")
-    breakdown = _break_down(read_start(Folder(tmp_path), "old"))
-    assert breakdown is not None
-    assert (breakdown.node_count, breakdown.rank_count, breakdown.submission) == (2, 4, "")
-    assert [row.name for row in breakdown.stages] == ["environment", "load"]
-    assert breakdown.ready is not None
-    assert breakdown.ready.rank_count == 4
 
 
 def test_an_unknown_job_is_one_sentence(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from bootseer.base.content_digest import content_digest
 from bootseer.blob.tree import Tree
-from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.errors import CorruptError
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, is_worthwhile
 from bootseer.prefetch.bundle.format import decode_frame, write_bundle
@@ -312,31 +312,18 @@ def test_a_damaged_frame_is_mended_once(site: Site) -> None:
 def test_damaged_hot_sets_are_refused(site: Site) -> None:
     site.add(site.trace(1, 2))
     pointer = site.pointer()
-    hot = hot_store.read_hotset(site.store, pointer, "train")
+    hot = hot_store.read_hotset(site.store, pointer)
     foreign = hotset.encode(replace(hot, index_digest="sha256:" + "9" * 64))
     digest = f"sha256:{hashlib.sha256(foreign).hexdigest()}"
     site.store.publish(hot_store.hotset_key(digest), foreign)
     with pytest.raises(CorruptError, match="another image"):
-        hot_store.read_hotset(site.store, replace(pointer, hotset_digest=digest), "train")
+        hot_store.read_hotset(site.store, replace(pointer, hotset_digest=digest))
     path = site.path(hot_store.hotset_key(pointer.hotset_digest))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptError, match="digest in its name"):
-        hot_store.read_hotset(site.store, pointer, "train")
-
-
-def test_a_hot_set_of_version_1_is_made_anew_of_its_traces(site: Site) -> None:
-    """It is a Parquet file, for which no library is installed."""
-    site.add(site.trace(1, 2))
-    made = hot_store.read_hotset(site.store, site.pointer(), "train")
-    stored = (Path(__file__).parents[2] / "compat/hotset-1.parquet").read_bytes()
-    digest = f"sha256:{hashlib.sha256(stored).hexdigest()}"
-    site.store.publish(hot_store.hotset_key(digest), stored)
-    pointer = replace(site.pointer(), hotset_digest=digest)
-    assert hot_store.read_hotset(site.store, pointer, "train") == made
-    with pytest.raises(UnknownFormatError, match="its traces are gone"):
-        hot_store.read_hotset(site.store, pointer, "other")
+        hot_store.read_hotset(site.store, pointer)
 
 
 def test_hostile_traces_are_left_out_or_bounded(
