@@ -22,9 +22,9 @@ from testbed.hdfs.cluster import MiniHdfs
 from testbed.images.building import Layout
 from testbed.images.rootfs import python_root
 from testbed.needs import MissingError
+from testbed.node import MARK, Node
 from testbed.servers.registry import Registry, running_registry
 from testbed.wheels import make_wheel
-from tests.bootseer.launch.harness import MARK, Node
 
 USER_IDS = (0, 65534, 1)
 """Root, nobody and daemon: fusermount3 mounts for nobody who has no name."""

@@ -14,7 +14,7 @@ import pytest
 from testbed.images.building import Layout
 from testbed.images.rootfs import python_root
 from testbed.needs import require
-from tests.bootseer.launch.harness import Node, node_at
+from testbed.node import Node, node_at
 
 IMAGE_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -89,7 +89,7 @@ def published(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with `image`, published by its first start; not to be changed."""
     base = tmp_path_factory.mktemp("published")
     with node_at(base / "node", (base / "store").as_uri()) as node:
-        done = node.run("--image", image.source, "--", "sh", "-c", ":")
+        done = node.run("run", "--image", image.source, "--", "sh", "-c", ":")
         assert done.returncode == 0, done.stderr
         node.wait_clean()
     return base / "store"

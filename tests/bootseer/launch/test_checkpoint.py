@@ -6,8 +6,8 @@ import pytest
 
 from bootseer.store import open_backend
 from testbed.needs import require
+from testbed.node import Node, attribute, wait_for
 from testbed.paths import REPOSITORY
-from tests.bootseer.launch.harness import Node, attribute, wait_for
 from tests.fuse.striped.support.mounting import checkpoints
 
 pytestmark = pytest.mark.needs("fuse")
@@ -42,10 +42,10 @@ def local_url(tmp_path: Path) -> str:
 
 def test_saved_in_one_start_and_loaded_in_the_next(node: Node, url: str) -> None:
     checkpoint = ("--checkpoint", f"{url}:{node.base / 'mnt'}")
-    saved = node.run(*checkpoint, "--", "python3", "-c", SAVE)
+    saved = node.run("run", *checkpoint, "--", "python3", "-c", SAVE)
     assert saved.returncode == 0, saved.stderr
     node.wait_clean()
-    loaded = node.run(*checkpoint, "--", "python3", "-c", LOAD)
+    loaded = node.run("run", *checkpoint, "--", "python3", "-c", LOAD)
     assert (loaded.returncode, loaded.stderr) == (0, "")
     assert loaded.stdout == saved.stdout
     node.wait_clean()
@@ -71,12 +71,12 @@ old.flush()
 open("up", "w").close()
 time.sleep(600)
 """
-    with node.start(*checkpoint, "--", "python3", "-c", code) as process:
+    with node.start("run", *checkpoint, "--", "python3", "-c", code) as process:
         wait_for(node.base / "up")
         process.kill()
         process.communicate(timeout=60)
     # At once: the server of the killed start may still be at work.
-    done = node.run(*checkpoint, "--", "sh", "-c", "ls mnt; cat mnt/old")
+    done = node.run("run", *checkpoint, "--", "sh", "-c", "ls mnt; cat mnt/old")
     assert (done.returncode, done.stdout) == (0, "old\nold"), done.stderr
     node.wait_clean()
 
@@ -85,6 +85,7 @@ time.sleep(600)
 def test_two_checkpoint_folders(node: Node, tmp_path: Path) -> None:
     first, second = (tmp_path / "a").as_uri(), (tmp_path / "b").as_uri()
     done = node.run(
+        "run",
         *("--checkpoint", f"{first}:{node.base}/m/a", "--checkpoint", f"{second}:{node.base}/m/b"),
         *("--", "sh", "-c", "echo 1 > m/a/x; echo 2 > m/b/x; cat m/a/x m/b/x"),
     )
@@ -105,6 +106,7 @@ def test_a_checkpoint_url_that_cannot_be_mounted(
     node: Node, url: str, code: int, word: str
 ) -> None:
     done = node.run(
+        "run",
         *("--checkpoint", f"{url}:{node.base}/mnt", "--", "touch", "job-ran"),
         variables={"BOOTSEER_DEADLINE": "2"},
     )
@@ -118,6 +120,7 @@ def test_a_checkpoint_url_that_cannot_be_mounted(
 @pytest.mark.needs("fuse")
 def test_no_secret_in_what_is_said(node: Node) -> None:
     done = node.run(
+        "run",
         *("--checkpoint", f"hdfs://user:geheim@127.0.0.1:9/ckpt:{node.base}/mnt", "--", "true"),
         variables={"BOOTSEER_DEADLINE": "2"},
     )
@@ -133,6 +136,7 @@ def test_no_secret_in_what_is_said(node: Node) -> None:
 def test_the_second_mount_fails_and_the_first_goes(node: Node, local_url: str) -> None:
     (node.base / "occupied").write_text("a file")
     done = node.run(
+        "run",
         *("--checkpoint", f"{local_url}:{node.base}/mnt"),
         *("--checkpoint", f"{local_url}:{node.base}/occupied/mnt", "--", "touch", "job-ran"),
     )
@@ -145,7 +149,7 @@ def test_the_second_mount_fails_and_the_first_goes(node: Node, local_url: str) -
 
 
 def test_a_command_that_is_missing_leaves_no_mount(node: Node, local_url: str) -> None:
-    done = node.run("--checkpoint", f"{local_url}:{node.base}/mnt", "--", "no-such-program")
+    done = node.run("run", "--checkpoint", f"{local_url}:{node.base}/mnt", "--", "no-such-program")
     assert done.returncode == 127
     assert node.mounts() == []
     node.wait_clean()
@@ -156,6 +160,7 @@ def test_a_failing_mount_ends_the_setups(node: Node) -> None:
     """Not after ten minutes of pip that were for nothing."""
     (node.base / "file").write_text("")
     done = node.run(
+        "run",
         *("--checkpoint", f"{(node.base / 'file').as_uri()}:{node.base}/mnt"),
         *("--setup", "mkdir -p env; until grep -q Error run/logs/*.log; do :; done"),
         *("--setup", "touch second-ran", "--target", "env", "--", "touch", "job-ran"),
@@ -169,7 +174,7 @@ def test_mounted_there_already(node: Node, local_url: str) -> None:
     mount = node.base / "mnt"
     mount.mkdir()
     with checkpoints(node.base, mount, local_url):
-        done = node.run("--checkpoint", f"{local_url}:{mount}", "--", "touch", "job-ran")
+        done = node.run("run", "--checkpoint", f"{local_url}:{mount}", "--", "touch", "job-ran")
         assert done.returncode == 19
         assert "torchrun" in done.stderr
         assert [one.path for one in node.mounts()] == [mount]
@@ -180,6 +185,7 @@ def test_it_overlaps_the_environment(node: Node, local_url: str) -> None:
     mount = node.base / "mnt"
     seen = f"until grep -q checkpoint timeline/job/0/*/*.jsonl && mountpoint -q {mount}; do :; done"
     done = node.run(
+        "run",
         *("--checkpoint", f"{local_url}:{mount}"),
         *("--setup", f"{seen}; mkdir -p env; touch env/x", "--target", "env", "--", "true"),
     )
@@ -212,6 +218,7 @@ def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
     (node.base / "clock/sitecustomize.py").write_text(CLOCK)
     setup = f"until mountpoint -q {mount}; do sleep 0.1; done; mkdir -p env; touch env/x late"
     done = node.run(
+        "run",
         *("--checkpoint", f"{local_url}:{mount}", "--setup", setup, "--target", "env"),
         *("--", "mountpoint", mount),
         variables={
@@ -227,7 +234,7 @@ def test_what_was_mounted_in_time_is_used_however_long_a_setup_takes(
 def test_a_path_that_was_not_there_is_refused(node: Node, local_url: str) -> None:
     """Of a folder for checkpoints only the last name may be missing."""
     url = f"{local_url}/misspelt/run-1"
-    done = node.run("--checkpoint", f"{url}:{node.base / 'mnt'}", "--", "echo", "trained")
+    done = node.run("run", "--checkpoint", f"{url}:{node.base / 'mnt'}", "--", "echo", "trained")
     assert done.returncode == 10
     assert done.stdout == ""
     assert f"{url} is not there, nor is the folder above it: check the URL, or make " in done.stderr
@@ -239,11 +246,11 @@ def test_a_folder_that_was_not_there_is_said(node: Node, local_url: str) -> None
     """A misspelt URL would start the training from step 0 in silence."""
     checkpoint = ("--checkpoint", f"{local_url}:{node.base / 'mnt'}")
     sentence = f"bootseer: warning: {local_url} was not there: created, empty; "
-    first = node.run(*checkpoint, "--", "true")
+    first = node.run("run", *checkpoint, "--", "true")
     assert first.returncode == 0
     assert first.stderr.startswith(sentence)
     assert first.stderr.count("\n") == 1
     node.wait_clean()
-    second = node.run(*checkpoint, "--", "true")
+    second = node.run("run", *checkpoint, "--", "true")
     assert (second.returncode, second.stderr) == (0, "")
     node.wait_clean()

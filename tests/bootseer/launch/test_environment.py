@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from testbed.needs import MissingError
+from testbed.node import Node, attribute, node_at
 from testbed.waiting import wait_for
-from tests.bootseer.launch.harness import Node, attribute, node_at
 
 COUNTED = "echo ran >> ../count; mkdir -p env; echo {text} > env/{name}"
 
@@ -33,16 +33,16 @@ def forget(node: Node) -> None:
 
 def test_miss_then_hit_on_another_node(node: Node) -> None:
     job = (*setup(), *TARGET, "--", "cat", "env/x")
-    first = node.run(*job)
+    first = node.run("run", *job)
     assert (first.returncode, first.stdout) == (0, "a\n"), first.stderr
     assert "no snapshot" in first.stderr
     assert attribute(node.spans()["environment"], "bootseer.hit") is False
     forget(node)
-    second = node.run(*job)
+    second = node.run("run", *job)
     assert (second.returncode, second.stdout) == (0, "a\n"), second.stderr
     assert "restored" in second.stderr
     assert attribute(node.spans()["environment"], "bootseer.hit") is True
-    third = node.run(*job)
+    third = node.run("run", *job)
     assert "in place" in third.stderr
     assert counted(node) == 1
 
@@ -50,11 +50,11 @@ def test_miss_then_hit_on_another_node(node: Node) -> None:
 @pytest.mark.needs("mount", "fuse")
 def test_what_is_mounted_goes_with_the_job(node: Node) -> None:
     job = (*setup(), *TARGET, "--mode", "mount", "--", "sh", "-c", "cat env/x; echo b > env/x")
-    assert node.run(*job).stdout == "a\n"
+    assert node.run("run", *job).stdout == "a\n"
     (node.base / "env/x").unlink()
     (node.base / "env").rmdir()
     for _ in range(2):
-        done = node.run(*job)
+        done = node.run("run", *job)
         assert (done.returncode, done.stdout) == (0, "a\n"), done.stderr
         assert "mounted: it was asked for" in done.stderr
         assert attribute(node.spans()["environment"], "bootseer.mode") == "mount"
@@ -69,7 +69,7 @@ def test_the_setups_own_exit_code_and_no_job(node: Node) -> None:
         ("no-such-program --x", 127),
         ("kill -TERM $$", 128 + 15),
     ):
-        done = node.run("--setup", line, *TARGET, "--", "touch", "job-ran")
+        done = node.run("run", "--setup", line, *TARGET, "--", "touch", "job-ran")
         assert done.returncode == code, done.stderr
         assert not (node.base / "job-ran").exists()
         assert "Traceback" not in done.stderr
@@ -78,7 +78,7 @@ def test_the_setups_own_exit_code_and_no_job(node: Node) -> None:
 
 def test_output_goes_to_stderr_and_input_stays_for_the_job(node: Node) -> None:
     line = "echo noise; cat > stolen; mkdir -p env; touch env/x"
-    done = node.run("--setup", line, *TARGET, "--", "cat", stdin="for the job")
+    done = node.run("run", "--setup", line, *TARGET, "--", "cat", stdin="for the job")
     assert done.stdout == "for the job", done.stderr
     assert "noise" in done.stderr
     assert (node.base / "stolen").read_text() == ""
@@ -93,7 +93,7 @@ def test_a_store_that_cannot_be_used(node: Node) -> None:
     ):
         before = counted(node)
         job = (*setup(), *TARGET, "--", "cat", "env/x")
-        done = node.run(*job, variables={"BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"})
+        done = node.run("run", *job, variables={"BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"})
         assert (done.returncode, done.stdout) == (0, "a\n"), done.stderr
         assert done.stderr.count("warning:") == 1, done.stderr
         assert counted(node) == before + 1
@@ -104,7 +104,7 @@ def test_set_ups_run_in_the_order_given(node: Node) -> None:
     second = "cp env/order env/copy; echo 2 >> env/order; echo ran >> ../count"
     job = ("--setup", first, "--setup", second, *TARGET, "--", "cat", "env/order", "env/copy")
     for how in ("stored", "restored"):
-        done = node.run(*job)
+        done = node.run("run", *job)
         assert done.stdout == "1\n2\n1\n", done.stderr
         assert done.stderr.count(how) == 2, done.stderr
         spans = node.spans()
@@ -120,16 +120,16 @@ def test_what_decides_the_result(node: Node) -> None:
     job = (*setup(), *TARGET, "--input", "list", "--env", "FLAVOUR", "--", "true")
     for flavour, content, runs in (("a", "one", 1), ("a", "one", 1), ("b", "one", 2)):
         (node.base / "list").write_text(content)
-        assert node.run(*job, variables={"FLAVOUR": flavour}).returncode == 0
+        assert node.run("run", *job, variables={"FLAVOUR": flavour}).returncode == 0
         forget(node)
         assert counted(node) == runs
     (node.base / "list").write_text("two")
-    assert node.run(*job, variables={"FLAVOUR": "b"}).returncode == 0
+    assert node.run("run", *job, variables={"FLAVOUR": "b"}).returncode == 0
     assert counted(node) == 3
 
 
 def test_an_input_that_is_missing_is_an_error(node: Node) -> None:
-    done = node.run(*setup(), *TARGET, "--input", "no-such-file", "--", "true")
+    done = node.run("run", *setup(), *TARGET, "--input", "no-such-file", "--", "true")
     assert done.returncode == 10
     assert "no-such-file" in done.stderr
     assert counted(node) == 0
@@ -138,7 +138,7 @@ def test_an_input_that_is_missing_is_an_error(node: Node) -> None:
 def test_two_starts_at_once_run_the_setup_once(node: Node) -> None:
     line = "echo ran >> ../count; until [ -e ../go ]; do sleep 0.05; done; mkdir -p env"
     job = ("--setup", f"{line}; echo done > env/x", *TARGET, "--", "cat", "env/x")
-    started = [node.start(*job) for _ in range(3)]
+    started = [node.start("run", *job) for _ in range(3)]
     wait_for(lambda: node.count_begun("environment") == 3, "all three")
     (node.base.parent / "go").touch()
     for process in started:
@@ -164,6 +164,7 @@ def test_two_nodes_at_once_run_the_setup_once(node: Node, tmp_path: Path) -> Non
             prefix = ("unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh")
             started.append(
                 one.start(
+                    "run",
                     *("--setup", line, "--target", target, "--", "cat", target / "x"),
                     prefix=prefix,
                     variables={"COUNT": str(tmp_path / "count"), "BOOTSEER_NODE": one.base.name},

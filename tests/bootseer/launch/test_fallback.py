@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.node import Node, attribute
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import Node, attribute
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -26,6 +26,7 @@ SHOW = "import os; print(os.getuid(), os.getcwd(), os.environ['FROM_IMAGE'], os.
 def test_a_store_that_cannot_be_used(node: Node, image: Image) -> None:
     for pulled in (True, False):
         done = node.run(
+            "run",
             *("--image", image.source, "--", "python3", "-c", SHOW),
             variables={"BOOTSEER_STORE": "hdfs://127.0.0.1:9/store", "BOOTSEER_DEADLINE": "2"},
         )
@@ -42,6 +43,7 @@ def test_a_store_that_is_silent_is_waited_for_once(
 ) -> None:
     """Not by each stage for a whole deadline: the later ones ask whether it answers by now."""
     done = node.run(
+        "run",
         *("--image", shell_image.source, "--setup", "echo one > env", "--setup", "echo two >> env"),
         *("--target", "/job", "--", "cat", "env"),
         variables={"BOOTSEER_STORE": silent_url, "BOOTSEER_DEADLINE": "4"},
@@ -57,6 +59,7 @@ def test_a_store_in_which_nothing_can_be_written(node: Node, image: Image, tmp_p
     store = (node.base / "file/store").as_uri()
     for pulled in (True, False):
         done = node.run(
+            "run",
             *("--image", image.source, "--", "python3", "-c", SHOW),
             variables={"BOOTSEER_STORE": store},
         )
@@ -72,6 +75,7 @@ def test_a_store_that_is_full(node: Node, image: Image, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], check=True)
     try:
         done = node.run(
+            "run",
             *("--image", image.source, "--", "sh", "-c", "echo fine"),
             variables={"BOOTSEER_STORE": (small / "store").as_uri()},
         )
@@ -90,7 +94,7 @@ def test_a_store_that_is_full(node: Node, image: Image, tmp_path: Path) -> None:
 
 def test_a_named_image_that_nobody_has(node: Node) -> None:
     """There is no ordinary path to what only a store would know."""
-    done = node.run("--image", "never-indexed:1", "--", "true")
+    done = node.run("run", "--image", "never-indexed:1", "--", "true")
     assert done.returncode == 10
     assert "never-indexed:1" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -104,14 +108,14 @@ def test_a_catalogue_that_is_damaged(
     for path in (tmp_path / "store" / what).rglob("*"):
         if path.is_file():
             path.write_bytes(b"rubbish")
-    done = node.run(*job)
+    done = node.run("run", *job)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
     assert "Traceback" not in done.stderr
     node.wait_clean()
 
 
 def fallback(node: Node, *arguments: object, prefix: Sequence[str] = WITHOUT_FUSE) -> str:
-    done = node.run(*arguments, prefix=prefix)
+    done = node.run("run", *arguments, prefix=prefix)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warning:") == 1, done.stderr
     assert "extracted" in done.stderr
@@ -147,6 +151,7 @@ def test_without_fuse_what_is_in_use_stays(node: Node, known_image: Image) -> No
     code = "open('/tmp/mine', 'w').write('x'); print('up', flush=True); input(); "
     code += "print(open('/tmp/mine').read()); import decimal"
     with node.start(
+        "run",
         *("--image", known_image.source, "--", "python3", "-c", code),
         prefix=WITHOUT_FUSE,
         stdin=subprocess.PIPE,
@@ -164,6 +169,7 @@ def test_without_fuse_a_setup_and_a_failure(node: Node, known_image: Image) -> N
     assert fallback(node, *job) == "from-setup\n"
     assert fallback(node, *job) == "from-setup\n"
     done = node.run(
+        "run",
         *("--image", known_image.source, "--setup", "exit 9", "--target", "/job", "--", "true"),
         prefix=WITHOUT_FUSE,
     )
@@ -173,7 +179,7 @@ def test_without_fuse_a_setup_and_a_failure(node: Node, known_image: Image) -> N
 def test_without_fuse_a_checkpoint_is_an_error(node: Node, store_url: str) -> None:
     """Nothing else gives the job its files at that path."""
     done = node.run(
-        *("--checkpoint", f"{store_url}:{node.base}/mnt", "--", "true"), prefix=WITHOUT_FUSE
+        "run", *("--checkpoint", f"{store_url}:{node.base}/mnt", "--", "true"), prefix=WITHOUT_FUSE
     )
     assert done.returncode != 0
     assert done.stderr.startswith("bootseer: cannot mount")

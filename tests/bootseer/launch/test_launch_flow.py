@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from testbed.node import Node, node_at
 from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import Node, node_at
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -38,7 +38,7 @@ def test_what_the_page_names_is_there(node: Node, image: Image, tmp_path: Path) 
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "step-1.pt").write_bytes(bytes(1000))
-    first = node.run(*_job(image, folder), stdin="")
+    first = node.run("run", *_job(image, folder), stdin="")
     assert first.returncode == 0, first.stderr
     node.wait_clean()
     stored = _named(_STORED)
@@ -47,7 +47,7 @@ def test_what_the_page_names_is_there(node: Node, image: Image, tmp_path: Path) 
         assert any((tmp_path / "store").glob(pattern)), f"the store has no {pattern}"
 
     with node_at(tmp_path / "second", node.store) as second:
-        process = second.start(*_job(image, folder), stdin=subprocess.PIPE)
+        process = second.start("run", *_job(image, folder), stdin=subprocess.PIPE)
         assert process.stdout is not None
         assert "step-1.pt" in process.stdout.readline()
         for setting, place in (("run_dir", "run"), ("cache_dir", "cache")):

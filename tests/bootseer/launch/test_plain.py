@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bootseer.launch.harness import Node, wait_for
+from testbed.node import Node, wait_for
 
 SHOW = """
 import json, os, signal, sys
@@ -34,7 +34,7 @@ print(json.dumps({
     ],
 )
 def test_exit_code(node: Node, command: list[str], code: int) -> None:
-    done = node.run("--", *command)
+    done = node.run("run", "--", *command)
     assert done.returncode == code, done.stderr
     if code in (126, 127):
         assert done.stderr.count("\n") == 1
@@ -45,12 +45,12 @@ def test_a_script_that_names_no_interpreter_is_for_sh(node: Node) -> None:
     script = node.base / "train.sh"
     script.write_text('echo "trained $1"; exit 3\n')
     script.chmod(0o755)
-    done = node.run("--", script, "well")
+    done = node.run("run", "--", script, "well")
     assert (done.returncode, done.stdout) == (3, "trained well\n")
 
 
 def test_death_by_a_signal_is_the_jobs_own(node: Node) -> None:
-    done = node.run("--", "sh", "-c", "kill -USR1 $$")
+    done = node.run("run", "--", "sh", "-c", "kill -USR1 $$")
     assert done.returncode == -signal.SIGUSR1
 
 
@@ -63,14 +63,14 @@ def test_wrong_usage(node: Node) -> None:
         (["--setup", " ", "--", "true"], "empty"),
         (["--checkpoint", "hdfs://host/x", "--", "true"], "URL:DIR"),
     ):
-        done = node.run(*wrong)
+        done = node.run("run", *wrong)
         assert done.returncode == 2
         assert word in done.stderr
         assert done.stdout == ""
 
 
 def test_what_the_command_gets(node: Node) -> None:
-    process = node.start("--", "python3", "-c", SHOW, "a b", "", stdin=-1)
+    process = node.start("run", "--", "python3", "-c", SHOW, "a b", "", stdin=-1)
     out, err = process.communicate("for the job\n", timeout=30)
     assert process.returncode == 0, err
     assert err == ""
@@ -104,7 +104,7 @@ def inherited_ignored() -> int:
 
 def test_a_broken_pipe_ends_the_job_as_usual(node: Node) -> None:
     # With SIGPIPE ignored, as Python leaves it, `yes` would complain instead of ending.
-    done = node.run("--", "bash", "-c", "yes | head -n 1; echo ${PIPESTATUS[0]}")
+    done = node.run("run", "--", "bash", "-c", "yes | head -n 1; echo ${PIPESTATUS[0]}")
     assert done.stdout == f"y\n{128 + signal.SIGPIPE}\n"
     assert done.stderr == ""
 
@@ -112,7 +112,7 @@ def test_a_broken_pipe_ends_the_job_as_usual(node: Node) -> None:
 def test_what_nohup_ignores_stays_ignored(node: Node) -> None:
     script = "trap '' HUP; exec \"$@\""
     prefix = ("sh", "-c", script, "sh")
-    done = node.run("--", "sh", "-c", "kill -HUP $$; echo alive", prefix=prefix)
+    done = node.run("run", "--", "sh", "-c", "kill -HUP $$; echo alive", prefix=prefix)
     assert done.stdout == "alive\n", done.stderr
 
 
@@ -120,6 +120,7 @@ def test_the_terminal_is_the_jobs(node: Node) -> None:
     ours, theirs = pty.openpty()
     code = "import os; print(os.isatty(0), os.isatty(1), os.tcgetpgrp(0) == os.getpgrp())"
     process = node.start(
+        "run",
         *("--setup", "mkdir -p env", "--target", "env", "--", "python3", "-c", code),
         prefix=("setsid", "--ctty", "--wait"),
         stdin=theirs,
@@ -138,7 +139,7 @@ def test_the_terminal_is_the_jobs(node: Node) -> None:
 @pytest.mark.needs("mount", "fuse")
 def test_as_the_first_process_of_a_namespace(node: Node) -> None:
     prefix = ("unshare", "--pid", "--fork", "--mount-proc")
-    done = node.run("--", "sh", "-c", "echo $$; exit 5", prefix=prefix)
+    done = node.run("run", "--", "sh", "-c", "echo $$; exit 5", prefix=prefix)
     assert (done.stdout, done.returncode) == ("1\n", 5), done.stderr
 
 
@@ -149,7 +150,7 @@ with bootseer.stage("load data", {"files": 3}):
     pass
 bootseer.ready()
 """
-    done = node.run("--no-trace-python", "--", "python3", "-c", code)
+    done = node.run("run", "--no-trace-python", "--", "python3", "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     spans = node.spans()
     assert set(spans) == {"start", "load data", "ready"}
@@ -161,7 +162,7 @@ bootseer.ready()
 
 def test_a_trace_around_the_job_is_joined(node: Node) -> None:
     outer = f"00-{'ab' * 16}-{'cd' * 8}-01"
-    done = node.run("--", "true", variables={"TRACEPARENT": outer})
+    done = node.run("run", "--", "true", variables={"TRACEPARENT": outer})
     assert done.returncode == 0
     start = node.spans()["start"]
     assert (start["traceId"], start["parentSpanId"]) == ("ab" * 16, "cd" * 8)
@@ -175,7 +176,7 @@ with bootseer.stage("x"):
     print("BOOTSEER_TIMELINE" in os.environ)
 """
     setup = ("--setup", "mkdir -p env", "--target", "env")
-    done = node.run(*setup, "--", "python3", "-c", code)
+    done = node.run("run", *setup, "--", "python3", "-c", code)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert done.stderr.count("no timeline") == 1
     assert "Error" not in done.stderr
@@ -195,7 +196,7 @@ except ChildProcessError:
 @pytest.mark.parametrize("option", ["--job", "--workload"])
 def test_whatever_a_job_is_called_it_has_no_child(node: Node, option: str) -> None:
     """`--job image run` was taken for `image run`, for which a server is begun at once."""
-    done = node.run("--", sys.executable, "-c", HAS_CHILD, flags=(option, "image"))
+    done = node.run(option, "image", "run", "--", sys.executable, "-c", HAS_CHILD)
     assert done.stdout == "no child\n", done.stderr
     node.wait_clean()
 
@@ -204,7 +205,7 @@ def test_a_caller_finds_no_child_that_it_never_made(node: Node, tmp_path: Path) 
     """A job that waits for all of its children must not wait for our servers."""
     mount = node.base / "mnt"
     checkpoint = f"{(tmp_path / 'ckpt').as_uri()}:{mount}"
-    done = node.run("--checkpoint", checkpoint, "--", sys.executable, "-c", HAS_CHILD)
+    done = node.run("run", "--checkpoint", checkpoint, "--", sys.executable, "-c", HAS_CHILD)
     assert done.stdout == "no child\n", done.stderr
     node.wait_clean()
     wait_for(tmp_path / "ckpt")

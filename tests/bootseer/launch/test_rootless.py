@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from testbed.needs import MissingError, require
+from testbed.node import Node, attribute
 from testbed.others import folder_of_others
-from tests.bootseer.launch.harness import Node, attribute
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -50,9 +50,9 @@ def test_image_and_checkpoint(node: Node, image_root: Path, tmp_path: Path) -> N
         *("--", "sh", "-c"),
     )
     prefix = unprivileged(node)
-    first = node.run(*job, "echo saved > /ckpt/x; echo $BOOTSEER_JOB", prefix=prefix)
+    first = node.run("run", *job, "echo saved > /ckpt/x; echo $BOOTSEER_JOB", prefix=prefix)
     assert (first.returncode, first.stdout) == (0, "job\n"), first.stderr
-    second = node.run(*job, "cat /ckpt/x; exit 3", prefix=prefix)
+    second = node.run("run", *job, "cat /ckpt/x; exit 3", prefix=prefix)
     assert (second.returncode, second.stdout, second.stderr) == (3, "saved\n", "")
     node.wait_clean()
 
@@ -64,7 +64,7 @@ def test_an_image_lingers_without_root(node: Node, image_root: Path, tmp_path: P
     )
     # Both in one mount namespace.
     twice = ("sh", "-c", '"$@" && "$@"', "sh")
-    done = node.run(*job, prefix=(*unprivileged(node), *twice))
+    done = node.run("run", *job, prefix=(*unprivileged(node), *twice))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "/ckpt:\n\n/tmp:\n/ckpt:\nx\n\n/tmp:\n"
     spans = node.spans()
@@ -79,6 +79,7 @@ def test_an_image_lingers_without_root(node: Node, image_root: Path, tmp_path: P
 def test_a_start_on_the_host_without_root(node: Node, tmp_path: Path) -> None:
     mount = node.base / "mnt"
     done = node.run(
+        "run",
         *("--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:{mount}"),
         *("--setup", "mkdir -p env; echo x > env/x", "--target", "env"),
         *("--", "sh", "-c", "id -u; cat env/x; echo saved > mnt/x; cat mnt/x"),
@@ -102,7 +103,7 @@ def test_set_up_inside_an_image(node: Node, image_root: Path) -> None:
         *("--image", root, "--setup", line, "--target", "/usr/share/old", "--mode", "extract"),
         *("--", "sh", "-c", "cd /usr/share/old && echo *"),
     )
-    done = node.run(*job, prefix=unprivileged(node), flags=["-v"])
+    done = node.run("-v", "run", *job, prefix=unprivileged(node))
     assert (done.returncode, done.stdout) == (0, "b c\n"), done.stderr
     assert "scanning" not in done.stderr
     assert ": 1 files; " in done.stderr
@@ -131,6 +132,7 @@ def test_imports_are_shared_without_root(node: Node) -> None:
     parents = []
     for _ in range(2):
         done = node.run(
+            "run",
             *("--preload", "--", sys.executable, "-u", "train.py"),
             prefix=prefix,
             variables=variables,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed import waiting
-from tests.bootseer.launch.harness import Node, wait_for
+from testbed.node import Node, wait_for
 
 SLEEPING_SETUP = "sh -c ': > deeper; sleep 600; true'; true"
 SETUP = ("--setup", SLEEPING_SETUP, "--target", "env")
@@ -25,7 +25,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 
 @pytest.mark.parametrize("number", STOPS)
 def test_in_a_setup(node: Node, number: signal.Signals) -> None:
-    with node.start(*SETUP, "--", "touch", "job-ran") as process:
+    with node.start("run", *SETUP, "--", "touch", "job-ran") as process:
         wait_for(node.base / "deeper")
         process.send_signal(number)
         err = finish(process)
@@ -38,7 +38,9 @@ def test_in_a_setup(node: Node, number: signal.Signals) -> None:
     # The span of the stage has ended with the reason.
     assert node.spans()["environment"]["status"]["code"] == 2
     # Nothing of it is stored; the set-up runs again, undisturbed by any lock.
-    again = node.run("--setup", "mkdir -p env; touch env/x", "--target", "env", "--", "ls", "env")
+    again = node.run(
+        "run", "--setup", "mkdir -p env; touch env/x", "--target", "env", "--", "ls", "env"
+    )
     assert again.stdout == "x\n", again.stderr
 
 
@@ -52,7 +54,7 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
 
 def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
     """As `nohup` and a shell's background jobs have it: for the start, and for the command."""
-    with node.start(*SETUP, "--", "true", prefix=IGNORING) as process:
+    with node.start("run", *SETUP, "--", "true", prefix=IGNORING) as process:
         wait_for(node.base / "deeper")
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGHUP)
@@ -62,7 +64,7 @@ def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
     # Neither of the two was first.
     assert "ended by SIGTERM" in err
     assert node.processes() == {}
-    asked = node.run("--", "env", "python3", "-c", _ASK, prefix=IGNORING)
+    asked = node.run("run", "--", "env", "python3", "-c", _ASK, prefix=IGNORING)
     # Of SIGPIPE Python itself says so, for its own sake.
     assert asked.stdout.split() == ["True", "True", "False", "True"]
 
@@ -72,7 +74,7 @@ def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: st
     """Ctrl-C would end mounts, and what makes them, with whatever the terminal runs."""
     arguments = ("--checkpoint", f"{silent_url}:{node.base}/mnt", "--", "true")
     deadline = {"BOOTSEER_DEADLINE": "60"}
-    with node.start(*arguments, variables=deadline, start_new_session=True) as process:
+    with node.start("run", *arguments, variables=deadline, start_new_session=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
         def are_apart() -> bool:
@@ -86,7 +88,7 @@ def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: st
     node.wait_clean()
     checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
     command = ("--", "sh", "-c", ": > up; exec sleep 600")
-    with node.start(*checkpoint, *command, start_new_session=True) as process:
+    with node.start("run", *checkpoint, *command, start_new_session=True) as process:
         wait_for(node.base / "up")
         servers = node.processes().keys() - {process.pid}
         assert servers
@@ -108,7 +110,7 @@ def test_servers_end_although_the_caller_ignores_signals(node: Node) -> None:
     (node.base / "ckpt").mkdir()
     ignoring = ("sh", "-c", 'trap "" INT HUP TERM; exec "$@"', "sh")
     checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
-    done = node.run(*checkpoint, "--", "touch", "mnt/file", prefix=ignoring)
+    done = node.run("run", *checkpoint, "--", "touch", "mnt/file", prefix=ignoring)
     assert (done.returncode, done.stderr) == (0, "")
     node.wait_clean()
     assert (node.base / "ckpt/file").exists()
@@ -118,7 +120,7 @@ def test_a_setup_may_tidy_up(node: Node) -> None:
     """It was killed at once by the function that waited for it."""
     script = "trap ': > tidied; exit 5' TERM; : > deeper; while :; do sleep 0.1; done"
     (node.base / "setup.sh").write_text(script)
-    with node.start("--setup", "sh setup.sh", "--target", "env", "--", "true") as process:
+    with node.start("run", "--setup", "sh setup.sh", "--target", "env", "--", "true") as process:
         wait_for(node.base / "deeper")
         process.terminate()
         finish(process)
@@ -148,7 +150,7 @@ def test_ctrl_c_reaches_a_setup_once(node: Node) -> None:
     # The terminal becomes that of a new session, as of a login.
     prefix = ("setsid", "--ctty", "--wait")
     arguments = ("--setup", "python3 setup.py", "--target", "env", "--", "true")
-    with node.start(*arguments, prefix=prefix, stdin=terminal) as process:
+    with node.start("run", *arguments, prefix=prefix, stdin=terminal) as process:
         os.close(terminal)
         wait_for(node.base / "deeper")
         os.write(master, b"\x03")
@@ -160,7 +162,7 @@ def test_ctrl_c_reaches_a_setup_once(node: Node) -> None:
 def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
     # It has always a new child, which lives long enough to be found if it were left.
     setup = "sh -c 'trap \"\" TERM; : > deeper; while :; do sleep 300; done'; true"
-    with node.start("--setup", setup, "--target", "env", "--", "true") as process:
+    with node.start("run", "--setup", setup, "--target", "env", "--", "true") as process:
         wait_for(node.base / "deeper")
         process.terminate()
         finish(process)
@@ -173,7 +175,7 @@ def test_a_setup_that_ignores_the_signal_is_killed(node: Node) -> None:
 def test_as_the_first_process_of_a_namespace(node: Node) -> None:
     """It has no default action for any signal: a container would not stop before its time."""
     prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-    with node.start(*SETUP, "--", "true", prefix=prefix) as process:
+    with node.start("run", *SETUP, "--", "true", prefix=prefix) as process:
         wait_for(node.base / "deeper")
         (inner,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         subprocess.run(["kill", "-TERM", inner], check=True)
@@ -185,7 +187,9 @@ def test_as_the_first_process_of_a_namespace(node: Node) -> None:
 @pytest.mark.needs("fuse")
 def test_while_a_checkpoint_is_being_mounted(node: Node, silent_url: str) -> None:
     mount = node.base / "mnt"
-    with node.start("--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran") as process:
+    with node.start(
+        "run", "--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran"
+    ) as process:
         wait_for(mount)
         process.terminate()
         finish(process)
@@ -201,6 +205,7 @@ def test_in_a_setup_with_a_checkpoint_mounted(node: Node, store_url: str) -> Non
     setup = f"until exec 9> {mount}/x; do sleep 0.1; done; touch deeper; sleep 600; true"
     url = f"{store_url}-ckpt"
     with node.start(
+        "run",
         *("--checkpoint", f"{url}:{mount}"),
         *("--setup", setup, "--target", "env", "--", "true"),
     ) as process:
@@ -217,6 +222,7 @@ def test_after_exec_it_is_the_jobs(node: Node, store_url: str, number: signal.Si
     mount = node.base / "mnt"
     Path(f"{node.base}/ckpt").mkdir()
     with node.start(
+        "run",
         *("--checkpoint", f"{node.base}/ckpt:{mount}"),
         *("--", "sh", "-c", "echo hello > mnt/file; touch up; exec sleep 600"),
     ) as process:
@@ -239,11 +245,11 @@ def test_kill_9_at_each_step(node: Node, store_url: str) -> None:
     steps = ("nothing yet", "its timeline", "an environment", "a server", "a mount", "the command")
     # The environment is made in the first ones, and found in the others.
     for round_number, step in enumerate((*steps, *steps)):
-        with node.start(*arguments) as process:
+        with node.start("run", *arguments) as process:
             node.kill_at(process, step)
         if round_number % 3 == 2:
             # At once, while the servers of the killed one are still going.
-            done = node.run(*arguments)
+            done = node.run("run", *arguments)
             assert done.returncode == 0, (step, done.stderr)
             assert done.stdout.startswith("data\n")
     node.wait_clean()
@@ -256,7 +262,7 @@ def test_kill_9_at_each_step(node: Node, store_url: str) -> None:
 def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str) -> None:
     mount = node.base / "mnt"
     arguments = ("--checkpoint", f"{store_url}-ckpt:{mount}", "--")
-    with node.start(*arguments, "sh", "-c", ": > up; exec sleep 600") as process:
+    with node.start("run", *arguments, "sh", "-c", ": > up; exec sleep 600") as process:
         wait_for(node.base / "up")
         # Until none is left: one of them may begin another.
         while servers := node.processes().keys() - {process.pid}:
@@ -266,6 +272,6 @@ def test_a_mount_whose_server_was_killed_is_replaced(node: Node, store_url: str)
         process.kill()
         process.communicate(timeout=60)
     assert [one.path for one in node.mounts()] == [mount]
-    done = node.run(*arguments, "sh", "-c", "echo new > mnt/file; cat mnt/file")
+    done = node.run("run", *arguments, "sh", "-c", "echo new > mnt/file; cat mnt/file")
     assert (done.returncode, done.stdout) == (0, "new\n"), done.stderr
     node.wait_clean()

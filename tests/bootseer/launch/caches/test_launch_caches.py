@@ -10,10 +10,10 @@ import pytest
 
 from bootseer.cli.node.status_commands import node_entries
 from bootseer.launch.caches.records import records
+from testbed.node import Completed, Node, attribute, node_at
 from testbed.others import folder_of_others
 from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
-from tests.bootseer.launch.harness import Completed, Node, attribute, node_at
 from tests.bootseer.launch.test_rootless import unprivileged
 
 COMPILES = """
@@ -54,11 +54,11 @@ def test_the_next_node_has_what_the_first_compiled(
 ) -> None:
     # The same path on each node, as in a cluster: it is part of the key.
     variables = {**torch, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    assert said(node.run(*compile_job(), variables=variables))["hit"] is False
+    assert said(node.run("run", *compile_job(), variables=variables))["hit"] is False
     node.wait_clean()
     (tmp_path / "inductor").rename(tmp_path / "of the first node")
     with node_at(tmp_path / "second", node.store) as second:
-        done = second.run(*compile_job(), variables=variables)
+        done = second.run("run", *compile_job(), variables=variables)
         assert said(done)["hit"] is True
         assert "restored the cache TORCHINDUCTOR_CACHE_DIR: 1 files" in done.stderr
         span = second.spans()["caches"]
@@ -69,13 +69,13 @@ def test_the_next_node_has_what_the_first_compiled(
 
 
 def test_a_folder_of_ours_is_named_and_private(node: Node, torch: dict[str, str]) -> None:
-    result = said(node.run(*compile_job(), variables=torch))
+    result = said(node.run("run", *compile_job(), variables=torch))
     assert {"TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"} <= set(result["set"])  # type: ignore[call-overload]
     folder = node.base / "cache/kept/folders"
     assert folder.stat().st_mode & 0o777 == 0o700
     node.wait_clean()
     # The node itself has it, whatever becomes of the store.
-    assert said(node.run(*compile_job(), variables=torch))["hit"] is True
+    assert said(node.run("run", *compile_job(), variables=torch))["hit"] is True
     node.wait_clean()
     (record,) = (
         one for one in records(node.base / "cache") if one.name == "TORCHINDUCTOR_CACHE_DIR"
@@ -88,23 +88,25 @@ def test_nothing_is_set_where_nothing_is_to_be_kept(
     node: Node, tmp_path: Path, torch: dict[str, str], options: list[str]
 ) -> None:
     job = [*options, "--", sys.executable, "-c", COMPILES, str(tmp_path / "own")]
-    assert said(node.run(*job, variables=torch))["set"] == []
+    assert said(node.run("run", *job, variables=torch))["set"] == []
     assert not (node.base / "cache/kept").exists()
 
 
 def test_the_setting_switches_it_off(node: Node, tmp_path: Path, torch: dict[str, str]) -> None:
     job = ["--", sys.executable, "-c", COMPILES, str(tmp_path / "own")]
-    assert said(node.run(*job, variables={**torch, "BOOTSEER_KEEP_CACHES": "off"}))["set"] == []
+    assert (
+        said(node.run("run", *job, variables={**torch, "BOOTSEER_KEEP_CACHES": "off"}))["set"] == []
+    )
 
 
 def test_a_directory_that_is_named_is_kept(node: Node, tmp_path: Path) -> None:
     folder = tmp_path / "some cache"
     job = ["--keep", str(folder), "--", sys.executable, "-c", COMPILES, str(folder)]
-    assert said(node.run(*job))["hit"] is False
+    assert said(node.run("run", *job))["hit"] is False
     node.wait_clean()
     folder.rename(tmp_path / "gone")
     with node_at(tmp_path / "second", node.store) as second:
-        assert said(second.run(*job))["hit"] is True
+        assert said(second.run("run", *job))["hit"] is True
         second.wait_clean()
 
 
@@ -114,7 +116,7 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     """Not only at its end: schedulers end what is left of a job with it."""
     script = f"import sys; sys.argv[1:] = []\n{COMPILES}\n{READY}"
     variables = {**torch, "BOOTSEER_PUBLISH_TIMELINES": "on"}
-    with node.start("--", sys.executable, "-c", script, variables=variables) as job:
+    with node.start("run", "--", sys.executable, "-c", script, variables=variables) as job:
         # What works behind the start is shown.
         kinds = {"cache keeper", "timeline publisher"}
         wait_for(lambda: {one.kind for one in node_entries(node.base / "run")} >= kinds, "both")
@@ -137,7 +139,7 @@ def test_what_could_not_be_published_is_tried_again(
         "place.write_text('')\nimport bootseer, time; bootseer.ready()\n"
         f"while not Path({str(go)!r}).exists(): time.sleep(.02)"
     )
-    with node.start("--", sys.executable, "-c", script, variables=torch) as job:
+    with node.start("run", "--", sys.executable, "-c", script, variables=torch) as job:
         logs = node.base / "run/logs"
         wait_for(
             lambda: any("not published" in one.read_text() for one in logs.glob("caches-*.log")),
@@ -153,7 +155,7 @@ def test_what_could_not_be_published_is_tried_again(
 
 @pytest.mark.parametrize("folder", ["/", ""])
 def test_a_folder_that_cannot_be_kept_is_a_usage_error(node: Node, folder: str) -> None:
-    done = node.run("--keep", folder, "--", "true")
+    done = node.run("run", "--keep", folder, "--", "true")
     assert done.returncode == 2
     assert "target" in done.stderr
 
@@ -163,7 +165,7 @@ def test_a_damaged_generation_is_one_warning_and_is_replaced(
     node: Node, tmp_path: Path, torch: dict[str, str], is_gone: bool
 ) -> None:
     variables = {**torch, "BOOTSEER_CACHE_DIR": str(tmp_path / "cache")}
-    assert said(node.run(*compile_job(), variables=variables))["hit"] is False
+    assert said(node.run("run", *compile_job(), variables=variables))["hit"] is False
     node.wait_clean()
     (blob,) = (path for path in (tmp_path / "store/blobs").rglob("*") if path.is_file())
     blob.chmod(0o600)
@@ -175,7 +177,7 @@ def test_a_damaged_generation_is_one_warning_and_is_replaced(
     for number in (2, 3):
         shutil.rmtree(tmp_path / "cache")
         with node_at(tmp_path / f"node-{number}", node.store) as one:
-            done = one.run(*compile_job(), variables=variables)
+            done = one.run("run", *compile_job(), variables=variables)
             hits.append(said(done)["hit"])
             assert done.stderr.count("warning:") == (number == 2), done.stderr
             one.wait_clean()
@@ -185,7 +187,7 @@ def test_a_damaged_generation_is_one_warning_and_is_replaced(
 def test_a_killed_job_leaves_no_process_and_no_half_generation(
     node: Node, tmp_path: Path, torch: dict[str, str]
 ) -> None:
-    with node.start("--", sys.executable, "-c", READY, variables=torch) as job:
+    with node.start("run", "--", sys.executable, "-c", READY, variables=torch) as job:
         wait_for(lambda: len(node.processes()) >= 2, "the keeper")
         job.kill()
         job.communicate()
@@ -202,7 +204,7 @@ def test_a_killed_keeper_costs_nothing_but_the_generation(
         f"import time; from pathlib import Path\nPath({str(began)!r}).touch()\n"
         f"while not Path({str(wait)!r}).exists(): time.sleep(.02)\n{COMPILES}"
     )
-    with node.start("--", sys.executable, "-c", script, variables=torch) as job:
+    with node.start("run", "--", sys.executable, "-c", script, variables=torch) as job:
         wait_for(began.exists, "the command")
         for pid in set(node.processes()) - {job.pid}:
             os.kill(pid, 9)
@@ -214,7 +216,7 @@ def test_a_killed_keeper_costs_nothing_but_the_generation(
 
 
 def test_two_jobs_of_a_node_at_once(node: Node, torch: dict[str, str], tmp_path: Path) -> None:
-    jobs = [node.start(*compile_job(), variables=torch) for _ in range(2)]
+    jobs = [node.start("run", *compile_job(), variables=torch) for _ in range(2)]
     for job in jobs:
         with job:
             out, err = job.communicate(timeout=60)
@@ -228,11 +230,11 @@ def test_without_a_configured_store_the_node_keeps_its_own(
     node: Node, torch: dict[str, str]
 ) -> None:
     variables = {**torch, "BOOTSEER_STORE": ""}
-    assert said(node.run(*compile_job(), variables=variables))["hit"] is False
+    assert said(node.run("run", *compile_job(), variables=variables))["hit"] is False
     # No process behind the job, and no copy beside the folder.
     assert not (node.base / "run/logs").exists()
     assert not (node.base / ".local/share/bootseer/store").exists()
-    assert said(node.run(*compile_job(), variables=variables))["hit"] is True
+    assert said(node.run("run", *compile_job(), variables=variables))["hit"] is True
 
 
 def test_a_store_that_is_silent_is_one_line_and_a_short_wait(
@@ -243,7 +245,7 @@ def test_a_store_that_is_silent_is_one_line_and_a_short_wait(
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"hdfs://127.0.0.1:{server.getsockname()[1]}/store"
         variables = {**torch, "BOOTSEER_STORE": url, "BOOTSEER_DEADLINE": "2"}
-        done = node.run(*compile_job(), variables=variables)
+        done = node.run("run", *compile_job(), variables=variables)
     assert said(done)["hit"] is False
     # One wait for all caches, one warning.
     waits, line = done.stderr.splitlines()
@@ -255,7 +257,7 @@ def test_a_store_that_is_silent_is_one_line_and_a_short_wait(
 def test_a_folder_that_cannot_be_made_is_one_line(node: Node, torch: dict[str, str]) -> None:
     (node.base / "cache").mkdir()
     (node.base / "cache/kept").write_text("in the way")
-    done = node.run("--", sys.executable, "-c", "print('ran')", variables=torch)
+    done = node.run("run", "--", sys.executable, "-c", "print('ran')", variables=torch)
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert all("warning: the kept cache" in line for line in done.stderr.splitlines())
     node.wait_clean()
@@ -270,10 +272,10 @@ def test_in_an_image_the_user_of_the_image_writes(
     script = COMPILES.replace("TORCHINDUCTOR_CACHE_DIR", "X_CACHE_DIR")
     job = ("--image", known_image.source, "--keep", "/var/cache/x", "--")
     command = ("python3", "-c", script, "/var/cache/x")
-    assert said(node.run(*job, *command))["hit"] is False
+    assert said(node.run("run", *job, *command))["hit"] is False
     node.wait_clean()
     with node_at(tmp_path / "second", node.store) as second:
-        done = second.run(*job, *command)
+        done = second.run("run", *job, *command)
         assert said(done)["hit"] is True, done.stderr
         second.wait_clean()
 
@@ -293,7 +295,7 @@ def test_in_an_image_with_torch_the_path_is_the_same_everywhere(
     hits = []
     for number in (1, 2):
         with node_at(tmp_path / f"node-{number}", node.store) as one:
-            done = one.run(*job)
+            done = one.run("run", *job)
             assert done.returncode == 0, done.stderr
             told, place = done.stdout.splitlines()
             assert place == "/run/bootseer/caches/torchinductor-cache-dir 1000"
@@ -310,6 +312,6 @@ def test_in_an_image_without_root(image_root: Path) -> None:
         job = ("--image", image_root, "--keep", "/x", "--", "python3", "-c", script, "/x")
         hits = []
         for _ in range(2):
-            hits.append(said(node.run(*job, prefix=prefix))["hit"])
+            hits.append(said(node.run("run", *job, prefix=prefix))["hit"])
             node.wait_clean()
         assert hits == [False, True]

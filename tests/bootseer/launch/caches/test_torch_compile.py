@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bootseer.launch.harness import Node, node_at
+from testbed.node import Node, node_at
 
 pytestmark = pytest.mark.needs(modules=["torch"], programs=["g++"])
 
@@ -48,15 +48,15 @@ def test_another_node_compiles_nothing(node: Node, compiler: Path, tmp_path: Pat
         "USER": "nobody",
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.bootseer.launch.harness.TIMEOUT_S", 240.0)
-        first = node.run("--", sys.executable, "-c", MODEL, variables=variables)
+        patch.setattr("testbed.node.TIMEOUT_S", 240.0)
+        first = node.run("run", "--", sys.executable, "-c", MODEL, variables=variables)
         assert first.returncode == 0, first.stderr
         node.wait_clean()
         assert compiled(compiler) > 0
         # The same paths, as all nodes of a cluster have; nothing in them.
         shutil.rmtree(tmp_path / "caches")
         with node_at(tmp_path / "second", node.store) as second:
-            again = second.run("--", sys.executable, "-c", MODEL, variables=variables)
+            again = second.run("run", "--", sys.executable, "-c", MODEL, variables=variables)
             assert again.returncode == 0, again.stderr
             second.wait_clean()
         assert "restored the cache TORCHINDUCTOR_CACHE_DIR" in again.stderr
@@ -75,7 +75,7 @@ def test_another_compiler_has_another_cache(node: Node, compiler: Path, tmp_path
         program.write_text(f"#!/bin/sh\necho g++ {version}\n")
         program.chmod(0o755)
         done = node.run(
-            "--", sys.executable, "-c", show, variables={**variables, "CXX": str(program)}
+            "run", "--", sys.executable, "-c", show, variables={**variables, "CXX": str(program)}
         )
         folders.add(done.stdout)
     assert len(folders) == 2

@@ -16,9 +16,9 @@ from bootseer.store import open_store
 from testbed import waiting
 from testbed.containers.containerd_images import shell_layer
 from testbed.images.building import Layout, tar_of
+from testbed.node import Node, attribute, node_at, wait_for
 from testbed.paths import REPOSITORY
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import Node, attribute, node_at, wait_for
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -45,7 +45,7 @@ def test_recorded_once_and_replayed_on_another_node(
 ) -> None:
     bind = f"{REPOSITORY}:/source:ro"
     job = ("--image", image.source, "--bind", bind, "--", "python3", "-c", STAGES)
-    first = node.run(*job)
+    first = node.run("run", *job)
     assert first.returncode == 0, first.stderr
     assert "not indexed yet" in first.stderr
     node.wait_clean()
@@ -58,7 +58,7 @@ def test_recorded_once_and_replayed_on_another_node(
     assert spans["image pull"]["parentSpanId"] == spans["image"]["spanId"]
     assert attribute(spans["image served"], "bootseer.hit") is False
     with node_at(tmp_path / "second", node.store) as second:
-        done = second.run(*job)
+        done = second.run("run", *job)
         assert (done.returncode, done.stderr) == (0, "")
         second.wait_clean()
         spans = second.spans()
@@ -82,7 +82,7 @@ def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
         return {stage.name for start in starts for stage in start.stages() if stage.end_ns}
 
     options: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-    with node.start(*job, stdin=subprocess.PIPE, variables=variables, **options) as running:
+    with node.start("run", *job, stdin=subprocess.PIPE, variables=variables, **options) as running:
         waiting.wait_for(lambda: "ready" in stages(), "the timeline")
         assert {"start", "image", "load"} <= stages()
         running.communicate("", timeout=60)
@@ -98,16 +98,16 @@ def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) ->
     layout.add_image([tar_of(shell_layer())], tag="1", run=run)
     job = ("--image", f"oci:{layout.directory}:1")
     command = ("--", "ls", "-d", "/proc/self/status")
-    done = node.run(*job, *command)
+    done = node.run("run", *job, *command)
     assert (done.returncode, done.stdout) == (
         0,
         "entry ls -d /proc/self/status\n/proc/self/status\n",
     ), done.stderr
-    none = node.run(*job, "--entrypoint", "", *command)
+    none = node.run("run", *job, "--entrypoint", "", *command)
     assert (none.returncode, none.stdout) == (0, "/proc/self/status\n"), none.stderr
-    other = node.run(*job, "--entrypoint", "/usr/bin/stat", "--", "-c", "%n", "/proc")
+    other = node.run("run", *job, "--entrypoint", "/usr/bin/stat", "--", "-c", "%n", "/proc")
     assert (other.returncode, other.stdout) == (0, "/proc\n"), other.stderr
-    assert node.run("--entrypoint", "", *command).returncode == 2
+    assert node.run("run", "--entrypoint", "", *command).returncode == 2
 
 
 def test_what_the_command_gets(node: Node, known_image: Image, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_what_the_command_gets(node: Node, known_image: Image, tmp_path: Path) -
         *("--", "python3", "-c", SHOW),
     )
     variables = {"RANK": "3", "MASTER_ADDR": "host", "VIRTUAL_ENV": "/host"}
-    process = node.start(*job, stdin=subprocess.PIPE, variables=variables)
+    process = node.start("run", *job, stdin=subprocess.PIPE, variables=variables)
     out, err = process.communicate("for the job", timeout=60)
     assert process.returncode == 0, err
     got = json.loads(out)
@@ -146,12 +146,14 @@ def test_exit_codes_and_signals(node: Node, known_image: Image) -> None:
         (["/etc/passwd"], 126),
         (["sh", "-c", "kill -KILL $$"], -signal.SIGKILL),
     ):
-        done = node.run("--image", known_image.source, "--", *command)
+        done = node.run("run", "--image", known_image.source, "--", *command)
         assert done.returncode == code, done.stderr
     node.wait_clean()
     for number in (signal.SIGTERM, signal.SIGKILL):
         waiting = "import time; print('up', flush=True); time.sleep(600)"
-        with node.start("--image", known_image.source, "--", "python3", "-c", waiting) as process:
+        with node.start(
+            "run", "--image", known_image.source, "--", "python3", "-c", waiting
+        ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
             process.send_signal(number)
@@ -161,14 +163,14 @@ def test_exit_codes_and_signals(node: Node, known_image: Image) -> None:
 
 
 def test_a_signal_while_the_image_is_pulled(node: Node, image: Image) -> None:
-    with node.start("--image", image.source, "--", "true") as process:
+    with node.start("run", "--image", image.source, "--", "true") as process:
         assert process.stderr is not None
         assert "not indexed yet" in process.stderr.readline()
         process.terminate()
         process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM
     node.wait_clean()
-    assert node.run("--image", image.source, "--", "sh", "-c", ":").returncode == 0
+    assert node.run("run", "--image", image.source, "--", "sh", "-c", ":").returncode == 0
     node.wait_clean()
 
 
@@ -179,9 +181,9 @@ def test_kill_9_at_each_step(node: Node, shell_image: Image, tmp_path: Path) -> 
     )
     steps = ("its timeline", "a server", "an image", "a mount", "a container's folder")
     for step in (*steps, "an environment", "the command"):
-        with node.start(*job) as process:
+        with node.start("run", *job) as process:
             node.kill_at(process, step)
-    done = node.run(*job)
+    done = node.run("run", *job)
     assert (done.returncode, done.stdout) == (0, "data\n"), done.stderr
     node.wait_clean()
 
@@ -193,12 +195,12 @@ def test_setup_and_checkpoint_inside(node: Node, known_image: Image, tmp_path: P
         *("--setup", "echo from-setup > env; echo ran; ls /ckpt"),
         *("--target", "/job", "--", "sh", "-c"),
     )
-    done = node.run(*job, "cat env; echo saved > /ckpt/step")
+    done = node.run("run", *job, "cat env; echo saved > /ckpt/step")
     assert (done.returncode, done.stdout) == (0, "from-setup\n"), done.stderr
     assert "\nran\n" in done.stderr
     node.wait_clean()
     with node_at(tmp_path / "second", node.store) as second:
-        again = second.run(*job, "cat env /ckpt/step")
+        again = second.run("run", *job, "cat env /ckpt/step")
         assert (again.returncode, again.stdout) == (0, "from-setup\nsaved\n"), again.stderr
         assert "restored" in again.stderr
         assert "\nran\n" not in again.stderr
@@ -213,11 +215,11 @@ def test_a_setup_inside_is_linked_at_later_starts(node: Node, known_image: Image
         *("--setup", f'python3 -c "{code}"'),
         *("--", "sh", "-c", "cat env/file; echo written > env/file; echo x > env/new"),
     )
-    first = node.run(*job)
+    first = node.run("run", *job)
     assert (first.returncode, first.stdout) == (0, "from-setup\n"), first.stderr
     node.wait_clean()
     for _ in range(2):
-        done = node.run(*job)
+        done = node.run("run", *job)
         assert (done.returncode, done.stdout) == (0, "from-setup\n"), done.stderr
         assert "linked: an overlay over this node's cache" in done.stderr
         node.wait_clean()
@@ -228,6 +230,7 @@ def test_a_setup_inside_is_linked_at_later_starts(node: Node, known_image: Image
 def test_a_setup_that_fails_inside(node: Node, known_image: Image, tmp_path: Path) -> None:
     """The mounts of the host go, too, although the set-up was in a namespace of its own."""
     done = node.run(
+        "run",
         *("--image", known_image.source, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--setup", "exec 9> /ckpt/open; (sleep 600 <&9 >/dev/null 2>&1 & ); exit 9"),
         *("--target", "/job/env", "--", "true"),
@@ -238,6 +241,7 @@ def test_a_setup_that_fails_inside(node: Node, known_image: Image, tmp_path: Pat
 
 def test_a_mount_that_fails_beside_the_image(node: Node, known_image: Image) -> None:
     done = node.run(
+        "run",
         *("--image", known_image.source, "--checkpoint", "file:///proc/self/status:/ckpt"),
         *("--setup", "true", "--target", "/job/env", "--", "true"),
     )
@@ -254,14 +258,14 @@ def test_a_tag_that_moves(node: Node, shell_image: Image, tmp_path: Path) -> Non
         (moving.root / "version").write_text(text)
         shutil.rmtree(moving.directory, ignore_errors=True)
         moving.build()
-        done = node.run("--image", moving.source, "--", "cat", "/version")
+        done = node.run("run", "--image", moving.source, "--", "cat", "/version")
         assert (done.returncode, done.stdout) == (0, text), done.stderr
 
 
 def test_a_layer_that_the_store_has_lost(node: Node, known_image: Image, tmp_path: Path) -> None:
     for name in ("blobs", "bundles", "hot"):
         shutil.rmtree(tmp_path / "store" / name, ignore_errors=True)
-    done = node.run("--image", known_image.source, "--", "cat", "/etc/passwd")
+    done = node.run("run", "--image", known_image.source, "--", "cat", "/etc/passwd")
     assert done.returncode == 0, done.stderr
     assert "is missing in" in done.stderr
     assert "pulling what the store lacks of image" in done.stderr
@@ -273,19 +277,21 @@ def test_a_directory_that_changes(node: Node, shell_image: Image, tmp_path: Path
     for root in roots:
         shutil.copytree(shell_image.root, root, symlinks=True)
         (root / "version").write_text(str(root))
-        done = node.run("--image", root, "--", "cat", "/version")
+        done = node.run("run", "--image", root, "--", "cat", "/version")
         # Not the one of the same last name.
         assert (done.returncode, done.stdout) == (0, str(root)), done.stderr
-    again = node.run("--image", roots[0], "--", "cat", "/version")
+    again = node.run("run", "--image", roots[0], "--", "cat", "/version")
     assert (again.stdout, again.stderr) == (str(roots[0]), "")
     (roots[0] / "version").write_text("new")
-    changed = node.run("--image", roots[0], "--", "cat", "/version")
+    changed = node.run("run", "--image", roots[0], "--", "cat", "/version")
     assert changed.stdout == "new"
     assert "has changed" in changed.stderr
 
 
 def test_the_timeline_is_the_images_users_to_write(node: Node, known_image: Image) -> None:
-    done = node.run("--image", known_image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE")
+    done = node.run(
+        "run", "--image", known_image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE"
+    )
     assert done.stdout == "/run/bootseer/timeline.jsonl\n"
     (file,) = (node.base / "timeline").rglob("*.jsonl")
     assert file.stat().st_uid == 1000
@@ -293,7 +299,9 @@ def test_the_timeline_is_the_images_users_to_write(node: Node, known_image: Imag
     node.wait_clean()
     shutil.rmtree(node.base / "timeline")
     (node.base / "timeline").write_text("in the way")
-    done = node.run("--image", known_image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE")
+    done = node.run(
+        "run", "--image", known_image.source, "--", "sh", "-c", "echo $BOOTSEER_TIMELINE"
+    )
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
@@ -308,7 +316,7 @@ def test_two_starts_at_once(node: Node, shell_image: Image, tmp_path: Path) -> N
             "echo $RANK > /ckpt/$RANK && until test -e /ckpt/0 -a -e /ckpt/1; do :; done",
         ),
     )
-    started = [node.start(*job, variables={"RANK": rank}) for rank in "01"]
+    started = [node.start("run", *job, variables={"RANK": rank}) for rank in "01"]
     for process in started:
         with process:
             _, err = process.communicate(timeout=60)
@@ -329,7 +337,8 @@ import email.message, decimal
     out.mkdir(mode=0o777)
     out.chmod(0o777)
     with node.start(
-        *("--image", known_image.source, "--bind", f"{out}:/out", "--", "python3", "-c", code)
+        "run",
+        *("--image", known_image.source, "--bind", f"{out}:/out", "--", "python3", "-c", code),
     ) as process:
         wait_for(out / "up")
         servers = [pid for pid, line in node.processes().items() if "prefetch.serve" in line]

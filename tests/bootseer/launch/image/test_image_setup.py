@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from testbed.node import Node, node_at
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import Node, node_at
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -62,7 +62,7 @@ def test_a_set_up_that_changes_what_the_image_has(
         *("--setup", "python3 -B /bind/set-up.py", "--target", inside, "--mode", "extract"),
         *("--", "python3", "-B", "/bind/show.py"),
     )
-    first = node.run(*job, flags=["-v"])
+    first = node.run("-v", "run", *job)
     assert first.returncode == 0, first.stderr
     assert "stored snapshot" in first.stderr
     # The layers told.
@@ -79,7 +79,7 @@ def test_a_set_up_that_changes_what_the_image_has(
     assert f"{inside}/mime/new.py" in shown
     assert f"{inside}/quoprimime.py" not in shown
     with node_at(tmp_path / "second", node.store) as second:
-        again = second.run(*job, flags=["-v"])
+        again = second.run("-v", "run", *job)
         assert again.returncode == 0, again.stderr
         assert "restored snapshot" in again.stderr
         assert "scanning" not in again.stderr
@@ -95,10 +95,11 @@ def test_a_target_with_a_mount_inside_is_scanned(
     (tmp_path / "bind").mkdir()
     (tmp_path / "bind/file").touch()
     done = node.run(
+        "-v",
+        "run",
         *("--image", known_image.source, "--bind", f"{tmp_path / 'bind'}:{inside}/bound"),
         *("--setup", f"echo x > {inside}/new; echo x > {inside}/bound/x", "--target", inside),
         *("--", "cat", f"{inside}/new"),
-        flags=["-v"],
     )
     assert (done.returncode, done.stdout) == (0, "x\n"), done.stderr
     assert f"something is mounted on {node.base}" in done.stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from testbed.images.building import Layout, Member, tar_of
+from testbed.node import Node, attribute, node_at
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
-from tests.bootseer.launch.harness import Node, attribute, node_at
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -25,13 +25,13 @@ def test_a_setup_in_it_is_restored_once_it_is_published(
         *("--image", shell_image.source, "--setup", "echo set-up > env", "--target", "/job"),
         *("--", "cat", "env"),
     )
-    first = node.run(*job)
+    first = node.run("run", *job)
     assert (first.returncode, first.stdout) == (0, "set-up\n"), first.stderr
     assert attribute(node.spans()["image"], "bootseer.from") == "node"
     assert attribute(node.spans()["environment"], "bootseer.hit") is False
     node.wait_clean()
     with node_at(tmp_path / "second", node.store) as second:
-        done = second.run(*job)
+        done = second.run("run", *job)
         assert (done.returncode, done.stdout) == (0, "set-up\n"), done.stderr
         assert attribute(second.spans()["image"], "bootseer.from") == "store"
         assert attribute(second.spans()["environment"], "bootseer.hit") is True
@@ -44,11 +44,11 @@ def test_no_index_leaves_the_store_as_it_is(node: Node, shell_image: Image, tmp_
         (("--no-index", *job), {}),
         (job, {"BOOTSEER_AUTO_INDEX": "off"}),
     ):
-        done = node.run(*arguments, variables=variables)
+        done = node.run("run", *arguments, variables=variables)
         assert (done.returncode, done.stdout) == (0, (shell_image.root / "etc/passwd").read_text())
         node.wait_clean()
         assert stored(tmp_path / "store") == []
-    assert node.run(*job).returncode == 0
+    assert node.run("run", *job).returncode == 0
     node.wait_clean()
     assert stored(tmp_path / "store") == ["img%3Atrain.json"]
 
@@ -64,7 +64,7 @@ def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: 
     layout.add_image([buffer.getvalue(), top], tag="train", compression="zstd", run=run)
     code = "import decimal, os; print(len(open('new').read()), os.path.exists('/etc/passwd'))"
     job = ("--image", f"oci:{layout.directory}:train", "--", "python3", "-c", code)
-    done = node.run(*job)
+    done = node.run("run", *job)
     assert (done.returncode, done.stdout) == (0, "300000 False\n"), done.stderr
     node.wait_clean()
     spans = node.spans()
@@ -76,7 +76,7 @@ def test_on_layers_that_the_store_has(node: Node, known_image: Image, tmp_path: 
         if layer.stat().st_size < 10_000 and layer.read_bytes()[:2] == b"\x28\xb5"
     )
     assert int(attribute(spans["image served"], "bootseer.bytes")) > 0
-    again = node.run(*job)
+    again = node.run("run", *job)
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
     assert attribute(node.spans()["image"], "bootseer.from") == "store"
     node.wait_clean()

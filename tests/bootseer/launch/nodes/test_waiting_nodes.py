@@ -10,8 +10,8 @@ from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.model.tracks import tracks_of
 from bootseer.timeline.otlp import WAITED_FOR, Stage
+from testbed.node import Node
 from testbed.waiting import wait_for
-from tests.bootseer.launch.harness import Node
 
 # Each node has the folder of the set-up for itself, under one name.
 _OWN_FOLDER = 'mount --bind "$0" "$1"; cd "$1"; shift; exec "$@"'
@@ -40,7 +40,7 @@ def test_a_node_that_waits_for_a_set_up_says_for_whose(tmp_path: Path) -> None:
         prefix = ("unshare", "--mount", "sh", "-ec", _OWN_FOLDER, str(own), str(work))
         options = ("--setup", script, "--target", "env", "--mode", "extract")
         names = {"BOOTSEER_NODE": node.base.name, "BOOTSEER_SUBMISSION": "7"}
-        return node.start(*options, "--", "cat", "env/x", prefix=prefix, variables=names)
+        return node.start("run", *options, "--", "cat", "env/x", prefix=prefix, variables=names)
 
     with start(holder) as first:
         wait_for(began.exists)

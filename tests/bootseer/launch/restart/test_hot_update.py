@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from testbed.needs import require
+from testbed.node import Node, attribute
 from testbed.wheels import make_wheel
-from tests.bootseer.launch.harness import Node, attribute
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -39,7 +39,7 @@ class _Job:
         with_mount = ("--checkpoint", f"{self.checkpoint.as_uri()}:{self.node.base}/other")
         line = f"mkdir other/step-{step} && echo {step} > other/step-{step}/weights"
         done = self.node.run(
-            *with_mount, "--", "sh", "-c", line, variables={"BOOTSEER_JOB": "trainer"}
+            "run", *with_mount, "--", "sh", "-c", line, variables={"BOOTSEER_JOB": "trainer"}
         )
         assert done.returncode == 0, done.stderr
 
@@ -50,6 +50,7 @@ class _Job:
             "--upgrade -r requirements.txt"
         )
         done = self.node.run(
+            "run",
             *("--setup", setup, "--target", "packages", "--mode", "mount", "--linger", "10m"),
             *("--checkpoint", f"{self.checkpoint.as_uri()}:{self.node.base}/mnt"),
             *("--", "python3", "-B", "train.py"),

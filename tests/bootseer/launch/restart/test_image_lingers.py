@@ -17,9 +17,9 @@ from bootseer.linux.processes import wait_readable
 from testbed.cgroups import memory_limit
 from testbed.images.building import Layout, Member, tar_of
 from testbed.needs import require
+from testbed.node import Node, attribute, wait_for
 from testbed.waiting import wait_for as wait_until
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
-from tests.bootseer.launch.harness import Node, attribute, wait_for
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -38,7 +38,7 @@ class _Job:
         return ["--image", image, "--checkpoint", checkpoint, "--linger", linger]
 
     def start(self, line: str, **options: str) -> str:
-        done = self.node.run(*self.options(**options), "--", "sh", "-c", line)
+        done = self.node.run("run", *self.options(**options), "--", "sh", "-c", line)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -114,7 +114,7 @@ def test_what_is_left_of_a_job_keeps_what_it_writes(job: _Job) -> None:
     line = "exec 3<&0; echo mine > /tmp/mine; (read x <&3; cat /tmp/mine > /said/it) & echo up"
     command = (*job.options(), "--bind", f"{said}:/said", "--", "sh", "-c", line)
     left: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with job.node.start(*command, stdin=subprocess.PIPE, **left) as process:
+    with job.node.start("run", *command, stdin=subprocess.PIPE, **left) as process:
         assert process.wait(60) == 0
         assert job.start("ls /tmp") == ""
         assert job.how == ("live", "live")
@@ -170,7 +170,7 @@ def test_a_server_that_does_not_answer_is_replaced(job: _Job) -> None:
 def test_the_job_keeps_its_image_when_the_lingering_process_is_killed(job: _Job) -> None:
     line = ": > /ckpt/up; read x; cat /etc/passwd"
     command = (*job.options(), "--", "sh", "-c", line)
-    with job.node.start(*command, stdin=subprocess.PIPE) as process:
+    with job.node.start("run", *command, stdin=subprocess.PIPE) as process:
         wait_for(job.node.base.parent / "ckpt/up")
         (lingering,) = job.served("lingering")
         os.kill(lingering["pid"], signal.SIGKILL)
@@ -186,9 +186,9 @@ def test_two_jobs_of_one_image_at_once(job: _Job) -> None:
     line = ": > /ckpt/up; read x; ls /tmp"
     variables = {"BOOTSEER_JOB": "other"}
     command = (*job.options(), "--", "sh", "-c")
-    with job.node.start(*command, line, stdin=subprocess.PIPE) as process:
+    with job.node.start("run", *command, line, stdin=subprocess.PIPE) as process:
         wait_for(job.node.base.parent / "ckpt/up")
-        done = job.node.run(*command, WRITE, variables=variables)
+        done = job.node.run("run", *command, WRITE, variables=variables)
         assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
         assert job.how == ("mounted", "mounted")
         assert len(job.served("container")) == 2
@@ -207,7 +207,7 @@ def test_another_users_start_has_its_own(job: _Job) -> None:
     os.chown(state, 12345, 12345)
     try:
         command = (*job.options(linger="off"), "--", "cat", "/etc/passwd")
-        done = job.node.run(*command, variables={"BOOTSEER_JOB": "other"})
+        done = job.node.run("run", *command, variables={"BOOTSEER_JOB": "other"})
         assert done.stdout == (job.image.root / "etc/passwd").read_text()
         assert job.how == ("mounted", "live")
     finally:
@@ -235,7 +235,9 @@ def test_what_lingers_gives_way_where_memory_is_limited(
         prefix = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
         for how in ("mounted", "live"):
             with (tmp_path / "out").open("wb") as out:
-                done = node.run(*command, "cat", "/large-0", "/large-1", prefix=prefix, stdout=out)
+                done = node.run(
+                    "run", *command, "cat", "/large-0", "/large-1", prefix=prefix, stdout=out
+                )
             assert done.returncode == 0, done.stderr
             assert (tmp_path / "out").read_bytes() == b"".join(one.data for one in files)
             assert attribute(node.spans()["image"], "bootseer.how") == how

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from testbed.images.building import Layout, Member, digest, tar_of
+from testbed.node import Node, attribute
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry
 from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import IMAGE_PATH, Image
-from tests.bootseer.launch.harness import Node, attribute
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -60,7 +60,7 @@ def _start(node: Node, tag: _Tag) -> tuple[str, str, str, int]:
     """What it prints, how its stages were done, and bytes of layers that were fetched."""
     checkpoint = f"{(node.base.parent / 'ckpt').as_uri()}:/ckpt"
     options = ("--image", tag.source, "--checkpoint", checkpoint, "--linger", "10m")
-    done = node.run(*options, "--", "cat", "/version")
+    done = node.run("run", *options, "--", "cat", "/version")
     assert done.returncode == 0, done.stderr
     spans = node.spans()
     image, mounted = (attribute(spans[one], "bootseer.how") for one in ("image", "checkpoint"))
@@ -91,7 +91,7 @@ def test_a_new_layer_under_the_same_tag_and_another(
     size = tag.push("three", "next")
     assert _start(node, tag) == ("three", "changed", "live", size)
     options = ("--image", tag.source, "--linger", "off", "--", "cat", "/version")
-    assert node.run(*options).stdout == "three"
+    assert node.run("run", *options).stdout == "three"
     node.wait_clean()
 
 
@@ -105,7 +105,7 @@ def test_an_environment_belongs_to_its_image(
 
     def start() -> tuple[str, object, object]:
         command = ("--linger", "10m", "--", "cat", "/env/version")
-        done = node.run("--image", tag.source, *setup, *command)
+        done = node.run("run", "--image", tag.source, *setup, *command)
         assert done.returncode == 0, done.stderr
         spans = node.spans()
         image, environment = (
@@ -120,5 +120,5 @@ def test_an_environment_belongs_to_its_image(
     assert start() == ("one", "live", "live")
     tag.push("two")
     assert start() == ("two", "changed", "captured")
-    node.run("--image", tag.source, "--linger", "off", "--", "cat", "/version")
+    node.run("run", "--image", tag.source, "--linger", "off", "--", "cat", "/version")
     node.wait_clean()

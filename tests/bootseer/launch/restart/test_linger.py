@@ -13,8 +13,8 @@ import pytest
 from bootseer.linux.processes import wait_readable
 from bootseer.served.folders import LINGER, MountState, lock_new, new_mount_dir, write_state
 from testbed.needs import require
+from testbed.node import Node, attribute, wait_for
 from testbed.waiting import wait_for as wait_until
-from tests.bootseer.launch.harness import Node, attribute, wait_for
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -27,7 +27,7 @@ def one(node: Node) -> Node:
     """A node for which the store has the environments "a" and "b", at a place where nothing is."""
     require("mount", "fuse")
     for text in ("a", "b"):
-        assert node.run(*_setup(text), "--", "true").returncode == 0
+        assert node.run("run", *_setup(text), "--", "true").returncode == 0
         (node.base / "env/x").unlink()
         (node.base / "env").rmdir()
     return node
@@ -43,7 +43,8 @@ def _checkpoint(node: Node, name: str = "ckpt") -> tuple[str, ...]:
 
 def _start(node: Node, line: str, text: str = "a", name: str = "ckpt", linger: str = "10m") -> str:
     done = node.run(
-        *(*_setup(text), *_checkpoint(node, name), "--linger", linger, "--", "sh", "-c", line)
+        "run",
+        *(*_setup(text), *_checkpoint(node, name), "--linger", linger, "--", "sh", "-c", line),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -109,7 +110,7 @@ def test_a_start_that_mounts_nothing_lets_go_of_all(one: Node) -> None:
     """What lingered of the job kept its memory until its time was over."""
     _start(one, "true")
     assert _servers(one) != []
-    assert one.run("--", "true").returncode == 0
+    assert one.run("run", "--", "true").returncode == 0
     one.wait_clean()
 
 
@@ -132,7 +133,7 @@ def test_a_process_with_the_number_of_a_lingering_one_is_left_alone(node: Node) 
         lock = lock_new(folder)
         try:
             for options in ((), ("--linger", "1s")):
-                done = node.run(*options, "--", "true")
+                done = node.run("run", *options, "--", "true")
                 assert (done.returncode, done.stderr) == (0, "")
             assert stranger.poll() is None
         finally:
@@ -178,18 +179,18 @@ def test_unmounting_ends_it_at_once(one: Node) -> None:
 def test_the_job_keeps_its_mounts_when_the_lingering_process_is_killed(one: Node) -> None:
     job = (*_setup("a"), *_checkpoint(one), "--linger", "10m", "--", "sh", "-c")
     line = "touch mnt/up; while [ ! -e go ]; do sleep 0.05; done; touch mnt/end; cat env/x"
-    with one.start(*job, line) as process:
+    with one.start("run", *job, line) as process:
         wait_for(one.base.parent / "ckpt/up")
         (lingering,) = _served(one)["lingering"]
         assert lingering["until_s"] is None
         os.kill(lingering["pid"], signal.SIGKILL)
-        busy = one.run(*_checkpoint(one), "--", "true")
+        busy = one.run("run", *_checkpoint(one), "--", "true")
         assert busy.returncode == 19, busy.stderr
         Path(one.base / "go").touch()
         out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "a\n")
     # What is left of the killed process is nothing but a folder, which the next server removes.
-    assert one.run(*_checkpoint(one), "--", "true").returncode == 0
+    assert one.run("run", *_checkpoint(one), "--", "true").returncode == 0
     one.wait_clean()
 
 

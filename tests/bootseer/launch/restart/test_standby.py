@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from testbed.needs import require
-from tests.bootseer.launch.harness import Node, attribute
+from testbed.node import Node, attribute
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -25,7 +25,7 @@ mount --rbind "$0" /dev && exec "$@"
 def one(node: Node) -> Node:
     """A node for which the store has the environment, and whose checkpoint folder has a file."""
     require("mount", "fuse")
-    assert node.run(*_options(node), "--", "sh", "-c", "echo 1 > mnt/step-1").returncode == 0
+    assert node.run("run", *_options(node), "--", "sh", "-c", "echo 1 > mnt/step-1").returncode == 0
     node.wait_clean()
     (node.base / "env/x").unlink()
     (node.base / "env").rmdir()
@@ -66,7 +66,7 @@ def test_a_start_takes_over_what_is_held(one: Node) -> None:
     rows = {line.split()[0] for line in out.splitlines()}
     assert rows >= {"environment", "checkpoints", "lingering", f"{one.base}/mnt:"}
     assert "job (for another " in out
-    started = one.run(*_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
+    started = one.run("run", *_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
     assert (started.returncode, started.stdout) == (0, "a\n1\n"), started.stderr
     spans = one.spans()
     assert attribute(spans["environment"], "bootseer.how") == "live"
@@ -93,7 +93,7 @@ def test_killed_at_each_step(one: Node) -> None:
         with _standby(one, *_options(one), "--for", "10m") as process:
             one.kill_at(process, step)
         one.kill_lingering()
-        started = one.run(*_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
+        started = one.run("run", *_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
         assert (started.returncode, started.stdout) == (0, "a\n1\n"), started.stderr
         one.wait_clean()
     assert list((one.base / "env").iterdir()) == []
@@ -115,7 +115,7 @@ def test_without_fuse_a_start_is_an_ordinary_one(one: Node) -> None:
     # What is there already is left as it is; what is not comes likewise.
     for number in range(2):
         words = (*environment, "--linger", "10m", "--", "cat", "env/x")
-        started = one.run(*words, prefix=prefix)
+        started = one.run("run", *words, prefix=prefix)
         assert (started.returncode, started.stdout) == (0, "a\n"), started.stderr
         assert started.stderr.count("warning: ") == number, started.stderr
         (one.base / "env/x").unlink()

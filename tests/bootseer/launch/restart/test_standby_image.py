@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from testbed.needs import require
+from testbed.node import Node, attribute
 from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import Image
-from tests.bootseer.launch.harness import Node, attribute
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -40,7 +40,7 @@ def _done(node: Node, *words: str) -> tuple[int, str, str]:
 def one(node: Node, known_image: Image) -> Node:
     """A node whose store has the image, a record of its start, and the environment in it."""
     require("mount", "fuse")
-    done = node.run(*_options(node, known_image), "--", "sh", "-c", "echo 1 > /ckpt/step-1")
+    done = node.run("run", *_options(node, known_image), "--", "sh", "-c", "echo 1 > /ckpt/step-1")
     assert done.returncode == 0, done.stderr
     node.wait_clean()
     return node
@@ -62,7 +62,7 @@ def test_a_start_takes_over_what_is_held(one: Node, known_image: Image) -> None:
     wait_for(lambda: read_ahead.search(held()), "the pages of the image")
     rows = {line.split()[0] for line in held().splitlines()}
     assert rows >= {"container", "checkpoints", "lingering", "expected:"}
-    started = one.run(*options, "--", "sh", "-c", SHOW)
+    started = one.run("run", *options, "--", "sh", "-c", SHOW)
     assert (started.returncode, started.stdout) == (0, "set-up\n1\n"), started.stderr
     spans = one.spans()
     stages = ("image", "environment", "checkpoint")
@@ -87,7 +87,7 @@ def test_killed_at_each_step(one: Node, known_image: Image) -> None:
         with _standby(one, *options, "--for", "10m") as process:
             one.kill_at(process, step)
         one.kill_lingering()
-        started = one.run(*options, "--", "sh", "-c", SHOW)
+        started = one.run("run", *options, "--", "sh", "-c", SHOW)
         assert (started.returncode, started.stdout) == (0, "set-up\n1\n"), started.stderr
         one.wait_clean()
 
@@ -98,7 +98,7 @@ def test_imports_are_not_held_for_an_image(one: Node, known_image: Image) -> Non
     program = ("--", "python3", "-c", "print('up')")
     code, _, err = _done(one, "--image", known_image.source, "--preload", *program)
     assert (code, err.count(line)) == (0, 1), err
-    done = one.run("--image", known_image.source, "--preload", *program)
+    done = one.run("run", "--image", known_image.source, "--preload", *program)
     assert (done.returncode, done.stdout, done.stderr.count(line)) == (0, "up\n", 1), done.stderr
     assert attribute(one.spans()["image"], "bootseer.how") == "live"
     one.wait_clean()

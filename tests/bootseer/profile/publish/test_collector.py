@@ -17,8 +17,8 @@ from bootseer.profile.publish.otlp_messages import encode_groups
 from bootseer.profile.publish.outgoing import Line, outgoing
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Value
+from testbed.node import node_at
 from testbed.servers.otlp_collector import MESSAGES, Collector, by_schema, running_collector
-from tests.bootseer.launch.harness import node_at
 
 _TOKEN = "very-secret-token"
 _SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -320,7 +320,9 @@ def test_a_real_start_reaches_the_collector(server: Collector, tmp_path: Path) -
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
         code = "import bootseer; bootseer.stage('mine').end(); bootseer.ready(); input()"
         pipes = {**_SILENT, "stdin": subprocess.PIPE}
-        with node.start("--", sys.executable, "-c", code, variables=variables, **pipes) as job:
+        with node.start(
+            "run", "--", sys.executable, "-c", code, variables=variables, **pipes
+        ) as job:
             deadline_s = time.monotonic() + 60
             while not server.messages and time.monotonic() < deadline_s:
                 assert not any(_TOKEN in line for line in node.processes().values())
@@ -337,5 +339,5 @@ def test_a_real_start_reaches_the_collector(server: Collector, tmp_path: Path) -
 def test_a_dead_collector_costs_a_start_nothing(tmp_path: Path) -> None:
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
     with node_at(tmp_path / "node", "") as node:
-        done = node.run("--", "sh", "-c", "echo done", variables=variables)
+        done = node.run("run", "--", "sh", "-c", "echo done", variables=variables)
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -11,8 +11,8 @@ import pytest
 from bootseer.profile.files import read_start
 from bootseer.profile.stored import Stored
 from bootseer.store import open_store
+from testbed.node import Completed, Node, node_at
 from testbed.waiting import wait_for
-from tests.bootseer.launch.harness import Completed, Node, node_at
 
 _VARIABLES = {"BOOTSEER_PUBLISH_TIMELINES": "on", "SLURM_JOB_ID": "7"}
 _CODE = "import bootseer; bootseer.stage('late').end(); print('began', flush=True); input()"
@@ -21,7 +21,7 @@ _CODE = "import bootseer; bootseer.stage('late').end(); print('began', flush=Tru
 def _kill_a_start(node: Node, note: str) -> Path:
     """SIGKILL of all that a start has begun; returns the folder of its note, which is called so."""
     job = node.start(
-        *("--", sys.executable, "-c", _CODE), variables=_VARIABLES, stdin=subprocess.PIPE
+        "run", *("--", sys.executable, "-c", _CODE), variables=_VARIABLES, stdin=subprocess.PIPE
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "began\n"

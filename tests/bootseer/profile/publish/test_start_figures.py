@@ -17,9 +17,9 @@ from bootseer.prefetch.serve import prometheus as of_images
 from bootseer.prefetch.streams.fault_figures import FaultRecorder
 from bootseer.profile.publish.start_figures import render_start
 from bootseer.timeline.otlp import PROCESS, ROLE, Stage, Value
+from testbed.node import node_at
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
-from tests.bootseer.launch.harness import node_at
 from tests.fuse.striped.support.mounting import checkpoints
 from tests.prefetch.serve.test_figures import figures_of
 
@@ -123,7 +123,7 @@ def test_the_next_start_goes_on_with_the_series_of_the_last(tmp_path: Path) -> N
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
         for number in range(2):
             variables["SLURM_JOB_ID"] = f"submission-{number}"
-            done = node.run(*setup, *command, variables=variables)
+            done = node.run("run", *setup, *command, variables=variables)
             assert done.returncode == 0, done.stderr
             node.wait_clean()
             (path,) = metrics.glob("*.prom")

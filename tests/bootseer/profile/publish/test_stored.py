@@ -30,11 +30,11 @@ from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import Store, open_backend, open_store
 from bootseer.timeline import Timeline
 from testbed.mounts.image_mounts import settings_at
+from testbed.node import node_at
 from testbed.servers.s3 import s3_server
 from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import age, run_gc
 from tests.bootseer.launch.conftest import silent_url
-from tests.bootseer.launch.harness import node_at
 
 __all__ = ["silent_url"]
 
@@ -90,6 +90,7 @@ def test_a_start_of_two_nodes_is_explained_from_the_store_alone(
         running = [
             # Two launchers of one node, as `srun` starts them, and one of another.
             node.start(
+                "run",
                 *python,
                 variables={**_ON, **more, "BOOTSEER_NODE": name, "RANK": rank},
                 **_SILENT,
@@ -119,7 +120,7 @@ def test_a_start_of_two_nodes_is_explained_from_the_store_alone(
 def test_a_start_is_in_the_store_while_its_job_runs(tmp_path: Path) -> None:
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
         code = "import bootseer, time; bootseer.ready(); time.sleep(600)"
-        job = node.start("--", sys.executable, "-c", code, variables=_ON, **_SILENT)
+        job = node.start("run", "--", sys.executable, "-c", code, variables=_ON, **_SILENT)
         try:
             objects = tmp_path / "store" / "starts" / "job" / "7-0"
             wait_for(lambda: objects.is_dir() and any(objects.iterdir()), "the timeline")
@@ -145,7 +146,7 @@ def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: P
         def begin(rank: str, name: str) -> "subprocess.Popen[str]":
             variables = {**_ON, "RANK": rank, "STAGE": name}
             pipes = {**_SILENT, "stdin": subprocess.PIPE}
-            job = node.start("--", sys.executable, "-c", code, variables=variables, **pipes)
+            job = node.start("run", "--", sys.executable, "-c", code, variables=variables, **pipes)
             wait_for(lambda: any(map(has(name), timelines.rglob("*.jsonl"))), f"the stage {name}")
             return job
 
@@ -194,7 +195,7 @@ def test_what_killed_publishers_left_goes(tmp_path: Path) -> None:
         (logs / "timeline-2.log").write_text("young")
         for path in (left, logs / "timeline-1.log"):
             os.utime(path, (0, 0))
-        assert node.run("--", "true", variables=_ON).returncode == 0
+        assert node.run("run", "--", "true", variables=_ON).returncode == 0
         node.wait_clean()
         assert not any(left.parent.iterdir())
         assert not (logs / "timeline-1.log").exists()
@@ -207,7 +208,9 @@ def test_a_store_that_does_not_answer_costs_a_start_nothing(
 ) -> None:
     url = silent_url if is_silent else "hdfs://127.0.0.1:1/store"
     with node_at(tmp_path / "node", url) as node:
-        done = node.run("--", "sh", "-c", "echo done", variables={**_ON, "BOOTSEER_DEADLINE": "1"})
+        done = node.run(
+            "run", "--", "sh", "-c", "echo done", variables={**_ON, "BOOTSEER_DEADLINE": "1"}
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
         node.wait_clean()
         (log,) = (node.base / "run" / "logs").iterdir()
@@ -216,7 +219,7 @@ def test_a_store_that_does_not_answer_costs_a_start_nothing(
 
 def test_a_default_store_is_no_place_for_timelines(tmp_path: Path) -> None:
     with node_at(tmp_path / "node", "") as node:
-        assert node.run("--", "sh", "-c", ":", variables=_ON).returncode == 0
+        assert node.run("run", "--", "sh", "-c", ":", variables=_ON).returncode == 0
         node.wait_clean()
         assert not (node.base / "run").exists()
 

@@ -1,7 +1,11 @@
-"""A node on which `bootseer run` is started for real, and everything that it left is found.
+"""`Node`: the folders, environment and processes of one machine that runs Bootseer.
 
-Every process that a start begins inherits a variable that names the node, so that none can hide:
-not a server in a session of its own, not a set-up's grandchild.
+A test or benchmark creates a node, runs `bootseer` commands on it, breaks its processes, and asks
+what is left. The environment variable BOOTSEER_TEST_NODE marks every process that a command starts,
+so that a server in a session of its own is found, too, and a set-up's grandchild.
+
+Not thread-safe: one test uses a node. Commands run in child processes, because a process that waits
+for a FUSE reply cannot be killed.
 """
 
 import json
@@ -16,8 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pytest
-
 from bootseer.fuse.kernel.mounting import mounts
 from testbed import waiting
 from testbed.mounts.fuse_mount import clear_mount
@@ -30,15 +32,23 @@ Completed: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
 class Node:
-    """Caches, run folder and timelines of one node below `base`; the store is `store`."""
+    """One machine: a store shared with others; a cache, a run folder and timelines of its own."""
 
-    def __init__(self, base: Path, store: str) -> None:
+    def __init__(
+        self, base: Path, store: str | None = None, *, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Make the folder `base`. The store is the URL `store` ("": none), or a folder of `base`.
+
+        `variables` are set for all of its commands.
+        """
         self.base = base
-        self.store = store
+        self.store = (base / "store").as_uri() if store is None else store
+        self.variables = dict(variables or {})
         base.mkdir(parents=True, exist_ok=True)
 
     @property
     def environment(self) -> dict[str, str]:
+        """The environment variables of its commands."""
         names = ("PATH", "LANG", "JAVA_HOME")
         return {
             **{name: os.environ[name] for name in names if name in os.environ},
@@ -54,41 +64,41 @@ class Node:
             "BOOTSEER_JOB": "job",
             # Else each start is followed by a process that puts its timeline into the store.
             "BOOTSEER_PUBLISH_TIMELINES": "off",
+            **self.variables,
         }
 
     def start(
         self,
-        *arguments: object,
+        *words: object,
         prefix: Sequence[str] = (),
-        flags: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         **options: Any,
     ) -> "subprocess.Popen[str]":
-        """`bootseer FLAGS run ARGUMENTS`, started behind the words of `prefix`."""
-        command = [*prefix, sys.executable, "-m", "bootseer", *flags, "run", *map(str, arguments)]
+        """Start `bootseer WORDS`, behind the words of `prefix`. `options` are those of Popen."""
         pipes: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
         return subprocess.Popen(
-            command,
+            [*prefix, sys.executable, "-m", "bootseer", *map(str, words)],
             env={**self.environment, **(variables or {})},
             text=True,
-            cwd=self.base,
-            **{**pipes, **options},
+            **{"cwd": self.base, **pipes, **options},
         )
 
-    def run(self, *arguments: object, stdin: str | None = None, **options: Any) -> Completed:
-        """The same, waited for; given up when it hangs."""
+    def run(
+        self, *words: object, stdin: str | None = None, timeout_s: float = TIMEOUT_S, **options: Any
+    ) -> Completed:
+        """Run `bootseer WORDS` to its end. Raises: AssertionError if it takes too long."""
         if stdin is not None:
             options["stdin"] = subprocess.PIPE
-        with self.start(*arguments, **options) as process:
+        with self.start(*words, **options) as process:
             try:
-                out, err = process.communicate(stdin, timeout=TIMEOUT_S)
+                out, err = process.communicate(stdin, timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-                pytest.fail(f"bootseer run {arguments} did not end within {TIMEOUT_S} s")
+                raise AssertionError(f"bootseer {words} did not end in {timeout_s} s") from None
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     # ---- what is left -------------------------------------------------------------------------
