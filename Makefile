@@ -43,7 +43,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: demo test durations fuzz test-kubernetes test-slurm test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: bench-smoke demo test durations fuzz test-kubernetes test-slurm test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
@@ -89,6 +89,11 @@ soak: system-test $(VENV)/ready
 	failed=0; for storage in folder hdfs; do \
 		$(BIN)/python -m tests.fuse.striped.exerciser --minutes $(EXERCISER_MINUTES) --storage $$storage || failed=1; done; \
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) --folder $(SOAK_FOLDER) || failed=1; exit $$failed
+
+# Every benchmark once with the least sizes, to see that it still works; nothing is measured. Packages and
+# images are kept as for a run. Tens of minutes the first time.
+bench-smoke: system-test $(VENV)/ready $(VENV)/formats
+	$(BIN)/python -m bench --smoke
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

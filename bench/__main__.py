@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.catalogue import all_cases
-from bench.model import only
+from bench.model import Case, only
 from bench.reporting import generated_page
 from bench.reporting.result import Result, save
 from bench.reporting.tables import Row, environment_line, ratio_rows, variant_rows
-from bench.runner import run_case
+from bench.runner import run_case, smoke
 from testbed.needs import MissingError
 
 _HERE = Path(__file__).resolve().parent
@@ -30,6 +30,12 @@ _PACKAGES = ("bootseer", "fuse", "prefetch", "snapshots")
 @click.argument("case_name", metavar="[CASE]", required=False)
 @click.option("--list", "is_list", is_flag=True, help="List the cases, and for whom each is.")
 @click.option("--quick", "is_quick", is_flag=True, help="Smaller and fewer runs, for a first look.")
+@click.option(
+    "--smoke",
+    "is_smoke",
+    is_flag=True,
+    help="Try each variant of CASE (of all cases if none is named) once, with the least sizes.",
+)
 @click.option(
     "--only", "names", metavar="VARIANT", multiple=True, help="Run this variant, and no others."
 )
@@ -59,6 +65,7 @@ def main(
     *,
     is_list: bool,
     is_quick: bool,
+    is_smoke: bool,
     names: tuple[str, ...],
     runs: int | None,
     json_file: Path | None,
@@ -81,11 +88,18 @@ def main(
         _README.write_text(generated_page.readme(_README.read_text(), results))
         _DOCUMENT.write_text(generated_page.benchmarks(_DOCUMENT.read_text(), results, cases))
         click.echo("wrote the tables of README.md and docs/benchmarks.md", err=True)
-    elif case_name is None:
-        raise click.UsageError("name a case, or use --list or --report")
-    elif case_name not in cases:
+    elif case_name is None and not is_smoke:
+        raise click.UsageError("name a case, or use --list, --smoke or --report")
+    elif case_name is not None and case_name not in cases:
         raise click.UsageError(f"there is no case {case_name!r}; --list shows them")
-    else:
+    elif is_smoke:
+        signal.signal(signal.SIGTERM, _end)
+        chosen = cases.values() if case_name is None else [cases[case_name]]
+        # All of them, also behind one that fails.
+        worked = [_smoke(case, work_dir.absolute()) for case in chosen]
+        if not all(worked):
+            sys.exit(1)
+    elif case_name is not None:
         case = cases[case_name]
         # Mounts and servers are taken down on the way out, also when terminated.
         signal.signal(signal.SIGTERM, _end)
@@ -107,6 +121,21 @@ def main(
         _show(result, *variant_rows(result, case.columns), *ratio_rows(result.ratios))
         if is_strict and any(ratio.is_met is False for ratio in result.ratios):
             sys.exit(1)
+
+
+def _smoke(case: Case, kept: Path) -> bool:
+    """Print what became of each variant; False: one failed."""
+    log = Console(stderr=True, highlight=False, markup=False)
+    try:
+        result = smoke(case, kept=kept, say=log.print)
+    except MissingError as error:
+        click.echo(f"{case.name}: cannot run here: {error}")
+        return True
+    click.echo(f"{case.name}: ran: {', '.join(result.ran) or 'nothing'}")
+    for what, reasons in (("skipped", result.skipped), ("FAILED", result.failed)):
+        for name, reason in reasons.items():
+            click.echo(f"{case.name}: {what}: {name}: {reason}")
+    return not result.failed
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -40,6 +40,12 @@ class Workspace:
     """Gets a line per event, for people."""
     shared: dict[str, Any] = field(default_factory=dict)
     """From the case's `prepare` to its variants, and between those."""
+    is_smoke: bool = False
+    """Whether only the case itself is tried: the least sizes, no figure counts."""
+
+    def sized(self, full: int, quick: int, smoke: int) -> int:
+        """Return how much to do in a run of this kind."""
+        return smoke if self.is_smoke else quick if self.is_quick else full
 
 
 TakeSample: TypeAlias = Callable[[], Sample]

@@ -1,9 +1,11 @@
-"""Carries out a case: sessions for all variants, then interleaved runs."""
+"""Carries out a case: sessions for all variants, then interleaved runs; or each variant once."""
 
 import contextlib
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.machine import environment
@@ -69,6 +71,47 @@ def run_case(
         runs=tuple(runs),
         ratios=tuple(measure_ratio(ratio, runs) for ratio in case.ratios),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeResult:
+    """Names of the variants that ran, and reasons of those that could not run here or failed."""
+
+    ran: tuple[str, ...]
+    skipped: Mapping[str, str]
+    failed: Mapping[str, str]
+
+
+def smoke(
+    case: Case, *, kept: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> SmokeResult:
+    """Run each variant once with the least sizes, to see that the case still works.
+
+    A variant fails when it raises, or lacks a figure that a ratio names.
+    Raises: MissingError when the whole case cannot run here.
+    """
+    figures: dict[str, Mapping[str, float]] = {}
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-bench-")))
+        workspace = Workspace(directory, True, kept or directory / "kept", say, is_smoke=True)
+        stack.enter_context(case.prepare(workspace))
+        for variant in case.variants:
+            say(f"{case.name}: {variant.name}")
+            try:
+                take = stack.enter_context(variant.session(workspace))
+                figures[variant.name] = figures_of(case, take())
+            except MissingError as reason:
+                skipped[variant.name] = str(reason)
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                failed[variant.name] = str(error) or repr(error)
+    for ratio in case.ratios:
+        for side in (ratio.top, ratio.bottom):
+            if side.name not in figures.get(side.variant, {side.name: 0.0}):
+                failed.setdefault(side.variant, f"it has no figure {side.name!r}")
+    ran = tuple(name for name in figures if name not in failed)
+    return SmokeResult(ran, skipped, failed)
 
 
 def _take(case: Case, turn: Turn, take: TakeSample) -> Run:

@@ -47,9 +47,11 @@ from bench.model import (
 from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
-_FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
+_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**28, 2**25
 # Of all files of all kinds on both clusters, and of what was just deleted.
 _KEPT_SIZES = 14
+# HDFS reserves a whole block for each that is being written: 8 parts, twice, of 128 MiB.
+_LEAST_BYTES = 3 * 2**30
 # Together below half of what two cores can move between clients and DataNodes.
 _RATES = {4: 50e6, 8: 30e6}
 _SLOWER = 10
@@ -59,11 +61,13 @@ _RCLONE, _HDFS_CLI = ("rclone", "rclone"), ("hdfs-cli", "hdfs")
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    workspace.shared["size_bytes"] = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    workspace.shared["size_bytes"] = workspace.sized(_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES)
     _fetch(workspace)
     with contextlib.ExitStack() as stack:
         size_bytes = workspace.shared["size_bytes"]
-        folder, where = stack.enter_context(data_folder(workspace, _KEPT_SIZES * size_bytes))
+        folder, where = stack.enter_context(
+            data_folder(workspace, max(_KEPT_SIZES * size_bytes, _LEAST_BYTES))
+        )
         limits = stack.enter_context(limiter())
         clusters = {
             count: stack.enter_context(CappedHdfs(folder / f"hdfs-{count}", count, rate, limits))
@@ -107,7 +111,10 @@ Action = Callable[[Workspace, CappedHdfs], Sample]
 def _variant(count: int, name: str, description: str, action: Action) -> Variant:
     def take(workspace: Workspace) -> Sample:
         evict_everything([])
-        return action(workspace, workspace.shared["clusters"][count])
+        taken = action(workspace, workspace.shared["clusters"][count])
+        if workspace.is_smoke and taken.figures["network_bytes"] < (taken.moved_bytes or 0):
+            raise RuntimeError("the links of the DataNodes counted fewer bytes than were moved")
+        return taken
 
     return variant(f"{count}: {name}", f"{description} ({count} DataNodes)", take)
 

@@ -25,7 +25,7 @@ from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 from testbed.processes import Server
 
-_FULL_BYTES, _QUICK_BYTES = 2**30, 2**27
+_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**27, 2**25
 _DATANODES, _BYTES_PER_S = 4, 50e6
 _DEADLINE_S = 120.0
 _STRIPED = Kind("striped", Way.MOUNT)
@@ -37,7 +37,7 @@ Action = Callable[[Workspace, CappedHdfs, TorchEnvironment], Sample]
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    size_bytes = workspace.sized(_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES)
     environment = TorchEnvironment(workspace.kept)
     environment.build()
     _fetch(workspace, environment)

@@ -23,7 +23,7 @@ from bench.model import (
 )
 from testbed.processes import Server, tree_peak_bytes
 
-_FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
+_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**28, 2**25
 _DATANODES = 4
 _STREAMS = 8
 _BUDGET_BYTES = 2**29
@@ -35,7 +35,7 @@ Action = Callable[[Workspace], Sample]
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    size_bytes = workspace.sized(_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES)
     workspace.shared["size_bytes"] = size_bytes
     with (
         tmpfs(workspace.directory, 3 * size_bytes) as memory,

@@ -36,7 +36,7 @@ class _Node:
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.name = name
-        self.blocks = 2 if workspace.is_quick else 8
+        self.blocks = workspace.sized(8, 2, 1)
         self.base = workspace.directory / "compile"
         self.shared = workspace.directory / f"shared-{name}"
         self.cache = self.base / "inductor"

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,14 +29,14 @@ from testbed.paths import REPOSITORY
 from testbed.processes import mounted, python_command, run_json, tree_cpu_s
 
 _BLOCK_BYTES = 2**20
-_FULL_BYTES, _QUICK_BYTES = 2**31, 2**29
+_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**31, 2**29, 2**23
 _READ_DEADLINE_S = 120.0
 _NAME = "data"
 
 
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
-    size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    size_bytes = workspace.sized(_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES)
     with tmpfs(workspace.directory, size_bytes) as source:
         block = os.urandom(_BLOCK_BYTES)
         with (source / _NAME).open("wb") as file:
@@ -61,10 +62,22 @@ def _read(workspace: Workspace, path: Path, server_pid: int | None) -> Sample:
     size_bytes = workspace.shared["size_bytes"]
     if reader["read_bytes"] != size_bytes:
         raise RuntimeError(f"read {reader['read_bytes']} of {size_bytes} bytes")
+    if workspace.is_smoke:
+        _compare(workspace, path)
     cpu_s = {"reader": float(reader["cpu_s"])}
     if server_pid is not None:
         cpu_s["server"] = tree_cpu_s(server_pid) - server_before_s
     return Sample(reader["wall_s"], cpu_s, moved_bytes=size_bytes)
+
+
+def _compare(workspace: Workspace, path: Path) -> None:
+    """Raise RuntimeError if the file at `path` has other bytes than the source."""
+    command = ["cmp", str(path), str(workspace.shared["source"] / _NAME)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_READ_DEADLINE_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
 
 
 def _native(workspace: Workspace) -> Sample:

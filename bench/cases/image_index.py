@@ -51,7 +51,7 @@ def _index(name: str, description: str) -> Variant:
 
 def _index_large(gib: int) -> Variant:
     def take(workspace: Workspace) -> Sample:
-        size_bytes = (1 if workspace.is_quick else gib) * _GIB
+        size_bytes = workspace.sized(gib * _GIB, _GIB, _GIB // 64)
         # Made for each run, since all of them at once would need too much room.
         folder = workspace.directory / f"large-{gib}"
         try:

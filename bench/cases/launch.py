@@ -42,6 +42,8 @@ def sample_of(document: Mapping[str, Any], which: str) -> Sample:
 def _first(workspace: Workspace) -> Sample:
     """Run the demo, which yields both launches."""
     command = python_command("-m", "bootseer", "demo", "--json")
+    if workspace.is_smoke:
+        command.append("--quick")
     workspace.shared["demo"] = run_json(command, timeout_s=_DEADLINE_S)
     return sample_of(workspace.shared["demo"], "first")
 

@@ -30,7 +30,7 @@ from testbed.processes import python_command, tree_cpu_s, tree_peak_bytes
 from testbed.starts.generate import hard
 from testbed.starts.timelines import write_timelines
 
-_NODES, _QUICK_NODES = 10_000, 500
+_NODES, _QUICK_NODES, _SMOKE_NODES = 10_000, 500, 110
 _FAULTY_COUNTS = (1, 3, 10, 30, 100)
 _SEEDS = (11, 12, 13)
 _FILLERS = 36
@@ -54,14 +54,14 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 
 def _nodes(workspace: Workspace) -> int:
-    return _QUICK_NODES if workspace.is_quick else _NODES
+    return workspace.sized(_NODES, _QUICK_NODES, _SMOKE_NODES)
 
 
 def _faulty(count: int) -> Variant:
     def take(workspace: Workspace) -> Sample:
         began = time.monotonic()
         total = Score()
-        for seed in _SEEDS:
+        for seed in _SEEDS[: workspace.sized(3, 3, 1)]:
             total += score(hard(_nodes(workspace), count, seed))
         workspace.shared["scores"][count] = total
         return Sample(time.monotonic() - began, figures={**total.figures(), "one": 1.0})
@@ -82,7 +82,9 @@ def _large(workspace: Workspace) -> Iterator[TakeSample]:
     if browser is None:
         raise MissingError("chromium is not installed (apt install chromium)")
     timelines, page = workspace.directory / "timelines", workspace.directory / "start.html"
-    recipe = replace(hard(_nodes(workspace), 50, 9), filler_count=_FILLERS)
+    recipe = replace(
+        hard(_nodes(workspace), 50, 9), filler_count=workspace.sized(_FILLERS, _FILLERS, 1)
+    )
     write_timelines(timelines, recipe, job="large", submission="s")
 
     def take() -> Sample:

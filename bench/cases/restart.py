@@ -29,7 +29,7 @@ from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
 _PACKAGES = ("torch", "transformers", "hdfs_native")
-_FULL_BYTES, _QUICK_BYTES = 2**30, 2**28
+_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**30, 2**28, 2**26
 _DATANODES, _BYTES_PER_S = 4, 50e6
 _DEADLINE_S = 180.0
 _STEP = "step-1"
@@ -49,7 +49,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
         raise MissingError("there is no C++ compiler; apt-get install g++")
     # Before there is a network of our own, which leads nowhere.
     assemble_hdfs()
-    size_bytes = _QUICK_BYTES if workspace.is_quick else _FULL_BYTES
+    size_bytes = workspace.sized(_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES)
     with (
         limiter() as limits,
         CappedHdfs(workspace.directory / "hdfs", _DATANODES, _BYTES_PER_S, limits) as cluster,

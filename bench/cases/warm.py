@@ -38,7 +38,7 @@ _READAHEAD_BYTES = {"4k": 0, "128k": 128 * 1024}
 @contextlib.contextmanager
 def _prepare(workspace: Workspace) -> Iterator[None]:
     tree = workspace.directory / "tree"
-    for name in _PACKAGES:
+    for name in _PACKAGES[: workspace.sized(4, 4, 2)]:
         found = importlib.util.find_spec(name.removesuffix(".libs"))
         if found is None or found.origin is None:
             raise MissingError(f"{name} is not installed; pip install numpy pyarrow")
@@ -57,8 +57,9 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
     yield
 
 
-def _import(directory: Path) -> list[str]:
-    script = f"import sys; sys.path.insert(0, {str(directory)!r}); import numpy, pyarrow"
+def _import(workspace: Workspace, directory: Path) -> list[str]:
+    names = "numpy" if workspace.is_smoke else "numpy, pyarrow"
+    script = f"import sys; sys.path.insert(0, {str(directory)!r}); import {names}"
     return python_command("-I", "-S", "-c", script)
 
 
@@ -123,7 +124,7 @@ def _slow(workspace: Workspace, readahead: str) -> Iterator[tuple[Server, Path]]
         "testbed.mounts.slow_fs",
         str(workspace.shared["tree"]),
         str(mountpoint),
-        str(_LATENCY_S),
+        str(0.0 if workspace.is_smoke else _LATENCY_S),
         str(_READAHEAD_BYTES[readahead]),
         str(counters),
     )
@@ -136,7 +137,7 @@ def _session(readahead: str, *, is_warmed: bool) -> Session:
 
     def take(workspace: Workspace) -> Sample:
         with _slow(workspace, readahead) as (server, counters):
-            command = _import(server.mountpoint)
+            command = _import(workspace, server.mountpoint)
             if is_warmed:
                 command = _warmed(command, server.mountpoint, name)
             wall_s, command_cpu_s = _run(workspace, command)
@@ -155,7 +156,10 @@ def _session(readahead: str, *, is_warmed: bool) -> Session:
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         if is_warmed:
             with _slow(workspace, readahead) as (server, _):
-                _run(workspace, _warmed(_import(server.mountpoint), server.mountpoint, name))
+                _run(
+                    workspace,
+                    _warmed(_import(workspace, server.mountpoint), server.mountpoint, name),
+                )
                 _background(workspace, "recorded")
         yield lambda: take(workspace)
 
@@ -163,7 +167,7 @@ def _session(readahead: str, *, is_warmed: bool) -> Session:
 
 
 def _local(workspace: Workspace) -> Sample:
-    wall_s, cpu_s = _run(workspace, _import(workspace.shared["tree"]))
+    wall_s, cpu_s = _run(workspace, _import(workspace, workspace.shared["tree"]))
     return Sample(wall_s, cpu_s={"command": cpu_s}, moved_bytes=0)
 
 
