@@ -12,7 +12,7 @@ from bench.catalogue import all_cases
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 
-CASES = ("fuse-read", "warm")
+CASES = ("checkpoint-small", "fuse-read", "warm")
 
 
 def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
