@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testbed.paths import REPOSITORY
+from testbed.node import Completed, Node
 from testbed.waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -50,56 +49,27 @@ def evict(directory: Path) -> None:
             os.close(fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command ended."""
+class WarmingNode(Node):
+    """A node on which folders are warmed."""
 
-    code: int
-    out: str
-    err: str
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One node's settings, and the store that it shares with others."""
-
-    folder: Path
-    store: Path
-
-    def run(self, *arguments: object, prefix: tuple[str, ...] = (), deadline_s: int = 30) -> Ended:
-        """`bootseer ARGUMENTS`, to its end."""
-        command = [*prefix, sys.executable, "-m", "bootseer", *map(os.fspath, map(str, arguments))]
-        done = subprocess.run(
-            command,
-            cwd="/",
-            env={
-                **{key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ},
-                "PYTHONPATH": str(REPOSITORY),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "HOME": str(self.folder),
-                "BOOTSEER_STORE": str(self.store),
-                "BOOTSEER_RUN_DIR": str(self.folder / "run"),
-                "BOOTSEER_DEADLINE": str(deadline_s),
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
+    def __init__(self, base: Path, store: Path) -> None:
+        self.folder_of_store = store
+        super().__init__(
+            base, str(store), variables={"BOOTSEER_DEADLINE": "30", "PYTHONDONTWRITEBYTECODE": "1"}
         )
-        return Ended(done.returncode, done.stdout, done.stderr)
 
     def warm_import(
         self, directory: Path, *options: object, code: str = IMPORT, deadline_s: int = 30
-    ) -> Ended:
+    ) -> Completed:
         """`bootseer warm DIRECTORY` around a Python that imports the package there."""
         script = f"import sys; sys.path.insert(0, {str(directory)!r}); {code}"
         command = (sys.executable, "-S", "-c", script)
-        return self.run("warm", *options, directory, "--", *command, deadline_s=deadline_s)
+        variables = {"BOOTSEER_DEADLINE": str(deadline_s)}
+        return self.run("warm", *options, directory, "--", *command, variables=variables)
 
     def until(self, action: str) -> str:
         """Python code that waits until the process in the background says that it did this."""
-        states = str(self.folder / "run" / "warm" / "*.json")
+        states = str(self.base / "run" / "warm" / "*.json")
         return (
             "import glob, json, time\n"
             f"while not [p for p in glob.glob({states!r}) if json.load(open(p))['action'] == "
@@ -111,7 +81,7 @@ class Node:
         ended: list[dict[str, Any]] = []
 
         def find() -> bool:
-            for path in (self.folder / "run" / "warm").glob("*.json"):
+            for path in (self.base / "run" / "warm").glob("*.json"):
                 state: dict[str, Any] = json.loads(path.read_text())
                 if state["action"] in ("read", "recorded") and not _lives(state["pid"]):
                     ended.append(state)
@@ -123,8 +93,8 @@ class Node:
     def shown(self, directory: Path, *options: object) -> dict[str, Any]:
         """`bootseer warm --show --json`, once nothing is under way any more."""
         done = self.run("warm", "--show", "--json", *options, directory)
-        assert done.code == 0, done.err
-        document: dict[str, Any] = json.loads(done.out)
+        assert done.returncode == 0, done.stderr
+        document: dict[str, Any] = json.loads(done.stdout)
         return document
 
 
@@ -136,12 +106,16 @@ def _lives(pid: int) -> bool:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path) -> Iterator[WarmingNode]:
     """The first node."""
-    return Node(tmp_path / "node", tmp_path / "store")
+    made = WarmingNode(tmp_path / "node", tmp_path / "store")
+    yield made
+    made.sweep()
 
 
 @pytest.fixture
-def other_node(tmp_path: Path) -> Node:
+def other_node(tmp_path: Path) -> Iterator[WarmingNode]:
     """Another node with the same store."""
-    return Node(tmp_path / "other node", tmp_path / "store")
+    made = WarmingNode(tmp_path / "other node", tmp_path / "store")
+    yield made
+    made.sweep()

@@ -20,7 +20,7 @@ from testbed.mounts.fuse_mount import check_python, mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
 from testbed.needs import MissingError
 from testbed.others import folder_of_others
-from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
+from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
 
 _NOBODY = 65534
 # What the package's data file makes: each of 128 pages lies by itself.
@@ -43,12 +43,12 @@ def _serve(operations: SlowFileSystem, mountpoint: Path, readahead_bytes: int) -
 @pytest.mark.parametrize("readahead_bytes", [0, 128 * 1024])
 @pytest.mark.needs("fuse")
 def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
-    source: Path, tmp_path: Path, node: Node, other_node: Node, readahead_bytes: int
+    source: Path, tmp_path: Path, node: WarmingNode, other_node: WarmingNode, readahead_bytes: int
 ) -> None:
     mountpoint = tmp_path / "mount"
     cold = SlowFileSystem(source)
     for _ in _serve(cold, mountpoint, readahead_bytes):
-        assert node.warm_import(mountpoint).out == "194"
+        assert node.warm_import(mountpoint).stdout == "194"
         assert node.last()["action"] == "recorded"
         shown = node.shown(mountpoint)
     without = cold.counters()
@@ -56,7 +56,7 @@ def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
 
     warmed = SlowFileSystem(source)
     for _ in _serve(warmed, mountpoint, readahead_bytes):
-        figures = json.loads(other_node.run("warm", mountpoint, "--json").out)
+        figures = json.loads(other_node.run("warm", mountpoint, "--json").stdout)
         ahead = warmed.counters()
         assert figures["is_complete"]
         assert figures["read_bytes"] == figures["planned_bytes"]
@@ -74,14 +74,14 @@ def test_a_slow_file_system_is_asked_for_much_at_once_instead_of_page_by_page(
 
 @pytest.mark.needs("fuse")
 def test_a_command_gets_its_bytes_while_they_are_read_ahead(
-    source: Path, tmp_path: Path, node: Node
+    source: Path, tmp_path: Path, node: WarmingNode
 ) -> None:
     mountpoint = tmp_path / "mount"
     for number in range(2):
         slow = SlowFileSystem(source, latency_s=0.001)
         for _ in _serve(slow, mountpoint, 128 * 1024):
             done = node.warm_import(mountpoint)
-            assert (done.code, done.out, done.err) == (0, "194", "")
+            assert (done.returncode, done.stdout, done.stderr) == (0, "194", "")
             assert node.last()["action"] == ("recorded", "read")[number]
             if number:
                 # No page came twice, whoever asked for it.
@@ -91,7 +91,7 @@ def test_a_command_gets_its_bytes_while_they_are_read_ahead(
 
 @pytest.mark.needs("mount", "fuse")
 def test_an_overlay_is_warmed_through_its_lower_files(
-    source: Path, tmp_path: Path, node: Node, other_node: Node
+    source: Path, tmp_path: Path, node: WarmingNode, other_node: WarmingNode
 ) -> None:
     for name in ("upper", "work", "merged"):
         (tmp_path / name).mkdir()
@@ -108,12 +108,12 @@ def test_an_overlay_is_warmed_through_its_lower_files(
     evict(tmp_path / "upper")
     script = f"import sys; sys.path.insert(0, {str(merged)!r}); {IMPORT}"
     first = node.run("warm", merged, "--", sys.executable, "-S", "-c", script, prefix=prefix)
-    assert (first.code, first.out, first.err) == (0, "294", "")
+    assert (first.returncode, first.stdout, first.stderr) == (0, "294", "")
     assert node.last()["file_count"] == 14
     evict(source)
     evict(tmp_path / "upper")
     done = other_node.run("warm", merged, "--json", prefix=prefix)
-    figures = json.loads(done.out)
+    figures = json.loads(done.stdout)
     assert figures["file_count"] == 14
     assert figures["read_bytes"] == figures["planned_bytes"] > 2**19
     # The pages are the lower file's: whoever mounts it finds them.
@@ -158,33 +158,33 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
 
 @pytest.mark.needs("mount", "fuse")
 def test_root_of_a_container_without_privileges_knows_what_it_is_not_told(
-    source: Path, node: Node
+    source: Path, node: WarmingNode
 ) -> None:
     """The kernel said "all is cached" of files that were not, and nothing was read ahead."""
     prefix = ("unshare", "--user", "--map-root-user")
-    if node.run("--version", prefix=prefix).code:
+    if node.run("--version", prefix=prefix).returncode:
         raise MissingError("no user namespaces here")
     data = source / "package/data"
     os.chown(data, _NOBODY - 1, _NOBODY - 1)
     evict(source)
     done = node.run("warm", source, "--", "head", "-c", "1", data, prefix=prefix)
-    assert (done.code, done.err) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")
     assert node.last()["method"] == "inotify"
     evict(source)
-    figures = json.loads(node.run("warm", source, "--json", prefix=prefix).out)
+    figures = json.loads(node.run("warm", source, "--json", prefix=prefix).stdout)
     assert (figures["read_bytes"], figures["cached_bytes"]) == (2**22, 0)
 
 
 @pytest.mark.needs("mount", "fuse")
 def test_inotify_sees_a_command_with_mounts_of_its_own(
-    source: Path, tmp_path: Path, node: Node
+    source: Path, tmp_path: Path, node: WarmingNode
 ) -> None:
     (tmp_path / "bound").mkdir()
     script = f"mount --bind {source} {tmp_path}/bound && exec cat {tmp_path}/bound/package/m1.py"
     done = node.run(
         "warm", "--method", "inotify", source, "--", "unshare", "--mount", "sh", "-c", script
     )
-    assert done.code == 0, done.err
+    assert done.returncode == 0, done.stderr
     assert node.last()["file_count"] == 1
 
 

@@ -21,7 +21,7 @@ from testbed.mounts.slow_fs import SlowFileSystem
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
 from tests.bootseer.cli.json_page import agree
-from tests.prefetch.warm.conftest import IMPORT, Node, evict, make_package
+from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
 
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 
@@ -56,12 +56,12 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["auto", "fanotify", "inotify", "residency"])
 def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
-    tree: Path, node: Node, other_node: Node, method: str
+    tree: Path, node: WarmingNode, other_node: WarmingNode, method: str
 ) -> None:
     if method == "fanotify" and os.geteuid() != 0:
         raise MissingError("fanotify needs CAP_SYS_ADMIN")
     first = node.warm_import(tree, "--method", method)
-    assert (first.code, first.out, first.err) == (0, "194", "")
+    assert (first.returncode, first.stdout, first.stderr) == (0, "194", "")
     assert node.last()["action"] == "recorded"
     shown = node.shown(tree)
     agree("warm", shown, free=("last",))
@@ -75,8 +75,8 @@ def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
 
     evict(tree)
     now = other_node.run("warm", tree, "--json")
-    assert now.code == 0, now.err
-    figures = json.loads(now.out)
+    assert now.returncode == 0, now.stderr
+    figures = json.loads(now.stdout)
     agree("warm", figures)
     assert figures["is_complete"]
     assert figures["read_bytes"] == figures["planned_bytes"] >= shown["range_bytes"]
@@ -86,14 +86,14 @@ def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
     assert _cached(tree / "package/never.py") == ()
 
 
-def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree).code == 0
+def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: WarmingNode) -> None:
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     evict(tree)
     # Until all of it is read: the read-ahead ends with the command.
     waiting = IMPORT + "\n" + node.until("read")
     second = node.warm_import(tree, code=waiting)
-    assert (second.code, second.out, second.err) == (0, "194", "")
+    assert (second.returncode, second.stdout, second.stderr) == (0, "194", "")
     last = node.last()
     assert last["action"] == "read"
     assert last["is_complete"]
@@ -101,8 +101,8 @@ def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: Node) -> No
     assert node.shown(tree)["recording_count"] == 1
 
 
-def test_a_second_recording_adds_to_the_first(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree).code == 0
+def test_a_second_recording_adds_to_the_first(tree: Path, node: WarmingNode) -> None:
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     node.warm_import(tree, "--record", code="import package.never")
     state = node.last()
@@ -110,79 +110,81 @@ def test_a_second_recording_adds_to_the_first(tree: Path, node: Node) -> None:
     shown = node.shown(tree)
     assert shown["recording_count"] == 2
     assert {file["path"] for file in shown["files"]} == _TOUCHED | {"package/never.py"}
-    assert node.run("warm", "--forget", tree).code == 0
-    assert node.run("warm", "--show", tree).code == 10
+    assert node.run("warm", "--forget", tree).returncode == 0
+    assert node.run("warm", "--show", tree).returncode == 10
 
 
-def test_workloads_and_names_have_records_of_their_own(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree, "--name", "shared").code == 0
+def test_workloads_and_names_have_records_of_their_own(tree: Path, node: WarmingNode) -> None:
+    assert node.warm_import(tree, "--name", "shared").returncode == 0
     assert node.last()["action"] == "recorded"
-    assert node.run("warm", tree).code == 10
+    assert node.run("warm", tree).returncode == 10
     elsewhere = tree.rename(tree.with_name("moved"))
     done = node.run("warm", "--name", "shared", elsewhere, "--json")
-    assert json.loads(done.out)["stale_count"] == 0
-    assert node.run("--workload", "evaluation", "warm", "--name", "shared", elsewhere).code == 10
+    assert json.loads(done.stdout)["stale_count"] == 0
+    assert (
+        node.run("--workload", "evaluation", "warm", "--name", "shared", elsewhere).returncode == 10
+    )
 
 
-def test_exit_codes_and_signals_are_the_commands_own(tree: Path, node: Node) -> None:
-    assert node.run("warm", tree, "--", "sh", "-c", "exit 7").code == 7
-    assert node.run("warm", tree, "--", "sh", "-c", "kill -TERM $$").code == -signal.SIGTERM
+def test_exit_codes_and_signals_are_the_commands_own(tree: Path, node: WarmingNode) -> None:
+    assert node.run("warm", tree, "--", "sh", "-c", "exit 7").returncode == 7
+    assert node.run("warm", tree, "--", "sh", "-c", "kill -TERM $$").returncode == -signal.SIGTERM
     missing = node.run("warm", tree, "--", "no-such-command")
-    assert missing.code == 127
-    assert "cannot run no-such-command" in missing.err
+    assert missing.returncode == 127
+    assert "cannot run no-such-command" in missing.stderr
 
 
 def test_a_script_that_names_no_interpreter_is_for_sh(
-    tree: Path, node: Node, tmp_path: Path
+    tree: Path, node: WarmingNode, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.sh"
     script.write_text('echo "trained $1"; exit 3\n')
     script.chmod(0o755)
     done = node.run("warm", tree, "--", script, "well")
-    assert (done.code, done.out) == (3, "trained well\n")
+    assert (done.returncode, done.stdout) == (3, "trained well\n")
 
 
-def test_the_command_finds_no_child_of_ours(tree: Path, node: Node) -> None:
+def test_the_command_finds_no_child_of_ours(tree: Path, node: WarmingNode) -> None:
     done = node.run("warm", tree, "--", "sh", "-c", "cat /proc/$$/task/$$/children; exec true")
     # What it sees is cat itself.
-    assert len(done.out.split()) == 1, done.out
+    assert len(done.stdout.split()) == 1, done.stdout
 
 
-def test_a_file_that_changed_is_not_read(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree).code == 0
+def test_a_file_that_changed_is_not_read(tree: Path, node: WarmingNode) -> None:
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     os.utime(tree / "package/m3.py", ns=(0, 0))
     (tree / "package/m4.py").unlink()
     evict(tree)
-    figures = json.loads(node.run("warm", tree, "--json").out)
+    figures = json.loads(node.run("warm", tree, "--json").stdout)
     assert (figures["stale_count"], figures["failed_count"]) == (2, 0)
     assert _cached(tree / "package/m3.py") == ()
     assert _cached(tree / "package/m5.py") != ()
 
 
-def test_a_record_of_which_most_has_changed_is_made_anew(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree).code == 0
+def test_a_record_of_which_most_has_changed_is_made_anew(tree: Path, node: WarmingNode) -> None:
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     for path in (tree / "package").iterdir():
         os.utime(path, ns=(0, 0))
     waiting = IMPORT + "\n" + node.until("read")
-    assert node.warm_import(tree, code=waiting).out == "194"
+    assert node.warm_import(tree, code=waiting).stdout == "194"
     assert node.last()["stale_count"] == len(_TOUCHED)
-    assert node.run("warm", "--show", tree).code == 10
-    assert node.warm_import(tree).out == "194"
+    assert node.run("warm", "--show", tree).returncode == 10
+    assert node.warm_import(tree).stdout == "194"
     assert node.last()["action"] == "recorded"
 
 
 def test_nothing_outside_is_opened_through_links_that_replaced_what_was_recorded(
-    tree: Path, node: Node, tmp_path: Path
+    tree: Path, node: WarmingNode, tmp_path: Path
 ) -> None:
-    assert node.warm_import(tree).code == 0
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     # The same names, sizes and times, but elsewhere.
     outside = (tree / "package").rename(tmp_path / "outside")
     (tree / "package").symlink_to(outside)
     evict(outside)
-    figures = json.loads(node.run("warm", tree, "--json").out)
+    figures = json.loads(node.run("warm", tree, "--json").stdout)
     assert figures["read_bytes"] == figures["file_count"] == 0
     assert figures["stale_count"] == len(_TOUCHED)
     (tree / "package").unlink()
@@ -191,16 +193,16 @@ def test_nothing_outside_is_opened_through_links_that_replaced_what_was_recorded
         (tree / name).symlink_to(outside / Path(name).name)
     (tree / "package/data").unlink()
     os.mkfifo(tree / "package/data")
-    figures = json.loads(node.run("warm", tree, "--json").out)
+    figures = json.loads(node.run("warm", tree, "--json").stdout)
     assert figures["read_bytes"] == figures["file_count"] == 0
     for path in outside.iterdir():
         assert _cached(path) == ()
 
 
-def test_a_planted_fifo_with_the_recorded_size_is_not_opened(tree: Path, node: Node) -> None:
-    assert node.run("warm", tree, "--", "cat", tree / "package/m1.py").code == 0
+def test_a_planted_fifo_with_the_recorded_size_is_not_opened(tree: Path, node: WarmingNode) -> None:
+    assert node.run("warm", tree, "--", "cat", tree / "package/m1.py").returncode == 0
     assert node.last()["action"] == "recorded"
-    key = node.store / key_of(identity_of(str(tree), None), "default")
+    key = node.folder_of_store / key_of(identity_of(str(tree), None), "default")
     record = decode(key.read_bytes(), identity_of(str(tree), None), "default")
     pipe = tree / "pipe"
     os.mkfifo(pipe)
@@ -210,108 +212,114 @@ def test_a_planted_fifo_with_the_recorded_size_is_not_opened(tree: Path, node: N
         file, path=b"pipe", size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, ranges=()
     )
     key.write_bytes(encode(replace(record, files=(planted,))))
-    figures = json.loads(node.run("warm", tree, "--json").out)
+    figures = json.loads(node.run("warm", tree, "--json").stdout)
     assert (figures["file_count"], figures["stale_count"]) == (0, 1)
 
 
-def test_a_damaged_record_costs_one_warning_and_is_made_anew(tree: Path, node: Node) -> None:
-    key = node.store / key_of(identity_of(str(tree), None), "default")
+def test_a_damaged_record_costs_one_warning_and_is_made_anew(tree: Path, node: WarmingNode) -> None:
+    key = node.folder_of_store / key_of(identity_of(str(tree), None), "default")
     key.parent.mkdir(parents=True)
     key.write_bytes(b"garbage")
     first = node.warm_import(tree)
-    assert (first.code, first.out) == (0, "194")
-    assert len(first.err.splitlines()) == 1
-    assert "is ignored" in first.err
+    assert (first.returncode, first.stdout) == (0, "194")
+    assert len(first.stderr.splitlines()) == 1
+    assert "is ignored" in first.stderr
     assert node.last()["action"] == "recorded"
     assert node.shown(tree)["recording_count"] == 1
 
 
 def test_without_a_store_or_directory_the_command_starts_with_one_warning(
-    tree: Path, node: Node
+    tree: Path, node: WarmingNode
 ) -> None:
-    node.store.write_text("no folder")
+    node.folder_of_store.write_text("no folder")
     done = node.warm_import(tree)
-    assert (done.code, done.out) == (0, "194")
-    assert len(done.err.splitlines()) == 1
-    assert "is not warmed" in done.err
+    assert (done.returncode, done.stdout) == (0, "194")
+    assert len(done.stderr.splitlines()) == 1
+    assert "is not warmed" in done.stderr
     done = node.run("warm", tree / "absent", "--", "sh", "-c", "exit 5")
-    assert (done.code, len(done.err.splitlines())) == (5, 1)
-    assert node.run("warm", tree / "absent").code == 10
-    (node.folder / "run").rename(node.folder / "away")
-    (node.folder / "run").write_text("no folder")
+    assert (done.returncode, len(done.stderr.splitlines())) == (5, 1)
+    assert node.run("warm", tree / "absent").returncode == 10
+    (node.base / "run").rename(node.base / "away")
+    (node.base / "run").write_text("no folder")
     done = node.run("warm", tree, "--", "sh", "-c", "exit 6")
-    assert (done.code, len(done.err.splitlines())) == (6, 1)
+    assert (done.returncode, len(done.stderr.splitlines())) == (6, 1)
 
 
 @pytest.mark.needs("fuse")
 def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
-    tree: Path, node: Node, tmp_path: Path
+    tree: Path, node: WarmingNode, tmp_path: Path
 ) -> None:
     (tmp_path / "behind" / "warm").mkdir(parents=True)
-    node.folder.mkdir()
     hanging = SlowFileSystem(tmp_path / "behind", latency_s=7.0)
-    with mounted(hanging, node.store, short_options(shutdown_s=2.0)):
+    with mounted(hanging, node.folder_of_store, short_options(shutdown_s=2.0)):
         done = node.warm_import(tree, deadline_s=1)
-        assert (done.code, done.out) == (0, "194")
-        assert len(done.err.splitlines()) == 1
+        assert (done.returncode, done.stdout) == (0, "194")
+        assert len(done.stderr.splitlines()) == 1
         # Whichever of the two is over first: a read of the store, or the wait for all of it.
         assert re.search(
-            r"is not warmed: (warming was not ready in 6 s|.*no answer within 1 s)", done.err
+            r"is not warmed: (warming was not ready in 6 s|.*no answer within 1 s)", done.stderr
         )
     # Whatever was started for it is gone: the lock is free.
-    paths = node_paths(node.folder / "run", identity_of(str(tree), None), "default")
+    paths = node_paths(node.base / "run", identity_of(str(tree), None), "default")
     lock = lock_file(paths.lock, 0)
     os.close(lock)
 
 
-def test_an_unmounted_directory_does_not_cost_others_their_record(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree).code == 0
+def test_an_unmounted_directory_does_not_cost_others_their_record(
+    tree: Path, node: WarmingNode
+) -> None:
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     (tree / "package").rename(tree.parent / "package")
-    assert node.run("warm", tree, "--", sys.executable, "-c", node.until("read")).code == 0
+    assert node.run("warm", tree, "--", sys.executable, "-c", node.until("read")).returncode == 0
     assert node.last()["action"] == "read"
     assert len(node.shown(tree)["files"]) == len(_TOUCHED)
 
 
-def test_names_that_are_not_utf8(tree: Path, node: Node) -> None:
+def test_names_that_are_not_utf8(tree: Path, node: WarmingNode) -> None:
     odd = os.fsdecode(os.fsencode(tree.parent) + b"/\xff env")
     os.rename(tree, odd)
     os.rename(odd + "/package/m1.py", os.fsdecode(os.fsencode(odd) + b"/package/\xfe"))
     name = os.fsdecode(os.fsencode(odd) + b"/package/\xfe")
-    assert node.run("warm", odd, "--", "cat", name).code == 0
+    assert node.run("warm", odd, "--", "cat", name).returncode == 0
     assert node.last()["action"] == "recorded"
-    figures = json.loads(node.run("warm", odd, "--json").out)
+    figures = json.loads(node.run("warm", odd, "--json").stdout)
     assert (figures["file_count"], figures["stale_count"]) == (1, 0)
     assert node.shown(Path(odd))["files"][0]["path"] == "package/\udcfe"
-    assert node.run("warm", "--show", odd).code == 0
+    assert node.run("warm", "--show", odd).returncode == 0
 
 
-def test_one_of_a_nodes_ranks_warms(tree: Path, node: Node) -> None:
-    paths = node_paths(node.folder / "run", identity_of(str(tree), None), "default")
+def test_one_of_a_nodes_ranks_warms(tree: Path, node: WarmingNode) -> None:
+    paths = node_paths(node.base / "run", identity_of(str(tree), None), "default")
     lock = lock_file(paths.lock, 0)
     try:
         done = node.warm_import(tree)
-        assert (done.code, done.out, done.err) == (0, "194", "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "194", "")
         assert not paths.state.exists()
         assert not paths.log.exists()
     finally:
         os.close(lock)
 
 
-def test_ready_ends_the_recording(tree: Path, node: Node) -> None:
+def test_ready_ends_the_recording(tree: Path, node: WarmingNode) -> None:
     code = (
         f"sys.path.append({str(REPOSITORY)!r}); import bootseer; "
         f"bootseer.ready()\n{node.until('recorded')}import package.never"
     )
-    assert node.warm_import(tree, code=IMPORT + "; " + code).out == "194"
+    assert node.warm_import(tree, code=IMPORT + "; " + code).stdout == "194"
     assert node.last()["action"] == "recorded"
     names = {file["path"] for file in node.shown(tree)["files"]}
     assert names == _TOUCHED
 
 
-def test_the_recording_ends_with_its_window_while_the_command_runs(tree: Path, node: Node) -> None:
+def test_the_recording_ends_with_its_window_while_the_command_runs(
+    tree: Path, node: WarmingNode
+) -> None:
     command = [sys.executable, "-m", "bootseer", "warm", "--window", "3", str(tree), "--"]
-    variables = {"BOOTSEER_STORE": str(node.store), "BOOTSEER_RUN_DIR": str(node.folder / "run")}
+    variables = {
+        "BOOTSEER_STORE": str(node.folder_of_store),
+        "BOOTSEER_RUN_DIR": str(node.base / "run"),
+    }
     process = subprocess.Popen(
         [*command, "sh", "-c", f"cat {tree}/package/m1.py; exec sleep 60"],
         env={**os.environ, **variables},
@@ -325,16 +333,16 @@ def test_the_recording_ends_with_its_window_while_the_command_runs(tree: Path, n
         process.wait(60)
 
 
-def test_memory_bounds_what_is_read(tree: Path, node: Node) -> None:
-    assert node.warm_import(tree).code == 0
+def test_memory_bounds_what_is_read(tree: Path, node: WarmingNode) -> None:
+    assert node.warm_import(tree).returncode == 0
     assert node.last()["action"] == "recorded"
     evict(tree)
     done = node.run("warm", "--memory", "100kB", tree, "--json")
-    figures = json.loads(done.out)
+    figures = json.loads(done.stdout)
     assert 0 < figures["planned_bytes"] <= 100_000
     assert figures["read_bytes"] == figures["planned_bytes"]
-    assert "--memory" in done.err
-    assert len(done.err.splitlines()) == 1
+    assert "--memory" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
