@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from bootseer.fuse.kernel.mounting import mounts
 from testbed import waiting
-from testbed.mounts.fuse_mount import clear_mount
+from testbed.mounts.sweeping import sweep
 from testbed.paths import REPOSITORY
 
 TIMEOUT_S = 60.0
@@ -195,8 +195,7 @@ class Node:
             for pid in self.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for mount in self.mounts():
-                clear_mount(mount.path)
+            sweep(self.base)
 
     # ---- timeline -----------------------------------------------------------------------------
 

@@ -43,32 +43,6 @@ def clear_mount(path: Path) -> None:
             _left_behind.remove(process)
 
 
-def sweep(under: Path | None = None) -> list[Path]:
-    """Clear the test mounts that lie `under` a folder (all, without one); returns their paths."""
-    swept = []
-    for mount in mounts.find_mounts(SUBTYPE):
-        if under is None or mount.path.is_relative_to(under):
-            clear_mount(mount.path)
-            swept.append(mount.path)
-    return swept
-
-
-def sweep_stale() -> list[Path]:
-    """Clear the test mounts whose server is gone: their connection answers nothing any more."""
-    swept = []
-    for mount in mounts.find_mounts(SUBTYPE):
-        try:
-            done = run(["stat", "--file-system", str(mount.path)], deadline_s=5.0)
-        except subprocess.TimeoutExpired:
-            stale = True
-        else:
-            stale = done.returncode != 0
-        if stale:
-            clear_mount(mount.path)
-            swept.append(mount.path)
-    return swept
-
-
 def run(
     command: Sequence[str | Path], *, deadline_s: float = COMMAND_DEADLINE_S
 ) -> subprocess.CompletedProcess[str]:

@@ -15,16 +15,14 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
-from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.prefetch.sources import open_source
-from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings, load_settings
 from bootseer.store import open_store
+from testbed.mounts.sweeping import sweep
 from testbed.paths import REPOSITORY
 
 TIMEOUT_S = 60.0
@@ -70,20 +68,7 @@ def mounted(
     finally:
         with contextlib.suppress(BootseerError):
             image.close()
-        sweep_everything(settings)
-
-
-def sweep_everything(settings: Settings) -> None:
-    """Ends every mount and publisher of these settings."""
-    wait_published(settings, TIMEOUT_S)
-    for _, state in list(live_mounts(settings.run_dir)):
-        with contextlib.suppress(BootseerError):
-            mounts.unmount(Path(state.directory), timeout_s=1)
-    for mount in mounts.find_mounts("bootseer-image"):
-        if mount.path.is_relative_to(settings.run_dir.parent):
-            mounts.abort_connection(mount.device_minor, mount.path)
-            with contextlib.suppress(BootseerError):
-                mounts.detach(mount.path, lazy=True)
+        sweep(settings.run_dir.parent, settings)
 
 
 def outside(code: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> str:

@@ -2,13 +2,9 @@
 
 import contextlib
 import os
-import signal
 from pathlib import Path
 
-from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.served.covers import covers, uncover
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
 from testbed.waiting import wait_for
@@ -50,21 +46,3 @@ def _processes_with(identity: str) -> list[str]:
                 words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                 found.append(f"{folder.name} {words.decode(errors='replace')}")
     return found
-
-
-def end_everything(top: Path, *nodes: Settings) -> None:
-    """Take off every cover below `top`, and end every server of these nodes."""
-    for cover in reversed(covers()):
-        if cover.path.is_relative_to(top):
-            with contextlib.suppress(BootseerError):
-                uncover(cover)
-    for mount in mounts.find_mounts("bootseer-image"):
-        if mount.path.is_relative_to(top):
-            mounts.abort_connection(mount.device_minor, mount.path)
-            with contextlib.suppress(BootseerError):
-                mounts.detach(mount.path, lazy=True)
-    for node in nodes:
-        wait_published(node, WAIT_S)
-        for state in servers(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(state.pid, signal.SIGTERM)

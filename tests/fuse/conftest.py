@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 
 from testbed.mounts import fuse_mount
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_stale_mounts() -> None:
-    """Clear what a killed earlier run left behind."""
-    fuse_mount.sweep_stale()
 
 
 @pytest.fixture
@@ -25,7 +20,7 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         fuse_mount.clear_mount(path)
-        fuse_mount.sweep(tmp_path)
+        sweep(tmp_path)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots.restoring.linking.node_trees import can_reflink
-from testbed.mounts.snapshot_mounts import end_everything
+from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 
 MakeNode = Callable[[str], Settings]
@@ -57,7 +57,7 @@ def mounting(tmp_path: Path, make_node: MakeNode) -> Iterator[MakeNode]:
         return nodes[-1]
 
     yield make
-    end_everything(tmp_path, *nodes)
+    sweep(tmp_path, *nodes)
 
 
 @pytest.fixture(params=["mount", "link"])

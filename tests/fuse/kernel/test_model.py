@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from testbed.mounts import fuse_mount
 from testbed.mounts.file_agent import FileAgent
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.mounts.sweeping import sweep
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -166,5 +167,5 @@ def test_the_mount_agrees_with_a_plain_directory(variant: str) -> None:
                 ),
             )
     finally:
-        fuse_mount.sweep(root)
+        sweep(root)
         shutil.rmtree(root, ignore_errors=True)

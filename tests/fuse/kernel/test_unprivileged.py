@@ -13,6 +13,7 @@ import pytest
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
 from testbed.mounts import fuse_mount
+from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 
 pytestmark = pytest.mark.needs("fuse")
@@ -81,7 +82,7 @@ def home() -> Iterator[Path]:
         (path / "backing" / "file").write_text("hello\n")
         yield path
     finally:
-        fuse_mount.sweep(path)
+        sweep(path)
         shutil.rmtree(path, ignore_errors=True)
 
 

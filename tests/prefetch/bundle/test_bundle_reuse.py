@@ -36,8 +36,8 @@ from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,
-    sweep_everything,
 )
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 from testbed.waiting import wait_for
 
@@ -181,7 +181,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Node:
     made = Node(tmp_path_factory.mktemp("recorded"))
     made.v1 = made.index("train:v1", (BASE, PACKAGES, CODE)).index_digest
     made.record("train:v1")
-    sweep_everything(made.settings)
+    sweep(made.settings.run_dir.parent, made.settings)
     return made
 
 
@@ -191,7 +191,7 @@ def node(recorded: Node, tmp_path: Path) -> Iterator[Node]:
     made.v1 = recorded.v1
     shutil.copytree(recorded.base / "store", tmp_path / "store")
     yield made
-    sweep_everything(made.settings)
+    sweep(made.settings.run_dir.parent, made.settings)
 
 
 NEW_CODE = [Member(m.name, data=m.data[::-1]) for m in CODE[:2]] + later(CODE[2:])

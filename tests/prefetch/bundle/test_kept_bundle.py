@@ -16,7 +16,8 @@ from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.served.control import ask
 from bootseer.settings.config import Settings
-from testbed.mounts.image_mounts import index, mounted, outside, settings_at, sweep_everything
+from testbed.mounts.image_mounts import index, mounted, outside, settings_at
+from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 
 READ = "import sys; [open(p, 'rb').read() for p in sys.argv[1:]]"
@@ -34,7 +35,7 @@ def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path)
     with mounted(settings, "image:1", directory) as image:
         outside(READ, directory / "one")
         image.ready()
-    sweep_everything(settings)
+    sweep(settings.run_dir.parent, settings)
     with mounted(settings, "image:1", directory) as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
         outside(READ, directory / "one", directory / "two")
@@ -49,7 +50,7 @@ def test_a_start_without_the_store_uses_the_bundle_that_was_kept(tmp_path: Path)
         assert status["prefetch"]["error"] is None
         unmount_image(settings, directory)
     finally:
-        sweep_everything(settings)
+        sweep(settings.run_dir.parent, settings)
 
 
 def kept(settings: Settings) -> tuple[str, HotPointer]:

@@ -11,7 +11,8 @@ import pytest
 from bootseer.linux import namespaces
 from bootseer.settings.config import Settings
 from testbed.images.rootfs import python_root
-from testbed.mounts.image_mounts import Completed, bootseer, index, settings_at, sweep_everything
+from testbed.mounts.image_mounts import Completed, bootseer, index, settings_at
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -169,7 +170,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     settings = settings_at(base)
     index(settings, python_root(base / "root"), "py:1")
     yield Node(settings)
-    sweep_everything(settings)
+    sweep(settings.run_dir.parent, settings)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 
 from bootseer.settings.config import Settings
 from testbed.images.rootfs import python_root
-from testbed.mounts.image_mounts import index, settings_at, sweep_everything
+from testbed.mounts.image_mounts import index, settings_at
+from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 from testbed.others import folder_of_others
 
@@ -36,7 +37,7 @@ def settings() -> Iterator[Settings]:
                 (base / name).mkdir(exist_ok=True)
                 subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", base / name], check=True)
         yield settings
-        sweep_everything(settings)
+        sweep(settings.run_dir.parent, settings)
 
 
 def as_nobody(command: list[str]) -> list[str]:

@@ -28,8 +28,8 @@ from testbed.mounts.image_mounts import (
     index,
     settings_at,
     start_bootseer,
-    sweep_everything,
 )
+from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 from testbed.waiting import wait_for
 
@@ -64,7 +64,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     (root / "etc/hosts").symlink_to("../../../../elsewhere/hosts")
     index(settings, root, "py:1")
     yield Node(settings, root)
-    sweep_everything(settings)
+    sweep(settings.run_dir.parent, settings)
 
 
 @pytest.fixture(params=RUNTIMES)

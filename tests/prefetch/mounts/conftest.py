@@ -15,8 +15,8 @@ from testbed.mounts.image_mounts import (
     drop_cache,
     index,
     settings_at,
-    sweep_everything,
 )
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 
 BIG_BYTES = 8 * 2**20
@@ -53,7 +53,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     record = index(settings, source, "image:1")
     drop_cache(settings)
     yield Node(settings, source, record, tmp_path)
-    sweep_everything(settings)
+    sweep(settings.run_dir.parent, settings)
 
 
 def read_hot(node: Node, directory: Path) -> None:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.settings.config import Settings
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import bootseer, checksums_outside, mounted, sweep_everything
+from testbed.mounts.image_mounts import bootseer, checksums_outside, mounted
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 from tests.prefetch.mounts.conftest import Node, digest_of
 
@@ -38,7 +39,7 @@ def settings(node: Node, request: pytest.FixtureRequest) -> Iterator[Settings]:
             fill(disk)
         # Where mounts are is memory, as `/run` is.
         yield replace(node.settings, cache_dir=disk / "cache")
-        sweep_everything(node.settings)
+        sweep(node.settings.run_dir.parent, node.settings)
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 

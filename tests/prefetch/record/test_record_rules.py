@@ -15,8 +15,8 @@ from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,
-    sweep_everything,
 )
+from testbed.mounts.sweeping import sweep
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -56,7 +56,7 @@ def test_a_bundle_that_is_mostly_wasted_shrinks(tmp_path: Path) -> None:
         # Now the bundle fits, and nothing is recorded any more.
         assert start(2, ready=True) == (3, size_bytes)
     finally:
-        sweep_everything(settings)
+        sweep(settings.run_dir.parent, settings)
 
 
 def test_a_publisher_that_ends_meanwhile_does_not_hide_another_one(tmp_path: Path) -> None:

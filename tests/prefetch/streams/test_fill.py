@@ -29,8 +29,8 @@ from testbed.mounts.image_mounts import (
     index,
     mounted,
     settings_at,
-    sweep_everything,
 )
+from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 from tests.support.full_disk import FullDisk
 from tests.support.ranged import into
@@ -305,7 +305,7 @@ def test_a_complete_image_starts_without_the_store(
         ended = 'bootseer_image_mounted{image="image:1",workload="train",slot="'
         assert all(text.partition(ended)[2].partition("\n")[0].endswith("} 0") for text in texts)
     finally:
-        sweep_everything(settings)
+        sweep(settings.run_dir.parent, settings)
 
 
 def test_it_ends_where_frames_share_sectors_which_are_never_kept(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.streams.second_source import second_source
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout
-from testbed.mounts.image_mounts import checksums_outside, mounted, settings_at, sweep_everything
+from testbed.mounts.image_mounts import checksums_outside, mounted, settings_at
+from testbed.mounts.sweeping import sweep
 from testbed.servers.registry import Registry
 
 
@@ -58,7 +59,7 @@ def test_a_lost_layer_comes_from_the_registry(
             found = checksums_outside([image.directory / name for name in contents])
             status = image.status()
     finally:
-        sweep_everything(settings)
+        sweep(settings.run_dir.parent, settings)
     if damage == "registry gone, too":
         assert found == ["EIO"] * 3
     else:

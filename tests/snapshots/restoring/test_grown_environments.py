@@ -25,7 +25,8 @@ from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import Store, open_store
-from testbed.mounts.snapshot_mounts import end_everything, wait_gone
+from testbed.mounts.snapshot_mounts import wait_gone
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 from testbed.trees import describe, differences
 from tests.snapshots.conftest import MakeNode
@@ -88,7 +89,7 @@ def test_a_node_that_has_read_the_earlier_one_fetches_the_difference(
         assert (result.how, result.mode) == ("restored", "mount")
         assert differences(original, describe(target)) == []
     finally:
-        end_everything(tmp_path, node)
+        sweep(tmp_path, node)
 
 
 @pytest.mark.parametrize("mode", ["extract", "link"])
@@ -107,7 +108,7 @@ def test_a_grown_environment_in_each_mode(tmp_path: Path, make_node: MakeNode, m
         assert result.moved_bytes <= second.whole_bytes
         assert differences(original, describe(target)) == []
     finally:
-        end_everything(tmp_path, node)
+        sweep(tmp_path, node)
 
 
 def test_another_environment_is_stored_whole(tmp_path: Path, make_node: MakeNode) -> None:

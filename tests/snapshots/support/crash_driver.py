@@ -25,7 +25,8 @@ from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
-from testbed.mounts.snapshot_mounts import end_everything, wait_gone
+from testbed.mounts.snapshot_mounts import wait_gone
+from testbed.mounts.sweeping import sweep
 from testbed.trees import describe, differences, make_zoo
 
 _CHANGES: tuple[str, ...] = (
@@ -236,7 +237,7 @@ def restore_mounted(top: Path, wanted: int, mode: str = "mount") -> None:
         unmount()
         wait_gone(node)
     finally:
-        end_everything(top, node)
+        sweep(top, node)
 
 
 def restore_held(top: Path, wanted: int) -> None:

@@ -21,8 +21,8 @@ from testbed.mounts.image_mounts import (
     index,
     settings_at,
     start_bootseer,
-    sweep_everything,
 )
+from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 
 
@@ -36,7 +36,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     settings = settings_at(tmp_path)
     index(settings, source, "image:1")
     yield settings
-    sweep_everything(settings)
+    sweep(settings.run_dir.parent, settings)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from testbed.mounts.fuse_mount import clear_mount
 from testbed.mounts.image_mounts import index, settings_at
-from testbed.mounts.snapshot_mounts import end_everything
+from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 from testbed.others import folder_of_others
 from testbed.waiting import wait_for
@@ -60,7 +60,7 @@ def node(tmp_path: Path) -> Iterator[Settings]:
     for mount in mounts.find_mounts("bootseer"):
         if mount.path.is_relative_to(tmp_path):
             clear_mount(mount.path)
-    end_everything(tmp_path, settings)
+    sweep(tmp_path, settings)
 
 
 def _bootseer(node: Settings, *words: str) -> str:

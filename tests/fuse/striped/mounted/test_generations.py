@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.store import open_backend
-from testbed.mounts.fuse_mount import run, sweep
+from testbed.mounts.fuse_mount import run
+from testbed.mounts.sweeping import sweep
 from testbed.needs import require
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints

@@ -13,7 +13,7 @@ from bootseer.served.folders import live_mounts, log_path
 from bootseer.settings.config import Settings
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from testbed.mounts.snapshot_mounts import end_everything
+from testbed.mounts.sweeping import sweep
 from testbed.paths import REPOSITORY
 from tests.snapshots.conftest import MakeNode
 
@@ -107,7 +107,7 @@ def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
         assert log.stat().st_mode & 0o777 == 0o600
         unmount_snapshot(node, target)
     finally:
-        end_everything(tmp_path, node)
+        sweep(tmp_path, node)
     assert "bootseer.snapshots.commands" in loaded
     assert not [name for name in loaded if f"{name}.".startswith(tuple(f"{u}." for u in _UNWANTED))]
 
@@ -132,7 +132,7 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
         assert (target / "shell").exists()
         unmount_snapshot(node, target)
     finally:
-        end_everything(tmp_path, node)
+        sweep(tmp_path, node)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Stored
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
-from testbed.mounts.snapshot_mounts import end_everything
+from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 
@@ -61,4 +61,4 @@ def test_hostile_names_are_never_shown(
         # The server removes its folder at last, when it is known to end already.
         wait_for(lambda: not list(mounts_dir(node.run_dir).iterdir()), "the folder's end")
     finally:
-        end_everything(tmp_path, node)
+        sweep(tmp_path, node)

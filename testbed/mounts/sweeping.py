@@ -1,0 +1,36 @@
+"""`sweep`: nothing that a test has mounted stays, whatever happened to its servers."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.served.covers import covers, uncover
+from bootseer.served.folders import live_mounts
+from bootseer.settings.config import Settings
+from testbed.mounts.fuse_mount import clear_mount
+
+_PUBLISHED_S = 60.0
+
+
+def sweep(top: Path, *nodes: Settings) -> None:
+    """Take off all covers and FUSE mounts below the folder `top`; end these nodes' processes.
+
+    Publishers are waited for, as they may still write into the store. Servers get SIGTERM.
+    """
+    for node in nodes:
+        wait_published(node, _PUBLISHED_S)
+    for cover in reversed(covers()):
+        if cover.path.is_relative_to(top):
+            with contextlib.suppress(BootseerError):
+                uncover(cover)
+    for mount in reversed(mounts.fuse_mounts()):
+        if mount.path.is_relative_to(top):
+            clear_mount(mount.path)
+    for node in nodes:
+        for _, state in live_mounts(node.run_dir):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGTERM)
