@@ -19,7 +19,7 @@ from bootseer.kubernetes import removal
 from bootseer.kubernetes.csi.attributes import ImageVolume
 from bootseer.kubernetes.csi.records import Record, Records
 from tests.bootseer.kubernetes.webhook.api_servers import NAME, NAMESPACE, ApiServer, real
-from tests.docs.test_chart import manifests
+from tests.chart.test_chart import manifests
 
 DAEMONSETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets"
 ROLES = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"

@@ -12,7 +12,7 @@ import pytest
 from bootseer.settings.config import Settings, variable_of
 from testbed.containers.chart import CHART, render
 from testbed.containers.helm import HELM_3, HELM_4
-from tests.docs.test_chart import DEFAULTS
+from tests.chart.test_chart import DEFAULTS
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 _SAID_ONCE = {"enabled", "resources"}

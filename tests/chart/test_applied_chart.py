@@ -10,7 +10,7 @@ import pytest
 from testbed.containers.chart import MANIFESTS
 from testbed.kubernetes.programs import KEPT, VERSION, cache_folder
 from tests.bootseer.kubernetes.webhook.api_servers import NAMESPACE, ApiServer, real
-from tests.docs.test_chart import EVERYTHING, LEAST, rendered
+from tests.chart.test_chart import EVERYTHING, LEAST, rendered
 
 KUBECTL = cache_folder() / KEPT / "kubectl"
 
