@@ -2,9 +2,8 @@
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from testbed.paths import REPOSITORY
 
@@ -15,17 +14,21 @@ _HISTORIES = ("CHANGELOG.md",)
 _PACKAGES = "(?:blob|cli|fuse|launch|prefetch|registry|snapshots|store|transfer)"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_to_pages_and_their_headings(page: Path) -> None:
+def test_links_lead_to_pages_and_their_headings() -> None:
+    assert [line for page in PAGES for line in _broken_links(page)] == []
+
+
+def _broken_links(page: Path) -> Iterator[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
             continue
         name, _, heading = target.partition("#")
         path = page.parent / name if name else page
-        assert path.exists(), f"{page.name} links to {target}, which is not there"
-        if heading:
-            assert heading in _headings(path), f"{path.name} has no heading #{heading}"
+        if not path.exists():
+            yield f"{page.name} links to {target}, which is not there"
+        elif heading and heading not in _headings(path):
+            yield f"{page.name} links to {target}: {path.name} has no such heading"
 
 
 def _headings(path: Path) -> set[str]:
@@ -35,16 +38,20 @@ def _headings(path: Path) -> set[str]:
     return {line.strip().replace(" ", "-") for line in kept}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_named_files_and_modules_exist(page: Path) -> None:
-    if page.name in _HISTORIES:
-        return
+def test_named_files_and_modules_exist() -> None:
+    pages = [page for page in PAGES if page.name not in _HISTORIES]
+    assert [line for page in pages for line in _absent_names(page)] == []
+
+
+def _absent_names(page: Path) -> Iterator[str]:
     text = page.read_text(encoding="utf-8")
-    roots = r"(?:bootseer|prefetch|snapshots|fuse|bench|tests)"
+    roots = r"(?:bootseer|prefetch|snapshots|fuse|bench|testbed|tests)"
     for name in re.findall(rf"(?<![\w/.-]){roots}/[a-z_0-9/]+\.py\b", text):
-        assert (REPOSITORY / name).is_file(), f"{page.name} names {name}, which is not there"
+        if not (REPOSITORY / name).is_file():
+            yield f"{page.name} names {name}, which is not there"
     for name in re.findall(rf"`(?:python -m )?(bootseer\.{_PACKAGES}(?:\.\w+)+)`", text):
-        assert _exists(name), f"{page.name} names {name}, which is not there"
+        if not _exists(name):
+            yield f"{page.name} names {name}, which is not there"
 
 
 def _exists(name: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import pytest
 
 from bootseer.cli import cli
 from testbed.paths import REPOSITORY
@@ -41,38 +40,54 @@ def _words(line: str) -> list[str]:
 
 
 def _found(line: str, words: list[str]) -> tuple[click.Command, click.Context, list[str]]:
-    """The command, the context for what is behind its name, and that."""
+    """Return the command, the context for what is behind its name, and that.
+
+    Raises: click.UsageError.
+    """
     command: click.Command = cli
     context = root_context()
     while isinstance(command, click.Group) and words:
         child = command.get_command(context, words[0])
-        assert child is not None, f"no such command: bootseer {line}"
+        if child is None:
+            raise click.UsageError("there is no such command")
         if isinstance(child, click.Group):
             context = click.Context(child, info_name=words[0], parent=context)
         command, words = child, words[1:]
     return command, context, words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_commands_in_blocks(page: Path) -> None:
+def test_commands_in_blocks() -> None:
+    assert [line for page in PAGES for line in _wrong_in_blocks(page)] == []
+
+
+def _wrong_in_blocks(page: Path) -> Iterator[str]:
     for line in _shown(page.read_text(encoding="utf-8")):
-        command, context, words = _found(line, _words(line))
         try:
+            command, context, words = _found(line, _words(line))
             # Parsed, not run.
             command.make_context(command.name, words, parent=context)
         except click.UsageError as error:
-            pytest.fail(f"bootseer {line}: {error.format_message()}")
+            yield f"{page.name}: bootseer {line}: {error.format_message()}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_commands_in_sentences(page: Path) -> None:
+def test_commands_in_sentences() -> None:
+    assert [line for page in PAGES for line in _wrong_in_sentences(page)] == []
+
+
+def _wrong_in_sentences(page: Path) -> Iterator[str]:
     """These may leave out what is not their subject."""
     text = page.read_text(encoding="utf-8")
     for line in re.findall(r"(?<![`\w])`bootseer ([a-z][^`\\]*)`", text):
-        command, _, words = _found(line, _words(line))
+        try:
+            command, _, words = _found(line, _words(line))
+        except click.UsageError as error:
+            yield f"{page.name}: bootseer {line}: {error.format_message()}"
+            continue
         known = {name for option in command.params for name in option.opts}
         words = list(itertools.takewhile(lambda word: word != "--", words))
-        assert {word for word in words if word.startswith("-")} <= known, f"bootseer {line}"
+        unknown = {word for word in words if word.startswith("-")} - known
+        if unknown:
+            yield f"{page.name}: bootseer {line}: there is no {', '.join(sorted(unknown))}"
 
 
 def test_there_are_commands_to_look_at() -> None:
