@@ -15,9 +15,9 @@ MODEL = """
 import sys, torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
-loss = torch.compile(model)(torch.ones(2, 8)).square().mean()
-loss.backward()
-print(f"{loss.item():.6f} {model[0].weight.grad.abs().sum().item():.6f}")
+with torch.no_grad():
+    loss = torch.compile(model)(torch.ones(2, 8)).square().mean()
+print(f"{loss.item():.6f}")
 """
 
 
@@ -45,23 +45,24 @@ def test_another_node_compiles_nothing(node: Node, compiler: Path, tmp_path: Pat
         "CXX": str(tmp_path / "bin/g++"),
         "BOOTSEER_CACHE_DIR": str(tmp_path / "caches"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # They are for many kernels: here they take longer than the one library.
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         "USER": "nobody",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("testbed.node.TIMEOUT_S", 240.0)
-        first = node.run("run", "--", sys.executable, "-c", MODEL, variables=variables)
-        assert first.returncode == 0, first.stderr
-        node.wait_clean()
-        assert compiled(compiler) > 0
-        # The same paths, as all nodes of a cluster have; nothing in them.
-        shutil.rmtree(tmp_path / "caches")
-        with node_at(tmp_path / "second", node.store) as second:
-            again = second.run("run", "--", sys.executable, "-c", MODEL, variables=variables)
-            assert again.returncode == 0, again.stderr
-            second.wait_clean()
-        assert "restored the cache TORCHINDUCTOR_CACHE_DIR" in again.stderr
-        assert compiled(compiler) == 0
-        assert again.stdout == first.stdout
+    command = ("run", "--", sys.executable, "-c", MODEL)
+    first = node.run(*command, variables=variables, timeout_s=240)
+    assert first.returncode == 0, first.stderr
+    node.wait_clean()
+    assert compiled(compiler) > 0
+    # The same paths, as all nodes of a cluster have; nothing in them.
+    shutil.rmtree(tmp_path / "caches")
+    with node_at(tmp_path / "second", node.store) as second:
+        again = second.run(*command, variables=variables, timeout_s=240)
+        assert again.returncode == 0, again.stderr
+        second.wait_clean()
+    assert "restored the cache TORCHINDUCTOR_CACHE_DIR" in again.stderr
+    assert compiled(compiler) == 0
+    assert again.stdout == first.stdout
 
 
 @pytest.mark.timeout(600)

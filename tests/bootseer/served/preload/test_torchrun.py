@@ -14,7 +14,7 @@ from bootseer.timeline.otlp import READY, ROLE
 
 pytestmark = pytest.mark.needs(modules=["torch"])
 
-WORKER_COUNT = 4
+WORKER_COUNT = 2
 TRAIN = """
 import json, os, sys, time
 first_s = time.time()
