@@ -4,7 +4,8 @@
         [SHUTDOWN_S [KERNEL_DEADLINE_S [WORKER_SILENCE_S [STOP_GRACE_S]]]]
 
 HOW is serve, supervise, or supervise-always (which never gives up). Prints "ready" when the mount
-works and "ended" when it ended as it should.
+works and "ended" when it ended as it should. The environment variable BOOTSEER_TEST_KERNEL names
+the Linux release whose features the mount has, if not those of the running one (testbed.kernels).
 """
 
 import logging
@@ -18,8 +19,11 @@ from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy
+from testbed.kernels import offer_as
 from testbed.mounts.flat_directory import FlatDirectory, Mode
 from testbed.mounts.fuse_mount import short_options
+
+KERNEL = "BOOTSEER_TEST_KERNEL"
 
 
 class Crashing(FlatDirectory):
@@ -55,6 +59,8 @@ def _say(text: str) -> None:
 def main() -> None:
     """Serve until the end."""
     logging.basicConfig(level=logging.INFO)
+    if release := os.environ.get(KERNEL):
+        offer_as(release)
     how, source, mountpoint, mode = sys.argv[1:5]
     shutdown_s = float(sys.argv[5]) if len(sys.argv) > 5 else 5.0
     kernel_deadline_s = int(sys.argv[6]) if len(sys.argv) > 6 else 600

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from bootseer.fuse.kernel import server as server_module
-from bootseer.fuse.kernel.connection import InitRequest, decode_init
 from bootseer.fuse.kernel.server import Server
+from testbed.kernels import RELEASES, offer_all, offer_as
 from testbed.mounts import fuse_mount
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 from testbed.needs import MissingError
@@ -24,13 +22,7 @@ _SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*/*.py"))
 _numbers = itertools.count()
 
 
-def _decode_init_as_linux_5_4(message: bytes) -> InitRequest:
-    """The running kernel's offer, less what came after 7.31."""
-    request = decode_init(message)
-    return replace(request, minor=31, flags=request.flags & 0x03FFFFFB)
-
-
-@pytest.fixture(scope="module", params=["cached", "direct_io", "no_ttl", "like_linux_5_4"])
+@pytest.fixture(scope="module", params=["cached", "direct_io", "no_ttl", *RELEASES])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Path]]:
@@ -43,11 +35,13 @@ def served(
         direct_io=request.param == "direct_io",
         ttl_s=0.0 if request.param == "no_ttl" else 1.0,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "like_linux_5_4":
-            patch.setattr(server_module, "decode_init", _decode_init_as_linux_5_4)
+    if request.param in RELEASES:
+        offer_as(request.param)
+    try:
         with fuse_mount.mounted(file_system, root / "mnt") as server:
             yield server, root / "plain"
+    finally:
+        offer_all()
     assert file_system.destroyed_count == 1
 
 
