@@ -64,6 +64,12 @@ ROWS = (
            for stage in ("image", "environment", "checkpoint"))),
     _row("&nbsp;&nbsp;bytes of the image moved", "the whole image", "{}",
          _percent("launch", "bytes moved by the second image stage / image")),
+    _row("a start that Bootseer cannot help: bare `bootseer run` / first start with a set-up",
+         "the same start without Bootseer", "{} / {} the CPU",
+         _of("overhead", "wrapped / plain, CPU"), _of("overhead", "first start / plain, CPU")),
+    _row("&nbsp;&nbsp;the store refuses connections / never answers", _SAME, "{} / {} the time",
+         _of("overhead", "store refuses / plain, time"),
+         _of("overhead", "store silent / plain, time")),
     _row(_TORCH, "containerd 2.1, pull and run", "**{}** the time",
          _of("image", "replay / containerd 2.1, time"), readme=True),
     _row(_SAME, "containerd 1.6, pull and run", "**{}** the time",
@@ -154,6 +160,10 @@ ROWS = (
          "**{}** throughput", _of("checkpoint-uncapped", "file / native, throughput")),
     _row("&nbsp;&nbsp;a striped file", _SAME, "{} throughput",
          _of("checkpoint-uncapped", "file striped / native, throughput")),
+    _row("a thousand files of 4 KiB on a checkpoint mount: made / overwritten / read",
+         "the folder itself, in memory", "{} / {} / {} the time",
+         *(_of("checkpoint-small", f"mount / folder, {part} files, time")
+           for part in ("new", "overwritten", "read"))),
     _row("CPU of the mount, no DataNode capped: reading / writing",
          "the client library, the very same parts", "**{}** / {} s per GiB on top",
          *(_plain("checkpoint-uncapped", f"{of}: CPU of the mount over the library's, s/GiB")
