@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
-from testbed.kernels import RELEASES, offer_all, offer_as
+from testbed.kernels import RELEASES
 from testbed.mounts.flat_server import KERNEL
-from testbed.mounts.fuse_mount import check_python, clear_mount, mounted, run
+from testbed.mounts.fuse_mount import check_python, clear_mount, run
 from testbed.paths import REPOSITORY
-from tests.fuse.striped.support.harness import Driver, storage_on
+from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.needs("fuse")
 _DEADLINE_S = 60.0
@@ -111,17 +111,34 @@ except OSError:
 def checkpoints(release: str, tmp_path: Path, mountpoint: Path) -> Iterator[Path]:
     """A mount of checkpoints."""
     (tmp_path / "stored").mkdir()
-    driver = Driver(storage_on(tmp_path / "stored", unit=1 << 20))
-    offer_as(release)
+    words = ["checkpoint", "mount", "--foreground", str(tmp_path / "stored"), str(mountpoint)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MOUNT, release, *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "BOOTSEER_RUN_DIR": str(tmp_path / "run")},
+    )
     try:
-        with mounted(driver.fs, mountpoint):
-            yield mountpoint
+        wait_for(lambda: mounts.find_mount(mountpoint) is not None, "the mount")
+        yield mountpoint
+        process.terminate()
+        assert process.wait(_DEADLINE_S) == 0
     finally:
-        offer_all()
-        driver.storage.close()
+        clear_mount(mountpoint)
+        process.kill()
+        process.wait(_DEADLINE_S)
+
+
+_MOUNT = """
+import sys
+from bootseer.cli import main
+from testbed.kernels import offer_as
+offer_as(sys.argv[1])
+main(sys.argv[2:])
+"""
 
 
 def test_checkpoints_are_written_replaced_and_read(checkpoints: Path) -> None:
+    """By a mapping that is shared, too, as safetensors reads."""
     check_python(_SAVES, checkpoints)
 
 

@@ -78,6 +78,7 @@ def serve_checkpoints(
                 owner_fd=owner_fd,
                 can_restart=attached.connection.resend,
                 passes_files=attached.connection.passthrough,
+                maps_direct_io=attached.connection.direct_io_mmap,
             )
 
         def hand_over(attached: Attached) -> None:

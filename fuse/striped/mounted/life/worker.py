@@ -75,11 +75,17 @@ class MountedFileSystem(StripedFileSystem):
     """The file system of one worker process, with all that belongs to the process."""
 
     def __init__(
-        self, plan: CheckpointPlan, *, owner_fd: int | None, can_restart: bool, passes_files: bool
+        self,
+        plan: CheckpointPlan,
+        *,
+        owner_fd: int | None,
+        can_restart: bool,
+        passes_files: bool,
+        maps_direct_io: bool,
     ) -> None:
         """`owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the
         kernel would repeat to a successor what is under way. `passes_files`: whether it may read
-        files of this node past us.
+        files of this node past us. `maps_direct_io`: as in `MountTables`.
 
         Raises: BootseerError.
         """
@@ -111,6 +117,7 @@ class MountedFileSystem(StripedFileSystem):
                 owner=Ownership(uid, gid, spec.umask),
                 journal=Journal(path),
                 passes_files=passes_files,
+                maps_direct_io=maps_direct_io,
             )
             self.begin(records)
         except BaseException:

@@ -120,9 +120,11 @@ class FileOperations(CloseOperations):
             handle = self._nodes.open(known, flags, caller.request)
             handle.file = file
             known.had_readers = True
+            # The own node of a writer may grow.
+            is_cached = not self._maps_direct_io and not known.is_writing
             if not self._may_pass(known, flags):
                 self._nodes.note(handle)
-                return opened_of(handle)
+                return opened_of(handle, is_cached=is_cached)
         # Outside of the lock: it opens the stored file.
         descriptor = self._reader.descriptor(file)
         with self._lock:
@@ -131,7 +133,7 @@ class FileOperations(CloseOperations):
                 handle.descriptor = descriptor
                 known.was_passed = True
             self._nodes.note(handle)
-            return opened_of(handle)
+            return opened_of(handle, is_cached=is_cached)
 
     def _may_read(self, node: Node, view: FileView) -> bool:
         """Whether who opens a node may read `view`, which has its name now; the lock is held."""

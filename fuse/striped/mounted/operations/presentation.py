@@ -81,8 +81,8 @@ def entry_of(
     )
 
 
-def opened_of(handle: Handle) -> Opened:
-    """The answer to open.
+def opened_of(handle: Handle, *, is_cached: bool = False) -> Opened:
+    """The answer to open. `is_cached`: whether the kernel reads through its page cache.
 
     Read-ahead is ours, so pages would only be copied once more. A node is one generation for its
     readers: what the kernel keeps of an mmap stays right.
@@ -90,7 +90,7 @@ def opened_of(handle: Handle) -> Opened:
     descriptor = handle.descriptor
     return Opened(
         handle=handle.id,
-        direct_io=True,
+        direct_io=not is_cached,
         keep_cache=handle.file is not None,
         passthrough_fd=descriptor.fileno() if descriptor is not None else None,
     )

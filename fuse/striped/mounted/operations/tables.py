@@ -59,8 +59,13 @@ class MountTables(Operations):
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
         passes_files: bool = False,
+        maps_direct_io: bool = True,
     ) -> None:
-        """`passes_files`: whether the kernel may read ordinary files of this node past us."""
+        """`passes_files`: whether the kernel may read ordinary files of this node past us.
+
+        `maps_direct_io`: whether it maps files shared (MAP_SHARED) that it reads without its page
+        cache. Otherwise (before Linux 6.6) what is opened for reading goes through the page cache.
+        """
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
         self._tree = tree
@@ -69,6 +74,7 @@ class MountTables(Operations):
         self._settings = settings
         self._owner = owner or Ownership(os.geteuid(), os.getegid())
         self._passes_files = passes_files
+        self._maps_direct_io = maps_direct_io
         self._request_count = 0
         self._published_s = -math.inf
         """When a file was published last."""
