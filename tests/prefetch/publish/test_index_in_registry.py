@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from bootseer.store.oci.objects import ARTIFACT_TYPE
 from testbed.images.building import NASTY, Member, run_tool, write_layout
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, settings_at
+from testbed.node import Node
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import Registry, htpasswd_auth, running_registry
 from testbed.waiting import wait_for
@@ -29,37 +29,21 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
         yield running
 
 
-class Node:
+def logged_in(base: Path, host: str, store: str = "") -> Node:
     """A node that has logged in to the registry with `docker login`."""
+    login = {"auths": {host: {"auth": "bWU6czNjcmV0LXBhc3M="}}}
+    places = {"DOCKER_CONFIG": str(base), "BOOTSEER_REGISTRY_HOSTS_DIR": str(base / "hosts")}
+    node = Node(base, store, variables=places)
+    (base / "config.json").write_text(json.dumps(login))
+    return node
 
-    def __init__(self, directory: Path, host: str) -> None:
-        directory.mkdir()
-        self.directory = directory
-        self.environ = {k: v for k, v in os.environ.items() if not k.startswith("BOOTSEER_")}
-        self.environ.pop("REGISTRY_AUTH_FILE", None)
-        self.environ |= {
-            "HOME": str(directory),
-            "DOCKER_CONFIG": str(directory),
-            "BOOTSEER_CACHE_DIR": str(directory / "cache"),
-            "BOOTSEER_RUN_DIR": str(directory / "run"),
-            "BOOTSEER_REGISTRY_HOSTS_DIR": str(directory / "hosts"),
-        }
-        login = {"auth": "bWU6czNjcmV0LXBhc3M="}
-        (directory / "config.json").write_text(json.dumps({"auths": {host: login}}))
 
-    def run(self, *arguments: str | Path, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "bootseer", "-vv", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env=self.environ,
-            cwd=self.directory,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-        assert "s3cret" not in done.stdout + done.stderr
-        return done.stdout if code == 0 else done.stderr
+def said(node: Node, *words: str | Path, code: int = 0) -> str:
+    """What a command prints, or its error if `code` is not 0; never the password."""
+    done = node.run("-vv", *words)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert "s3cret" not in done.stdout + done.stderr
+    return done.stderr if code else done.stdout
 
 
 @pytest.mark.needs("fuse")
@@ -71,22 +55,21 @@ def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
     registry.push_layout(layout.directory, "v1", "team/train:v1", f"{USER}:{PASSWORD}")
     where = f"{relay.host}/team/train:v1"
 
-    first = Node(tmp_path / "first", relay.host)
+    first = logged_in(tmp_path / "first", relay.host)
     indexed = json.loads(
-        first.run("image", "index", f"registry://{where}", "--to", "registry", "--json")
+        said(first, "image", "index", f"registry://{where}", "--to", "registry", "--json")
     )
     assert indexed["layers_written"] == len(NASTY) + 1
     assert indexed["store"] == (f"oci://{relay.host}/team/train@{layout.manifests[0]['digest']}")
 
     # Another node knows only the image's name.
-    second = Node(tmp_path / "second", relay.host)
-    second.environ["BOOTSEER_STORE"] = f"oci://{where}"
-    again = json.loads(second.run("image", "index", f"registry://{where}", "--json"))
+    second = logged_in(tmp_path / "second", relay.host, f"oci://{where}")
+    again = json.loads(said(second, "image", "index", f"registry://{where}", "--json"))
     assert (again["index_digest"], again["layers_written"]) == (indexed["index_digest"], 0)
     relay.seen.clear()
     mountpoint = tmp_path / "mnt"
     mountpoint.mkdir()
-    second.run("image", "mount", where, mountpoint)
+    said(second, "image", "mount", where, mountpoint)
     try:
         # The keys, the image's record, and what the server asks for by itself.
         assert relay.count("") <= 12
@@ -97,7 +80,7 @@ def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
         )
         assert read.stdout == big[0].data + b"and back again"
     finally:
-        second.run("image", "unmount", mountpoint)
+        said(second, "image", "unmount", mountpoint)
 
 
 @pytest.mark.needs("fuse")
@@ -111,12 +94,12 @@ def test_a_start_is_recorded_and_replayed_beside_the_image(
     files = [Member("cold", data=os.urandom(2_000_000)), Member("hot", data=os.urandom(500_000))]
     layout = write_layout(tmp_path / "l", [files], tag="v1")
     where = registry.push_layout(layout.directory, "v1", "team/rec:v1", f"{USER}:{PASSWORD}")
-    node = Node(tmp_path / "node", registry.host)
+    node = logged_in(tmp_path / "node", registry.host)
     indexed = json.loads(
-        node.run("image", "index", f"registry://{where}", "--to", "registry", "--json")
+        said(node, "image", "index", f"registry://{where}", "--to", "registry", "--json")
     )
     for name in ("HOME", "DOCKER_CONFIG", "BOOTSEER_REGISTRY_HOSTS_DIR"):
-        monkeypatch.setenv(name, node.environ[name])
+        monkeypatch.setenv(name, node.environment[name])
     monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
     settings = settings_at(tmp_path, store_url=indexed["store"])
     with mounted(settings, where, tmp_path / "mnt") as image:
@@ -137,8 +120,8 @@ def test_a_start_is_recorded_and_replayed_beside_the_image(
 def test_other_tools_see_artifacts_of_the_image(registry: Registry, tmp_path: Path) -> None:
     layout = write_layout(tmp_path / "l", NASTY[:1], tag="v1")
     where = registry.push_layout(layout.directory, "v1", "team/seen:v1", f"{USER}:{PASSWORD}")
-    node = Node(tmp_path / "node", registry.host)
-    node.run("image", "index", f"registry://{where}", "--to", "registry")
+    node = logged_in(tmp_path / "node", registry.host)
+    said(node, "image", "index", f"registry://{where}", "--to", "registry")
     tag = layout.manifests[0]["digest"].replace(":", "-")
     shown = subprocess.run(
         [
@@ -161,9 +144,9 @@ def test_other_tools_see_artifacts_of_the_image(registry: Registry, tmp_path: Pa
 
 def test_only_images_of_registries_have_a_place_beside_them(tmp_path: Path) -> None:
     write_layout(tmp_path / "l", NASTY[:1], tag="v1")
-    node = Node(tmp_path / "node", "r.io")
-    said = node.run("image", "index", f"oci:{tmp_path}/l:v1", "--to", "registry", code=2)
-    assert "is not in a registry" in said
+    node = logged_in(tmp_path / "node", "r.io")
+    refusal = said(node, "image", "index", f"oci:{tmp_path}/l:v1", "--to", "registry", code=2)
+    assert "is not in a registry" in refusal
 
 
 def test_a_login_that_may_not_push_is_refused_by_name(
@@ -172,8 +155,10 @@ def test_a_login_that_may_not_push_is_refused_by_name(
     layout = write_layout(tmp_path / "l", NASTY[:1], tag="v1")
     registry.push_layout(layout.directory, "v1", "team/read:v1", f"{USER}:{PASSWORD}")
     relay.faults = [Fault("POST|PUT", 1000, 403)]
-    node = Node(tmp_path / "node", relay.host)
-    said = node.run(
-        *("image", "index", f"registry://{relay.host}/team/read:v1", "--to", "registry"), code=12
+    node = logged_in(tmp_path / "node", relay.host)
+    refusal = said(
+        node,
+        *("image", "index", f"registry://{relay.host}/team/read:v1", "--to", "registry"),
+        code=12,
     )
-    assert "docker login" in said
+    assert "docker login" in refusal
