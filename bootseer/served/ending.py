@@ -16,7 +16,7 @@ from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, fro
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.linux import namespaces
 from bootseer.linux.locks import is_written
-from bootseer.linux.private_files import is_own, private_directory, write_private_file
+from bootseer.linux.private_files import is_own, write_private_file
 from bootseer.linux.processes import ProcessId, name_of, notes, wait_readable
 from bootseer.linux.removal import remove_tree
 from bootseer.served.cover_users import serves_itself
@@ -230,8 +230,16 @@ def _announced_scratch(directory: Path) -> Path | None:
 
 
 def make_own_scratch(scratch: Path) -> Path:
-    """The folder for what this process's container writes. Raises: BootseerError."""
-    return private_directory(scratch / name_of(os.getpid()))
+    """Make the folder for what this process's container writes. Raises: BootseerError.
+
+    Not `scratch` itself: where that is gone, so is the start, and nobody would remove it again.
+    """
+    own = scratch / name_of(os.getpid())
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {own}") from error
+    return own
 
 
 def is_in_use(scratch: str) -> bool:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.errors import NotFoundError
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.background import begin
-from bootseer.served.ending import sweep
+from bootseer.served.ending import make_own_scratch, sweep
 from bootseer.served.folders import MountState, new_mount_dir, write_state
 from testbed.waiting import wait_for
 
@@ -55,3 +56,13 @@ def test_the_log_of_a_process_that_lives_stays(tmp_path: Path, forks: bool) -> N
         sweep(tmp_path)
         assert not mine.exists()
         assert len(list(logs.iterdir())) == 20
+
+
+def test_a_child_of_a_killed_start_makes_no_folder_that_nobody_would_remove(tmp_path: Path) -> None:
+    """It goes on for a moment, while the next start has removed what the killed one left."""
+    scratch = tmp_path / "containers" / "swept"
+    with pytest.raises(NotFoundError):
+        make_own_scratch(scratch)
+    assert list(tmp_path.iterdir()) == []
+    scratch.mkdir(parents=True)
+    assert make_own_scratch(scratch).stat().st_mode & 0o777 == 0o700
