@@ -12,9 +12,8 @@ from pathlib import Path
 import zstandard
 from hypothesis import strategies as st
 
-from bootseer.blob import columns
 from bootseer.blob.index import codec as index
-from bootseer.blob.pack.tar_packing import pack_tar
+from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import verify
 from bootseer.errors import (
     BootseerError,
@@ -35,7 +34,7 @@ from bootseer.prefetch.warm import record
 from tests.fuzz import samples
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated
-from tests.support.images.forged_index import forge, sections_of
+from tests.support.images.forged_index import SECTIONS, forge, sections_of
 
 _DAMAGED = (CorruptError, UnknownFormatError)
 
@@ -50,7 +49,7 @@ def _indexes(draw: st.DrawFn) -> bytes:
     counts = [tree.inode_count, tree.name_count]
     for name in draw(st.lists(st.sampled_from(sorted(sections)), max_size=2)):
         sections[name] = draw(mutated((sections[name],)))
-        typecode = columns.SECTIONS[name][1]
+        typecode = SECTIONS[name]
         if typecode:
             width = array(typecode).itemsize
             sections[name] = sections[name][: len(sections[name]) // width * width]

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.base.content_digest import content_digest
-from bootseer.blob import columns
 from bootseer.blob.build import build_tree
 from bootseer.blob.index import codec as index
 from bootseer.blob.read import verify
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from testbed.bounded import run_bounded
-from tests.support.images.forged_index import Sections, forge, sections_of
+from tests.support.images.forged_index import DEPTH_MAX, SECTIONS, Sections, forge, sections_of
 
 DIR = Inode(stat.S_IFDIR | 0o755)
 
@@ -91,7 +90,7 @@ def test_other_files_and_later_versions_are_named_as_such() -> None:
 
 def set_number(section: str, position: int, value: int) -> Callable[[Sections], None]:
     def change(sections: Sections) -> None:
-        column = array(columns.SECTIONS[section][1], sections[section])
+        column = array(SECTIONS[section], sections[section])
         column[position] = value
         sections[section] = column.tobytes()
 
@@ -176,10 +175,10 @@ def test_cycles_and_deep_nesting_are_refused() -> None:
     sections["name_inode"] = array("I", [2, 1]).tobytes()
     with pytest.raises(CorruptError, match="one another"):
         index.decode(forge(sections, 3, 2))
-    count = columns.DEPTH_MAX + 1
-    sections = dict.fromkeys(columns.SECTIONS, b"")
+    count = DEPTH_MAX + 1
+    sections = dict.fromkeys(SECTIONS, b"")
     for name in ("mode", "uid", "gid", "mtime_ns", "size_bytes", "rdev", "link", "xattr", "digest"):
-        sections[name] = array(columns.SECTIONS[name][1], [0] * (count + 1)).tobytes()
+        sections[name] = array(SECTIONS[name], [0] * (count + 1)).tobytes()
     sections["mode"] = array("I", [DIR.mode] * (count + 1)).tobytes()
     sections["extent_count"] = bytes(4 * (count + 1))
     sections["names"] = b"d\0" * count
@@ -203,7 +202,7 @@ def test_absurd_counts_are_refused_before_anything_is_allocated() -> None:
 
 @settings(max_examples=300)
 @given(
-    st.sampled_from(sorted(columns.SECTIONS)),
+    st.sampled_from(sorted(SECTIONS)),
     st.integers(0, 400),
     st.binary(max_size=9),
     st.sampled_from([0, 1]),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from bootseer.blob.index import codec as index
-from bootseer.blob.pack.stat_record import RECORD, put_record
 from bootseer.blob.read import BlobReader, verify
 from bootseer.errors import NotFoundError
 from testbed.needs import MissingError
@@ -81,5 +80,3 @@ def test_a_file_from_after_2262_is_packed_as_of_then(
     assert tree.inode(number).mtime_ns == 2**63 - 1
     assert "'later'" in caplog.text
     verify(index.decode(index.encode(tree)), reader_of(blob))
-    records = bytearray(RECORD.size)
-    put_record((tmp_path / "later").stat(), records, 0)

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of
-from bootseer.prefetch.bundle.format import decode_header
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.bundle.replay import plan_replay
 from bootseer.transfer.plan import Chunk
 from testbed.waiting import wait_for
-from tests.support.images.stored_image import INDEX, Image, stored_image
+from tests.support.images.stored_image import Image, stored_image
 
 
 @pytest.fixture
@@ -93,17 +91,3 @@ def test_damaged_bundle_is_left_aside(
     streams.close()
     assert replay.error is not None
     assert sum("not used any further" in message for message in caplog.messages) == 1
-
-
-def test_aim_counts_hits_waste_and_misses(image: Image) -> None:
-    _, header = image.publish_bundle([image.place("big", 0, 8192), image.place("small", 0, 700)])
-    lengths = [blob.stream_length for blob in image.tree.blobs]
-    bundle = decode_header(header, INDEX, lengths)
-    number = image.tree.resolve(b"big")
-    assert number is not None
-    aim = accuracy_of(
-        bundle, lengths, [(number, 4096, 8192, 0)], lambda n: image.tree.inode(n).extents
-    )
-    assert (aim.bundle_bytes, aim.asked_bytes, aim.used_bytes) == (8192 + 1024, 8192, 4096)
-    assert aim.recall == 0.5
-    assert accuracy_of(None, lengths, [], lambda n: ()).precision is None

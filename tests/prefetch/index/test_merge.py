@@ -1,7 +1,6 @@
 """Layers are merged as the specification says: an obviously right model, and chosen cases."""
 
 import stat
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.blob.build import build_tree
-from bootseer.blob.columns import Columns
-from bootseer.blob.frames import FrameTable
-from bootseer.blob.tree import Blob, Extent, Inode, Tree
+from bootseer.blob.index import codec as index
+from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree, merge
+from tests.support.images.forged_index import forge, sections_of
 
 DIRECTORY = stat.S_IFDIR | 0o755
+FRAMES = (Frame(0, 10, 0, 100, bytes(32)),)
 FILE = stat.S_IFREG | 0o644
 
 
@@ -208,12 +208,11 @@ def test_a_plain_root_file_system_has_no_whiteouts() -> None:
 
 def test_only_blobs_that_are_needed_are_kept() -> None:
     def layer(name: str, digit: str) -> LayerTree:
-        frames = FrameTable(array("I", [10]), array("I", [100]), bytes(32))
         inode = Inode(FILE, size_bytes=5, extents=(Extent(0, 0, 20, 5),))
         tree = build_tree(
             [(name.encode(), 1)],
             [Inode(DIRECTORY), inode],
-            [Blob("sha256:" + digit * 64, 10, frames, "sha256:" + digit * 64, 100)],
+            [Blob("sha256:" + digit * 64, 10, FRAMES, "sha256:" + digit * 64, 100)],
         )
         return LayerTree(tree)
 
@@ -224,15 +223,11 @@ def test_only_blobs_that_are_needed_are_kept() -> None:
 
 
 def test_an_extent_in_no_blob_of_its_layer_is_not_looked_for_in_the_next_layers_blobs() -> None:
-    frames = FrameTable(array("I", [10]), array("I", [100]), bytes(32))
-    blob = Blob("sha256:" + "1" * 64, 10, frames, "sha256:" + "1" * 64, 100)
+    blob = Blob("sha256:" + "1" * 64, 10, FRAMES, "sha256:" + "1" * 64, 100)
     inode = Inode(FILE, size_bytes=5, extents=(Extent(0, 0, 20, 5),))
     right = build_tree([(b"x", 1)], [Inode(DIRECTORY), inode], [blob])
-
-    def load(section: str) -> bytes:
-        return bytes([1, 0, 0, 0]) if section == "extent_blob" else right.columns.load(section)
-
-    wrong = Tree(Columns(2, 1, load), right.blobs)
+    sections = {**sections_of(right), "extent_blob": bytes([1, 0, 0, 0])}
+    wrong = index.decode(forge(sections, 2, 1))
     with pytest.raises(CorruptError, match="blob"):
         merge([LayerTree(wrong), LayerTree(right)])
 

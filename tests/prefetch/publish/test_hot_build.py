@@ -17,7 +17,6 @@ from bootseer.base.content_digest import content_digest
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, is_worthwhile
 from bootseer.prefetch.bundle.format import decode_frame, write_bundle
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT, HotPointer
 from bootseer.prefetch.index.catalogue import read_tree
@@ -161,21 +160,6 @@ def test_what_is_read_elsewhere_in_each_start_is_not_hot(
         # The next start, which reads other pages again, teaches nothing.
         assert site.add(start("d")) is None
         assert site.pointer() == pointer
-
-
-def test_when_a_start_is_worth_a_record() -> None:
-    good, missed, wasteful = (
-        BundleAccuracy(100, 100, 96),
-        BundleAccuracy(100, 110, 96),
-        BundleAccuracy(300, 100, 100),
-    )
-    assert not is_worthwhile(good, 1, "ready")
-    assert is_worthwhile(missed, MERGED_TRACE_COUNT, "unmount")
-    assert is_worthwhile(wasteful, 1, "window")
-    # It may have failed half-way, and further traces would change nothing.
-    assert not is_worthwhile(wasteful, 1, "unmount")
-    assert not is_worthwhile(wasteful, MERGED_TRACE_COUNT, "ready")
-    assert is_worthwhile(BundleAccuracy(0, 100, 0), 1, "ready")
 
 
 def test_a_hundred_nodes_at_once(site: Site) -> None:

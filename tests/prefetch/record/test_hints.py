@@ -22,6 +22,7 @@ from bootseer.prefetch.record.hints import (
 )
 from bootseer.prefetch.record.hotset import HotRange, HotSet, merge
 from bootseer.prefetch.record.trace import Access, decode, encode
+from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64
 HUGE = 2**40
@@ -218,3 +219,17 @@ def test_records_of_estargz_are_read() -> None:
     found = hinted("".join(json.dumps(entry) + "\n" for entry in entries).encode())
     assert [f.path for f in found.trace.files] == [b"usr/lib/libc.so", b"with space 1 2"]
     assert found.unknown_count == 1
+
+
+def test_many_ranges_of_a_file_in_many_pieces() -> None:
+    count = 50_000
+    pieces = [Extent(8192 * n, 0, 4096 * n, 4096) for n in range(count)]
+    blob = Blob(INDEX, 0, (), INDEX, 4096 * count)
+    tree = build_tree([(b"f", 1)], [DIRECTORY, file(*pieces, size=8192 * count)], [blob])
+    hints = [Hint(b"f", 8192 * n, 4096) for n in range(0, count, 2)]
+
+    def looked_up() -> None:
+        found = trace_of(hints, tree, index_digest=INDEX, workload="w", node="n", started_ns=0)
+        assert len(found.trace.accesses) == len(hints)
+
+    assert run_bounded(looked_up, cpu_s=20)

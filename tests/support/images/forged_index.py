@@ -1,31 +1,80 @@
-"""Tree indexes with a right checksum and whatever contents."""
+"""Tree indexes with a right checksum and whatever contents.
+
+Reads and writes the format by itself, as docs/format/index.md has it.
+"""
 
 import hashlib
 import struct
 
 import zstandard
 
-from bootseer.blob import columns
+from bootseer.blob.index.codec import encode
 from bootseer.blob.tree import Tree
+
+# The section numbered 1 and those that follow; the type code of its numbers, or "" for a heap.
+SECTIONS = {
+    "blob_size_bytes": "Q",
+    "blob_frame_count": "I",
+    "blob_digests": "",
+    "frame_length": "I",
+    "frame_stream_length": "I",
+    "frame_digests": "",
+    "names": "",
+    "name_parent": "I",
+    "name_inode": "I",
+    "mode": "I",
+    "uid": "I",
+    "gid": "I",
+    "mtime_ns": "q",
+    "size_bytes": "Q",
+    "rdev": "Q",
+    "link": "I",
+    "links": "",
+    "xattr": "I",
+    "xattrs": "",
+    "extent_count": "I",
+    "extent_file_offset": "Q",
+    "extent_blob": "I",
+    "extent_blob_offset": "Q",
+    "extent_length": "Q",
+    "digest": "I",
+    "digests": "",
+    "blob_stream_length": "Q",
+    "blob_stream_digests": "",
+}
+DEPTH_MAX = 4096
+"""Directories inside one another."""
 
 Sections = dict[str, bytes]
 
+_HEADER = struct.Struct("<8sHHIIIQ")
+_SECTION = struct.Struct("<HHQQ")
+_TABLE = _HEADER.size + 32
+
 
 def sections_of(tree: Tree) -> Sections:
-    return {name: tree.columns.load(name) for name in columns.SECTIONS}
+    """Return the contents of each section of the tree's index."""
+    data = encode(tree)
+    position = _TABLE + _SECTION.size * len(SECTIONS)
+    found = {}
+    for number, name in enumerate(SECTIONS):
+        _, codec, _, length = _SECTION.unpack_from(data, _TABLE + _SECTION.size * number)
+        stored = data[position : position + length]
+        found[name] = zstandard.decompress(stored) if codec else stored
+        position += length
+    assert position == len(data)
+    return found
 
 
 def forge(sections: Sections, inode_count: int, name_count: int, codec: int = 1) -> bytes:
-    """An index with a right checksum and whatever contents."""
+    """Return an index of these sections with a right checksum."""
     table, stored = b"", b""
-    for name, (number, _) in columns.SECTIONS.items():
+    for number, name in enumerate(SECTIONS, 1):
         raw = sections[name]
         packed = zstandard.compress(raw) if codec else raw
-        table += struct.pack("<HHQQ", number, codec, len(raw), len(packed))
+        table += _SECTION.pack(number, codec, len(raw), len(packed))
         stored += packed
-    total = 64 + len(table) + len(stored)
-    header = struct.pack(
-        "<8sHHIIIQ", b"BOOTTREE", 1, len(columns.SECTIONS), inode_count, name_count, 0, total
-    )
+    total = _TABLE + len(table) + len(stored)
+    header = _HEADER.pack(b"BOOTTREE", 1, len(SECTIONS), inode_count, name_count, 0, total)
     checksum = hashlib.sha256(header + bytes(32) + table + stored).digest()
     return header + checksum + table + stored

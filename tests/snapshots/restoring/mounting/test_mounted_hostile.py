@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.blob.columns import Columns
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import index_key
-from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
@@ -20,6 +18,7 @@ from bootseer.store import open_store
 from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
+from tests.support.images.forged_index import forge, sections_of
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -42,12 +41,8 @@ def test_hostile_names_are_never_shown(
     with open_store(node.store_url) as store:
         (wanted,) = manifest.targets
         tree = catalogue.load_tree(store, wanted)
-        columns = Columns(
-            tree.inode_count,
-            tree.name_count,
-            lambda section: name + b"\0" if section == "names" else tree.columns.load(section),
-        )
-        encoded = index.encode(Tree(columns, tree.blobs))
+        sections = {**sections_of(tree), "names": name + b"\0"}
+        encoded = forge(sections, tree.inode_count, tree.name_count)
         forged = Stored(index.digest(encoded), len(encoded))
         store.publish(index_key(forged.digest), encoded)
         catalogue.publish(
