@@ -12,7 +12,13 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import compress
 
-from bootseer.blob.pack.stat_record import RECORD, Records, directory_record
+from bootseer.blob.pack.stat_record import (
+    RECORD,
+    TIME_NS_MAX,
+    Records,
+    bounded_time_ns,
+    directory_record,
+)
 from bootseer.blob.tree import Tree
 from bootseer.snapshots.targets.scan import STAGING_PREFIX, Entry, Scan, is_cache
 
@@ -39,6 +45,8 @@ def fingerprint_of_scan(scanned: Scan) -> str:
 def _record(entry: Entry) -> bytes:
     if stat.S_ISDIR(entry.mode):
         return directory_record(entry.mode, entry.uid, entry.gid)
+    if entry.mtime_ns > TIME_NS_MAX:
+        entry = entry._replace(mtime_ns=bounded_time_ns(entry.mtime_ns))
     return RECORD.pack(*entry)
 
 

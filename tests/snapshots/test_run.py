@@ -15,7 +15,7 @@ from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from testbed.needs import MissingError
-from testbed.trees import describe, differences
+from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.counted import counted_request, rooted, rooted_runner, runs
 
@@ -41,6 +41,60 @@ def test_a_touched_target_is_not_in_place(tmp_path: Path, make_node: MakeNode) -
     assert run_setup(make_node("a"), request).how == "captured"
     assert (tmp_path / "env/file").read_text() == "hello\n"
     assert runs(tmp_path) == 2
+
+
+def test_a_forged_time_is_noticed(tmp_path: Path, make_node: MakeNode) -> None:
+    request = counted_request(tmp_path)
+    run_setup(make_node("a"), request)
+    file = tmp_path / "env/file"
+    info = file.stat()
+    file.write_text("HELLO\n")
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
+    assert run_setup(make_node("a"), request).how == "captured"
+    assert file.read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("mode", ["extract", "hardlink"])
+def test_a_restored_zoo_is_in_place_until_it_is_touched(
+    tmp_path: Path, make_node: MakeNode, mode: str
+) -> None:
+    zoo, target = tmp_path / "zoo", tmp_path / "env"
+    make_zoo(zoo)
+    cache = zoo / "package/__pycache__"
+    cache.mkdir(parents=True)
+    (cache / "module.cpython-311.pyc").write_bytes(b"bytecode")
+    (cache / "other").write_bytes(b"x")
+    request = Request(command=["cp", "-a", str(zoo), str(target)], targets=[str(target)])
+    run_setup(make_node("a"), request)
+    shutil.rmtree(target)
+    node = replace(make_node("b"), restore_mode=mode)
+    result = run_setup(node, request)
+    assert (result.how, result.mode) == ("restored", mode)
+    assert run_setup(node, request).how == "in place"
+    (target / "package/__pycache__/module.cpython-311.pyc").unlink()
+    (target / "package/__pycache__/module.cpython-311.pyc").write_bytes(b"newer bytecode")
+    assert run_setup(node, request).how == "in place"
+    (target / "package/__pycache__/other").touch()
+    assert run_setup(node, request).how != "in place"
+
+
+def test_a_changed_mode_of_a_directory_is_noticed(tmp_path: Path, make_node: MakeNode) -> None:
+    request = counted_request(tmp_path)
+    run_setup(make_node("a"), request)
+    (tmp_path / "env").chmod(0o711)
+    assert run_setup(make_node("a"), request).how == "captured"
+
+
+def test_a_file_from_after_2262(tmp_path: Path, make_node: MakeNode) -> None:
+    """A named fault: a time that 64 bits of nanoseconds cannot hold ended the command."""
+    file = tmp_path / "env/file"
+    text = f"mkdir {file.parent}; touch -d @9300000000 {file}"
+    request = Request(command=["sh", "-ec", text], targets=[str(file.parent)])
+    assert run_setup(make_node("a"), request).how == "captured"
+    if file.stat().st_mtime_ns < 2**63:
+        raise MissingError("this file system has no times after 2262")
+    assert run_setup(make_node("a"), request).how == "in place"
 
 
 def test_what_changes_the_key(tmp_path: Path, make_node: MakeNode) -> None:

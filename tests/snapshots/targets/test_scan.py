@@ -5,7 +5,6 @@ import pytest
 
 from bootseer.errors import InvalidInputError
 from bootseer.snapshots.targets.scan import base_digest, scan
-from bootseer.snapshots.targets.tree_fingerprint import fingerprint_of_scan
 from testbed.trees import describe, make_zoo
 
 
@@ -46,17 +45,3 @@ def test_a_base_is_the_same_on_every_node(tmp_path: Path) -> None:
     assert base_digest(scan(tmp_path / "two")) != base_digest(one)
     (tmp_path / "empty").mkdir()
     assert base_digest(scan(tmp_path / "empty")) == base_digest({}) == "nothing"
-
-
-def test_an_exact_digest_notices_a_forged_time(tmp_path: Path) -> None:
-    file = tmp_path / "a.py"
-    file.write_text("x = 1\n")
-    info = file.stat()
-    before = fingerprint_of_scan(scan(tmp_path))
-    assert fingerprint_of_scan(scan(tmp_path)) == before
-    (tmp_path / "a.pyc").write_text("bytecode does not count")
-    assert fingerprint_of_scan(scan(tmp_path)) == before
-    file.write_text("x = 2\n")
-    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
-    assert file.stat().st_mtime_ns == info.st_mtime_ns
-    assert fingerprint_of_scan(scan(tmp_path)) != before
