@@ -8,7 +8,8 @@ import pytest
 
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.store import Store, open_backend, open_store
-from bootseer.store.local.marked_folder import MARK
+
+MARK = ".bootseer.store"
 
 
 def _open(tmp_path: Path, said: list[str]) -> Store:

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from bootseer.cli import cli
-from bootseer.cli.image.image_run_commands import COMMANDS
-from bootseer.cli.image.image_trace_commands import trace
 from bootseer.fuse.kernel.mounting import mounts
 from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
@@ -37,24 +33,6 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     index(settings, source, "image:1")
     yield settings
     sweep(settings.run_dir.parent, settings)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        *([str(command.name)] for command in COMMANDS),
-        ["trace"],
-        *(["trace", name] for name in trace.commands),
-    ],
-    ids=" ".join,
-)
-def test_every_command_has_help_with_an_example(names: list[str]) -> None:
-    # From the top: click keeps the help of a command that is invoked alone, which has no -h, and
-    # showed it to the test of docs/cli.md in the same process.
-    result = CliRunner().invoke(cli, ["image", *names, "--help"])
-    assert result.exit_code == 0
-    if names != ["trace"]:
-        assert "Example: bootseer image" in result.output
 
 
 @pytest.mark.needs("fuse")

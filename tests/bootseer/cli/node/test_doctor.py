@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from bootseer.launch import doctor
 from bootseer.launch.doctor import Finding, Status, examine
 from bootseer.settings.config import Settings, load_settings
-from bootseer.store.local.marked_folder import MARK
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_a_good_store_is_atomic_and_left_clean(settings: Settings, tmp_path: Pat
         left = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
         # That there is a store, and that this node has used it, is known from now on.
         assert {path.name if folder == "store" else path.parent.name for path in left} == {
-            "store": {MARK},
+            "store": {".bootseer.store"},
             "cache": {"stores"},
             "run": set(),
         }[folder]

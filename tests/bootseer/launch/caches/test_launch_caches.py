@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.cli.node.status_commands import node_entries
 from bootseer.launch.caches.records import records
+from bootseer.served.status import unserving
 from testbed.node import Completed, Node, attribute, node_at
 from testbed.others import folder_of_others
 from testbed.waiting import wait_for
@@ -119,13 +119,13 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     with node.start("run", "--", sys.executable, "-c", script, variables=variables) as job:
         # What works behind the start is shown.
         kinds = {"cache keeper", "timeline publisher"}
-        wait_for(lambda: {one.kind for one in node_entries(node.base / "run")} >= kinds, "both")
+        wait_for(lambda: {one.kind for one in unserving(node.base / "run")} >= kinds, "both")
         published = tmp_path / "store/snapshots"
         wait_for(lambda: any(published.glob("*.json")), "a generation")
         job.kill()
         job.communicate()
     node.wait_clean()
-    assert not {one.kind for one in node_entries(node.base / "run")} & kinds
+    assert not {one.kind for one in unserving(node.base / "run")} & kinds
 
 
 def test_what_could_not_be_published_is_tried_again(
