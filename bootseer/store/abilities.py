@@ -1,5 +1,6 @@
 """What some backends can do besides, and how it is asked for: files that are kept open for many
-reads, files that are joined, servers that are chosen, writes that a library buffers.
+reads, files that are joined, servers that are chosen, writes that a library buffers, files of which
+the storage knows that they are being written.
 
 Opening costs a walk through folders, or a call to a NameNode: the striped file system reads a file
 in many pieces and opens it once. Backends that have nothing to keep open are served by
@@ -9,6 +10,7 @@ in many pieces and opens it once. Backends that have nothing to keep open are se
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
+from bootseer.errors import BootseerError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.transfer.attempt import Attempt
 
@@ -156,6 +158,32 @@ class BuffersWrites(Protocol):
 
     writer_bytes: int
     """What an open writer takes at most, beside what was handed to it and `Writer.held_bytes`."""
+
+
+@runtime_checkable
+class KnowsClosed(Protocol):
+    """A backend that can ask whether a file is closed. Thread-safe."""
+
+    def is_closed(self, path: str) -> bool:
+        """Returns whether no client has the file open for writing. Raises: BootseerError."""
+        ...
+
+
+def is_being_written(backend: Backend, path: str) -> bool:
+    """Whether the file at `path` is open for writing, or that cannot be told; False where the
+    storage does not know. Changes nothing.
+
+    HDFS changes a file's time when it is created and when it is closed, however long it is written
+    in between; its NameNode says with the places of a file's blocks whether it is open.
+    """
+    if not isinstance(backend, KnowsClosed):
+        return False
+    try:
+        return not backend.is_closed(path)
+    except NotFoundError:
+        return False
+    except BootseerError:
+        return True
 
 
 @runtime_checkable

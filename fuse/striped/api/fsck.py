@@ -18,8 +18,8 @@ from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
+from bootseer.store.abilities import is_being_written
 from bootseer.store.backend import Backend, FileInfo
-from bootseer.store.hdfs.open_files import is_being_written
 from bootseer.store.objects.store import storage_time_ns
 
 MIN_AGE_S = 3600.0

@@ -18,8 +18,7 @@ from bootseer.errors import (
 )
 from bootseer.served.forked import may_fork
 from bootseer.store import Backend, Space, open_backend
-from bootseer.store.abilities import joiner, open_reader
-from bootseer.store.hdfs.open_files import is_being_written
+from bootseer.store.abilities import is_being_written, joiner, open_reader
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.needs import require

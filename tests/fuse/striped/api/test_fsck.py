@@ -17,7 +17,7 @@ from bootseer.fuse.striped.api.verify import verify_file
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout, encode_layout
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
-from bootseer.store.hdfs.open_files import is_being_written
+from bootseer.store.abilities import is_being_written
 from bootseer.store.local.backend import LocalBackend
 from testbed.trees import nest
 from testbed.waiting import wait_for
