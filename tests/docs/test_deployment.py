@@ -12,7 +12,6 @@ import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
 from bootseer.cli import cli
-from bootseer.prefetch.snapshotter.pulled import CONTENT_FOLDER
 from bootseer.settings.config import Settings, variable_of
 from tests.support.cli_reference import root_context
 
@@ -105,6 +104,6 @@ def test_the_snapshotter_s_pod_sees_what_it_needs() -> None:
     (container,) = [one for one in pod["containers"] if one["name"] == "snapshotter"]
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert mounts[str(root)]["mountPropagation"] == "Bidirectional"
-    assert mounts[str(root.parent / CONTENT_FOLDER)]["readOnly"]
+    assert mounts[str(root.parent / "io.containerd.content.v1.content")]["readOnly"]
     assert str(address.parent) in mounts
     assert {f"--root={root}", f"--address={address}"} <= set(container["command"])

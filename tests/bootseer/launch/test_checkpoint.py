@@ -83,7 +83,8 @@ time.sleep(600)
 
 @pytest.mark.needs("fuse")
 def test_two_checkpoint_folders(node: Node, tmp_path: Path) -> None:
-    first, second = (tmp_path / "a").as_uri(), (tmp_path / "b").as_uri()
+    # Of several colons the last one counts; a folder needs no URL.
+    first, second = (tmp_path / "a").as_uri() + ":b", tmp_path / "b"
     done = node.run(
         "run",
         *("--checkpoint", f"{first}:{node.base}/m/a", "--checkpoint", f"{second}:{node.base}/m/b"),

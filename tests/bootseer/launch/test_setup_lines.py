@@ -3,7 +3,6 @@
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.launch.checkpoints import CheckpointPath, parse_checkpoint
 from bootseer.launch.job import setup_command
 
 
@@ -33,14 +32,3 @@ def test_a_line_with_shell_syntax_is_for_the_shell(line: str) -> None:
 def test_lines_that_cannot_be_meant_are_refused(line: str) -> None:
     with pytest.raises(InvalidInputError):
         setup_command(line)
-
-
-def test_checkpoints() -> None:
-    assert parse_checkpoint("hdfs://h:8020/a:b:/mnt/x") == CheckpointPath(
-        "hdfs://h:8020/a:b", "/mnt/x"
-    )
-    assert parse_checkpoint("/local/dir:/mnt") == CheckpointPath("/local/dir", "/mnt")
-    for wrong in ("", "/only", "hdfs://h/x", "hdfs://h/x:relative", ":/mnt", "x://user:pw@h/"):
-        with pytest.raises(InvalidInputError) as caught:
-            parse_checkpoint(wrong)
-        assert "pw" not in str(caught.value)

@@ -20,7 +20,6 @@ from bootseer.errors import (
 )
 from bootseer.transfer.pace import FLOOR_BYTES_PER_S, Pace, Progress, TokenBucket
 from bootseer.transfer.policy import Attempts, Policy, as_bootseer_error, fresh_copy, is_retryable
-from bootseer.transfer.statistics import percentile
 
 
 @given(failures=st.integers(1, 10_000), fraction=st.floats(0, 1, exclude_max=True))
@@ -100,13 +99,6 @@ def test_bucket_never_lets_more_through_than_rate_and_burst(
         assert taken_bytes <= rate * (now_s + 0.5) * (1 + 1e-9) + 1
         bucket.take(size_bytes, now_s)
         taken_bytes += size_bytes
-
-
-def test_percentile_is_the_nearest_rank() -> None:
-    assert percentile([], 0.5) == 0
-    assert percentile([7], 0.99) == 7
-    assert percentile(list(range(100)), 0.5) == 50
-    assert percentile(list(range(100)), 0.99) == 99
 
 
 # ---- the planner beside an obviously right model ------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.store.oci.objects import ARTIFACT_TYPE
 from testbed.images.building import NASTY, Member, run_tool, write_layout
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, settings_at
 from testbed.node import Node
@@ -133,7 +132,7 @@ def test_other_tools_see_artifacts_of_the_image(registry: Registry, tmp_path: Pa
         timeout=60,
     )
     entries = json.loads(shown.stdout)["manifests"]
-    assert {entry["artifactType"] for entry in entries} == {ARTIFACT_TYPE}
+    assert {entry["artifactType"] for entry in entries} == {"application/vnd.bootseer.store.v1"}
     # The image itself is as it was.
     run_tool(
         *("skopeo", "--insecure-policy", "copy", "--quiet", "--src-tls-verify=false"),

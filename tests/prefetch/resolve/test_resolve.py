@@ -1,8 +1,11 @@
 """Images are started from what was pulled, and published as if they had been indexed before."""
 
+import errno
 import hashlib
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +14,6 @@ from bootseer.prefetch.bundle.bundle_reuse import name_of
 from bootseer.prefetch.index.catalogue import find_image, publish_image, publish_layer, read_layer
 from bootseer.prefetch.publish.indexing import change_time_ns
 from bootseer.prefetch.publish.publish_image import publish_node_image
-from bootseer.prefetch.resolve.resolve_source import _changed_since
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
@@ -120,10 +122,25 @@ def test_what_changes_while_a_directory_is_read_has_changed(tmp_path: Path) -> N
         assert (tmp_path / str(number)).stat().st_ctime_ns >= before_ns
 
 
-def test_what_vanishes_while_a_directory_is_compared_has_changed(tmp_path: Path) -> None:
-    assert _changed_since(tmp_path / "gone", 2**62)
-    (tmp_path / "there").mkdir()
-    assert not _changed_since(tmp_path / "there", 2**62)
+def test_what_vanishes_while_a_directory_is_compared_has_changed(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = unchanged(odd_tree(tmp_path / "root"))
+    _, contents = node.start(root)
+    node.start(root)
+    assert node.said == []
+    listed = os.scandir
+    vanished: list[Path] = []
+
+    def scandir(path: Any) -> Any:
+        if path == root / "deep" and not vanished:
+            vanished.append(path)
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert node.start(root)[1] == contents
+    assert len(node.said) == len(vanished) == 1
 
 
 def test_an_image_whose_layers_are_named_by_sha512(node: Node, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from bootseer.prefetch.serve.launch_figures import (
 from bootseer.prefetch.serve.prometheus import render
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultRecorder
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.transfer.statistics import Recorder
+from bootseer.transfer.statistics import Recorder, percentile
 
 
 def figures_of(recorder: FaultRecorder, image: str = "train:v1") -> LaunchFigures:
@@ -80,6 +80,13 @@ def samples_of(text: str) -> dict[tuple[str, str], float]:
                 sample.value
             )
     return found
+
+
+def test_percentile_is_the_nearest_rank() -> None:
+    assert percentile([], 0.5) == 0
+    assert percentile([7], 0.99) == 7
+    assert percentile(list(range(100)), 0.5) == 50
+    assert percentile(list(range(100)), 0.99) == 99
 
 
 def test_prometheus_reads_it(recorder: FaultRecorder) -> None:

@@ -164,8 +164,10 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("report", "../../x"), NOT_FOUND, "../../x"),
     (("report", "--attempt", "-1"), INVALID, "--attempt"),
     (("report", "--trace", "src"), INVALID, "src"),
-    (("run", "--checkpoint", "x", "--", "true"), INVALID, "URL:DIR"),
-    (("run", "--checkpoint", "x:", "--", "true"), INVALID, "URL:DIR"),
+    *(
+        (("run", "--checkpoint", text, "--", "true"), INVALID, "URL:DIR")
+        for text in ("", "x", "x:", "/only", "hdfs://h/x", "hdfs://h/x:relative", ":/mnt")
+    ),
     (("run", "--bind", "a:/b", "--", "true"), INVALID, "--image"),
     (("run", "--", "/absent/program"), 127, "/absent/program"),
     (("demo", "--dir", "text"), INVALID, "text"),

@@ -10,7 +10,7 @@ import pytest
 from bootseer.errors import NotFoundError, PermissionDeniedError
 from bootseer.kubernetes.api import Api
 from bootseer.kubernetes.webhook.certificates import VALIDITY, Pair
-from bootseer.kubernetes.webhook.cluster import ClusterView
+from bootseer.kubernetes.webhook.cluster import ASK_S, ClusterView
 from bootseer.kubernetes.webhook.credentials import Credentials, look_quietly
 from tests.bootseer.kubernetes.webhook.api_servers import (
     CONFIGURATION,
@@ -20,6 +20,7 @@ from tests.bootseer.kubernetes.webhook.api_servers import (
     ApiServer,
     stand_in,
 )
+from tests.chart.test_chart import manifests
 
 
 class _Replica:
@@ -165,6 +166,13 @@ def test_the_cluster_is_seen_as_it_is(
     (api_server.account / "token").write_text("nobody's")
     seconds = 20.0
     assert view().has_driver
+
+
+def test_both_questions_fit_into_the_time_that_the_chart_gives_a_webhook() -> None:
+    """The webhook may wait for an API server that is gone, twice."""
+    hooks = [hook for one in manifests() for hook in one.get("webhooks", ())]
+    assert hooks
+    assert all(hook["timeoutSeconds"] > 2 * ASK_S for hook in hooks)
 
 
 def _versions(server: ApiServer) -> list[str]:
