@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bootseer.prefetch.bundle.format import BundleExtent, BundleFrame
 from bootseer.prefetch.bundle.replay import disk_runs
-from bootseer.prefetch.warm.residency import cached_ranges
+from testbed.page_cache import cached_bytes
 from testbed.waiting import wait_for
 from tests.support.images.stored_image import stored_image
 
@@ -18,11 +18,6 @@ extents = st.builds(
     st.integers(0, 2000).map(lambda sector: 512 * sector),
     st.integers(1, 200_000),
 )
-
-
-def cached_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(part.length for part in cached_ranges(file.fileno()) or ())
 
 
 def frame(members: list[BundleExtent]) -> BundleFrame:

@@ -6,16 +6,16 @@ comes out of it is compared here with what was written.
 
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bootseer.prefetch.cache.image_stream import ImageStream
+from bootseer.blob.tree import Blob, Frame
 from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, NodeCache
 
 DIGEST = "sha256:" + "cd" * 32
-CLAIMED = "claimed:" + "cd" * 32
 LENGTH = 1200 * SECTOR_BYTES + 100
 STREAM = bytes(i * 7 % 251 for i in range(LENGTH))
 RECORD = 256 * 1024
@@ -88,20 +88,21 @@ def test_a_bit_beside_what_was_asked_for_is_found_with_it(tmp_path: Path, positi
 def test_a_damaged_claim_is_no_part_of_what_is_read(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path)
     half = 600 * SECTOR_BYTES
-    cache.open_stream(DIGEST, LENGTH).write(0, STREAM[:half])
-    cache.open_stream(CLAIMED, LENGTH).write(half, STREAM[half:])
+    blob = Blob(DIGEST, 100, (Frame(0, 100, 0, LENGTH, bytes(32)),), DIGEST, LENGTH)
 
-    def opened() -> ImageStream:
-        return ImageStream(
-            cache.open_stream(DIGEST, LENGTH), lambda make: cache.open_stream(CLAIMED, LENGTH)
-        )
+    def opened() -> Any:
+        (stream,) = cache.open_image([blob], mark=cache.claims_mark("an image"))
+        return closing(stream)
 
-    with closing(opened()) as stream:
+    with opened() as stream:
+        assert stream.prove(0, STREAM[:half])
+        assert stream.claim(half, STREAM[half:])
         found = stream.get(half - 3000, 9000)
         assert found is not None
         assert bytes(found) == STREAM[half - 3000 : half + 6000]
-    flip(tmp_path, half + 4000, CLAIMED)
-    with closing(opened()) as stream:
+    (claimed,) = tmp_path.glob("streams-3/claimed-*")
+    flip(tmp_path, half + 4000, claimed.name)
+    with opened() as stream:
         assert stream.get(half - 3000, 9000) is None
         found = stream.get(half - 3000, 3000)
         assert found is not None

@@ -18,12 +18,14 @@ from bootseer.prefetch.record.hotset import (
     merge,
     stream_ranges,
 )
-from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX, first_touches
 from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.prefetch.record.trace import encode as encode_trace
 from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "1" * 64
+PAGE_BYTES = 4096
+TOUCH_COUNT_MAX = 2**20
+"""Pages of one trace that count."""
 A, B, C = (TracedFile(name, name * 32) for name in (b"a", b"b", b"c"))
 FILES = (A, B, C)
 
@@ -168,20 +170,16 @@ def test_a_trace_costs_by_its_accesses_not_by_the_pages_that_it_claims() -> None
 
 @settings(max_examples=80)
 @given(trace_lists)
-def test_first_touches_against_a_model(traces: list[Trace]) -> None:
+def test_the_pages_of_one_trace_come_in_the_order_of_their_first_touch(
+    traces: list[Trace],
+) -> None:
     for trace in traces:
-        seen: dict[tuple[int, int], None] = {}
+        seen: dict[tuple[bytes, int], None] = {}
         for access in trace.accesses:
             first = access.offset // PAGE_BYTES
             for page in range(first, first + access.length // PAGE_BYTES):
-                seen.setdefault((access.file, page))
-        runs = first_touches(trace)
-        touched = [
-            (run.file, run.first + i, run.position + i)
-            for run in runs
-            for i in range(run.page_count)
-        ]
-        assert touched == [(file, page, n) for n, (file, page) in enumerate(seen)]
+                seen.setdefault((trace.files[access.file].path, page))
+        assert pages(merge(INDEX, "w", [trace])) == list(seen)
 
 
 def test_a_path_that_a_million_ranges_share_is_stored_once() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.hotset import merge
-from bootseer.prefetch.record.scattered import scattered_files
 from bootseer.prefetch.record.trace import Access, AccessLog, Trace
 
 INDEX = "sha256:" + "1" * 64
@@ -27,9 +26,13 @@ def sample(seed: int, count: int = 500, of: int = 10_000) -> list[int]:
     return random.Random(seed).sample(range(of), count)
 
 
+def scattered(traces: list[Trace]) -> tuple[bytes, ...]:
+    """Return the paths of the files that are left out of the hot set."""
+    return merge(INDEX, "w", traces).scattered
+
+
 def test_random_samples_are_scattered_and_what_all_read_is_not() -> None:
     traces = [start(range(3000), sample(seed)) for seed in range(3)]
-    assert scattered_files(traces) == {DATA}
     hot = merge(INDEX, "w", traces)
     assert hot.scattered == (b"data",)
     assert {r.path for r in hot.ranges} == {b"lib.so"}
@@ -37,16 +40,16 @@ def test_random_samples_are_scattered_and_what_all_read_is_not() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_starts_say_nothing(count: int) -> None:
-    assert not scattered_files([start(range(10), sample(seed)) for seed in range(count)])
+    assert not scattered([start(range(10), sample(seed)) for seed in range(count)])
 
 
 def test_little_is_not_looked_at() -> None:
-    assert not scattered_files([start(range(10), sample(seed, count=200)) for seed in range(5)])
+    assert not scattered([start(range(10), sample(seed, count=200)) for seed in range(5)])
 
 
 def test_samples_that_cover_most_of_a_file_are_hot() -> None:
     traces = [start(range(10), sample(seed, count=700, of=1000)) for seed in range(4)]
-    assert not scattered_files(traces)
+    assert not scattered(traces)
 
 
 def test_a_start_that_ended_early_and_one_that_went_on_are_no_samples() -> None:
@@ -57,7 +60,7 @@ def test_a_start_that_ended_early_and_one_that_went_on_are_no_samples() -> None:
         start(range(2000), [], handed=2000),
         start(range(2000), [], handed=2000),
     ]
-    assert not scattered_files(traces)
+    assert not scattered(traces)
 
 
 def test_what_is_handed_over_hides_no_sample() -> None:
@@ -70,7 +73,7 @@ def test_what_is_handed_over_hides_no_sample() -> None:
         traces.append(
             Trace(INDEX, "w", "n", 0, "ready", 0, trace.files, (*trace.accesses, *handed))
         )
-    assert scattered_files(traces) == {DATA}
+    assert scattered(traces) == (b"data",)
 
 
 def test_the_log_marks_what_was_handed_over() -> None:

@@ -15,11 +15,12 @@ from bootseer.prefetch.warm import opens
 from bootseer.prefetch.warm.opens import InotifyWatch, directories
 from bootseer.prefetch.warm.record import Range, decode, encode
 from bootseer.prefetch.warm.recording import Recording
-from bootseer.prefetch.warm.residency import cached_ranges, has_fowner
+from bootseer.prefetch.warm.residency import has_fowner
 from testbed.mounts.fuse_mount import check_python, mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
 from testbed.needs import MissingError
 from testbed.others import folder_of_others
+from testbed.page_cache import cached_bytes
 from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
 
 _NOBODY = 65534
@@ -117,11 +118,7 @@ def test_an_overlay_is_warmed_through_its_lower_files(
     assert figures["file_count"] == 14
     assert figures["read_bytes"] == figures["planned_bytes"] > 2**19
     # The pages are the lower file's: whoever mounts it finds them.
-    fd = os.open(source / "package/data", os.O_RDONLY)
-    try:
-        assert cached_ranges(fd)
-    finally:
-        os.close(fd)
+    assert cached_bytes(source / "package/data")
 
 
 @pytest.fixture

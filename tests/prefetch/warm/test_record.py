@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError, UnknownFormatError
-from bootseer.prefetch.warm.plan import GAP_BYTES, JOB_BYTES, plan
 from bootseer.prefetch.warm.record import (
     Range,
     WarmFile,
@@ -139,33 +138,3 @@ def test_what_makes_no_sense_is_refused(data: bytes) -> None:
 def test_another_version_is_refused_by_name() -> None:
     with pytest.raises(UnknownFormatError, match="version 2"):
         decode(_hostile(version=2), _IDENTITY, "train")
-
-
-def test_small_gaps_are_read_over_and_large_ones_are_not() -> None:
-    far = GAP_BYTES + 4096 + 1
-    record = _record(_file(b"a", (0, 1), (GAP_BYTES, 4096), (2 * far, 10), size=_MIB))
-    (job,) = plan(record, 2**40).jobs
-    assert job.ranges == (Range(0, GAP_BYTES + 4096), Range(2 * far, 10))
-
-
-def test_a_large_file_is_shared_among_threads_in_order() -> None:
-    record = _record(_file(b"a", (5, 2 * JOB_BYTES + 7), size=2**40))
-    work = plan(record, 2**40)
-    assert [job.ranges for job in work.jobs] == [
-        (Range(5, JOB_BYTES),),
-        (Range(5 + JOB_BYTES, JOB_BYTES),),
-        (Range(5 + 2 * JOB_BYTES, 7),),
-    ]
-    assert work.planned_bytes == record.range_bytes
-
-
-def test_what_is_wanted_first_has_the_memory() -> None:
-    record = _record(
-        _file(b"first", (0, 600)),
-        _file(b"second", (0, 600)),
-        _file(b"empty"),
-        _file(b"third", (0, 300)),
-    )
-    work = plan(record, 1000)
-    assert [job.file.path for job in work.jobs] == [b"first", b"empty", b"third"]
-    assert (work.planned_bytes, work.left_out_bytes) == (900, 600)

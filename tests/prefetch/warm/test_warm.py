@@ -13,12 +13,11 @@ from msgspec.structs import replace
 
 from bootseer.cli import main
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.warm.record import Range, decode, encode, identity_of, key_of
-from bootseer.prefetch.warm.residency import cached_ranges
-from bootseer.prefetch.warm.state import node_paths
+from bootseer.prefetch.warm.record import decode, encode, identity_of, key_of
 from testbed.mounts.fuse_mount import mounted, short_options
 from testbed.mounts.slow_fs import SlowFileSystem
 from testbed.needs import MissingError
+from testbed.page_cache import cached_bytes
 from testbed.paths import REPOSITORY
 from tests.bootseer.cli.json_page import agree
 from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
@@ -26,12 +25,10 @@ from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_packag
 _TOUCHED = {"package/__init__.py", "package/data", *(f"package/m{n}.py" for n in range(12))}
 
 
-def _cached(path: Path) -> tuple[Range, ...] | None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return cached_ranges(fd)
-    finally:
-        os.close(fd)
+def _own_file(node: WarmingNode, directory: Path, kind: str) -> Path:
+    """Return the path of the lock, the state or the log of what warms a directory."""
+    _, digest, _ = key_of(identity_of(str(directory), None), "default").split("/")
+    return node.base / "run/warm" / f"{digest[:16]}-default.{kind}"
 
 
 def _is_on_disk(directory: Path) -> bool:
@@ -39,7 +36,7 @@ def _is_on_disk(directory: Path) -> bool:
     probe = directory / "probe"
     probe.write_bytes(b"x" * 4096)
     evict(directory)
-    return _cached(probe) == ()
+    return cached_bytes(probe) == 0
 
 
 @pytest.fixture
@@ -82,8 +79,8 @@ def test_what_a_start_touched_is_recorded_and_read_ahead_on_another_node(
     assert figures["read_bytes"] == figures["planned_bytes"] >= shown["range_bytes"]
     assert figures["cached_bytes"] == figures["stale_count"] == figures["failed_count"] == 0
     for name in sorted(_TOUCHED):
-        assert _cached(tree / name), name
-    assert _cached(tree / "package/never.py") == ()
+        assert cached_bytes(tree / name), name
+    assert cached_bytes(tree / "package/never.py") == 0
 
 
 def test_the_command_starts_while_it_is_read_ahead(tree: Path, node: WarmingNode) -> None:
@@ -158,8 +155,8 @@ def test_a_file_that_changed_is_not_read(tree: Path, node: WarmingNode) -> None:
     evict(tree)
     figures = json.loads(node.run("warm", tree, "--json").stdout)
     assert (figures["stale_count"], figures["failed_count"]) == (2, 0)
-    assert _cached(tree / "package/m3.py") == ()
-    assert _cached(tree / "package/m5.py") != ()
+    assert cached_bytes(tree / "package/m3.py") == 0
+    assert cached_bytes(tree / "package/m5.py") > 0
 
 
 def test_a_record_of_which_most_has_changed_is_made_anew(tree: Path, node: WarmingNode) -> None:
@@ -196,7 +193,7 @@ def test_nothing_outside_is_opened_through_links_that_replaced_what_was_recorded
     figures = json.loads(node.run("warm", tree, "--json").stdout)
     assert figures["read_bytes"] == figures["file_count"] == 0
     for path in outside.iterdir():
-        assert _cached(path) == ()
+        assert cached_bytes(path) == 0
 
 
 def test_a_planted_fifo_with_the_recorded_size_is_not_opened(tree: Path, node: WarmingNode) -> None:
@@ -260,9 +257,7 @@ def test_a_store_that_hangs_delays_the_command_no_longer_than_its_deadline(
             r"is not warmed: (warming was not ready in 6 s|.*no answer within 1 s)", done.stderr
         )
     # Whatever was started for it is gone: the lock is free.
-    paths = node_paths(node.base / "run", identity_of(str(tree), None), "default")
-    lock = lock_file(paths.lock, 0)
-    os.close(lock)
+    os.close(lock_file(_own_file(node, tree, "lock"), 0))
 
 
 def test_an_unmounted_directory_does_not_cost_others_their_record(
@@ -290,13 +285,13 @@ def test_names_that_are_not_utf8(tree: Path, node: WarmingNode) -> None:
 
 
 def test_one_of_a_nodes_ranks_warms(tree: Path, node: WarmingNode) -> None:
-    paths = node_paths(node.base / "run", identity_of(str(tree), None), "default")
-    lock = lock_file(paths.lock, 0)
+    (node.base / "run/warm").mkdir(parents=True, mode=0o700)
+    lock = lock_file(_own_file(node, tree, "lock"), 0)
     try:
         done = node.warm_import(tree)
         assert (done.returncode, done.stdout, done.stderr) == (0, "194", "")
-        assert not paths.state.exists()
-        assert not paths.log.exists()
+        assert not _own_file(node, tree, "json").exists()
+        assert not _own_file(node, tree, "log").exists()
     finally:
         os.close(lock)
 

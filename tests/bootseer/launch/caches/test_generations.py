@@ -14,7 +14,6 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
-from bootseer.launch.caches.publishing import NOTHING_NEW, PUBLISHED
 from bootseer.launch.caches.records import IN_PLACE, MISS, RESTORED
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.store import open_own_store
@@ -33,10 +32,10 @@ def test_what_one_node_made_another_has(tmp_path: Path) -> None:
     one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
     assert one.restore().how == MISS
     one.write(FIRST)
-    assert one.publish().how == PUBLISHED
+    assert one.publish().how == "published"
     assert two.restore().how == RESTORED
     assert two.files() == FIRST
-    assert two.publish().how == NOTHING_NEW
+    assert two.publish().how == "nothing new"
     again = two.restore()
     assert (again.how, again.moved_bytes) == (IN_PLACE, 0)
 
@@ -44,7 +43,7 @@ def test_what_one_node_made_another_has(tmp_path: Path) -> None:
 def test_an_empty_cache_writes_nothing(tmp_path: Path) -> None:
     one = Node(tmp_path, "one")
     one.restore()
-    assert one.publish().how == NOTHING_NEW
+    assert one.publish().how == "nothing new"
     assert not (tmp_path / "store/snapshots").exists()
 
 
@@ -59,7 +58,7 @@ def test_a_later_generation_has_both_and_stores_what_is_new(tmp_path: Path) -> N
     two.restore()
     two.write({entry(2): "kernel 2"})
     second = two.publish()
-    assert (second.how, second.new_files) == (PUBLISHED, 1)
+    assert (second.how, second.new_files) == ("published", 1)
     assert second.stored_bytes < first.stored_bytes / 10
     three.restore()
     assert three.files() == {**large, entry(2): "kernel 2"}
@@ -77,7 +76,7 @@ def test_two_nodes_that_know_nothing_of_each_other_are_merged(tmp_path: Path) ->
     one.publish()
     time.sleep(0.01)
     two.begun_ns = time.time_ns()
-    assert two.publish().how == PUBLISHED
+    assert two.publish().how == "published"
     three.restore()
     # An index and what it names come from one node.
     assert three.files() == {
@@ -95,7 +94,7 @@ def test_of_eight_nodes_at_once_one_publishes(tmp_path: Path) -> None:
         node.write({name: f"{text} by {number}" for name, text in FIRST.items()})
     with ThreadPoolExecutor(8) as pool:
         results = [done.how for done in pool.map(Node.publish, nodes)]
-    assert sorted(results) == [NOTHING_NEW] * 7 + [PUBLISHED]
+    assert sorted(results) == ["nothing new"] * 7 + ["published"]
     assert len(blobs(tmp_path)) == 1
 
 
@@ -135,7 +134,7 @@ def test_a_damaged_blob_is_not_restored_and_is_replaced(tmp_path: Path) -> None:
     # The job compiles, and what it made replaces what was damaged.
     two.write(FIRST)
     two.begun_ns = time.time_ns()
-    assert two.publish(is_damaged=True).how == PUBLISHED
+    assert two.publish(is_damaged=True).how == "published"
     assert three.restore().how == RESTORED
     assert three.files() == FIRST
 
@@ -265,7 +264,7 @@ def test_a_killed_publisher_leaves_nothing_to_be_seen(
     lease = tmp_path / "store" / catalogue.lease_key(one.cache.key)
     assert lease.exists()
     lease.unlink()
-    assert one.publish().how == PUBLISHED
+    assert one.publish().how == "published"
     two.restore()
     assert two.files() == FIRST
 
@@ -285,9 +284,9 @@ def test_a_generation_is_a_snapshot_that_says_of_which_cache(tmp_path: Path) -> 
 def test_generations_in_hdfs(tmp_path: Path, hdfs_url: str) -> None:
     nodes = [Node(tmp_path, f"node-{number}", store=hdfs_url) for number in range(3)]
     nodes[0].write(FIRST)
-    assert nodes[0].publish().how == PUBLISHED
+    assert nodes[0].publish().how == "published"
     assert nodes[1].restore().how == RESTORED
     nodes[1].write({entry(2): "kernel 2"})
-    assert nodes[1].publish().how == PUBLISHED
+    assert nodes[1].publish().how == "published"
     nodes[2].restore()
     assert nodes[2].files() == {**FIRST, entry(2): "kernel 2"}
