@@ -6,7 +6,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.prefetch.index.catalogue import load_tree
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
-from bootseer.prefetch.sources.docker_engine import _copy
 from bootseer.store import open_store
 from testbed.images.building import NASTY, run_tool, write_layout
 from testbed.needs import MissingError
@@ -126,20 +125,3 @@ def test_an_image_that_the_engine_lacks(
         open_source("docker://bootseer-test/absent:v1", tmp_path / "work")
     with pytest.raises((NotFoundError, UnavailableError)):
         open_source("docker://NOT A NAME", tmp_path / "work")
-
-
-def test_a_copy_of_an_image_is_gone_with_its_process(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        path = _copy(iter([b"a" * 1000, b"b"]), "x", tmp_path / "work", stack)
-        assert list((tmp_path / "work").iterdir()) == []
-        for _ in range(2):
-            assert path.read_bytes() == b"a" * 1000 + b"b"
-
-
-def test_an_engine_that_hangs_up_is_no_fault_of_the_disk(tmp_path: Path) -> None:
-    def chunks() -> Iterator[bytes]:
-        yield b"a"
-        raise requests.exceptions.ChunkedEncodingError("hung up")
-
-    with ExitStack() as stack, pytest.raises(requests.RequestException):
-        _copy(chunks(), "x", tmp_path / "work", stack)

@@ -10,9 +10,9 @@ import os
 import tarfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -366,18 +366,22 @@ def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not (tmp_path / "work").exists() or not list((tmp_path / "work").iterdir())
 
 
-class DrippingEngine(http.server.BaseHTTPRequestHandler):
-    """A Docker engine that sends a byte of an image now and then, and never ends."""
+class Engine(http.server.BaseHTTPRequestHandler):
+    """A Docker engine with one image, tool:1."""
 
-    over = threading.Event()
+    sends: Callable[[IO[bytes], threading.Event], object]
+    """Sends the image; the event says that the test is over."""
+    size_bytes = 0
+    over: threading.Event
 
     def do_GET(self) -> None:
         if self.path.endswith("/get"):
             self.send_response(200)
+            if self.size_bytes:
+                self.send_header("Content-Length", str(self.size_bytes))
             self.end_headers()
             with contextlib.suppress(OSError):
-                while not self.over.wait(0.02):
-                    self.wfile.write(b"x")
+                type(self).sends(self.wfile, self.over)
             return
         document = {"ApiVersion": "1.43", "Id": "sha256:" + "7" * 64, "RepoTags": ["tool:1"]}
         body = json.dumps(document).encode()
@@ -391,24 +395,62 @@ class DrippingEngine(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_docker_engine_that_drips_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bootseer.prefetch.sources.read_ahead._WAIT_S", 1.0)
-    DrippingEngine.over.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), DrippingEngine)
+@contextlib.contextmanager
+def engine(
+    monkeypatch: pytest.MonkeyPatch,
+    sends: Callable[[IO[bytes], threading.Event], object],
+    size_bytes: int = 0,
+) -> Iterator[None]:
+    """The Docker engine of this process, which says that the image has so many bytes."""
+    over = threading.Event()
+    kind = type("One", (Engine,), {"sends": sends, "size_bytes": size_bytes, "over": over})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{server.server_address[1]}")
     try:
-        with pytest.raises(DeadlineError, match="too little"):
-            opened("docker://tool:1", tmp_path)
-        assert list((tmp_path / "work").iterdir()) == []
+        yield
     finally:
-        DrippingEngine.over.set()
+        over.set()
         server.shutdown()
         server.server_close()
         thread.join(60)
+
+
+def test_a_docker_engine_that_drips_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drip(sink: IO[bytes], over: threading.Event) -> None:
+        while not over.wait(0.02):
+            sink.write(b"x")
+
+    monkeypatch.setattr("bootseer.prefetch.sources.read_ahead._WAIT_S", 1.0)
+    with engine(monkeypatch, drip):
+        with pytest.raises(DeadlineError, match="too little"):
+            opened("docker://tool:1", tmp_path)
+        assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_docker_engine_that_hangs_up_is_no_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(monkeypatch, lambda sink, over: sink.write(b"a"), 1000):
+        with pytest.raises(UnavailableError, match="Docker engine"):
+            opened("docker://tool:1", tmp_path)
+        assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_copy_of_an_engines_image_is_gone_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = archive_of(saved({"abc/layer.tar": LAYER, "def/layer.tar": LAYER}, ["tool:1"]))
+    with engine(monkeypatch, lambda sink, over: sink.write(image), len(image)):
+        source = opened("docker://tool:1", tmp_path)
+    assert source.reference == "tool:1"
+    # Were this process killed now, nothing would stay.
+    assert list((tmp_path / "work").iterdir()) == []
+    first, second = packed_digests(source)
+    assert first == second
 
 
 def test_a_layer_as_umoci_inserts_it_ends_with_its_last_byte(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.streams.repairs import Came
 from bootseer.prefetch.streams.streams import BlobStreams
 from testbed.waiting import TIMEOUT_S, wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
@@ -62,7 +61,7 @@ def test_a_second_source_brings_what_the_store_cannot(
     cache = NodeCache(tmp_path / "cache")
     asked: list[str] = []
 
-    def repair(lost: Blob, came: Came) -> None:
+    def repair(lost: Blob, came: Callable[[int], None]) -> None:
         asked.append(lost.stream_digest)
         with cache.new_stream() as new:
             new.append(whole)
@@ -88,7 +87,7 @@ def test_a_second_source_brings_what_the_store_cannot(
 def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def repair(lost: Blob, came: Came) -> None:
+    def repair(lost: Blob, came: Callable[[int], None]) -> None:
         asked.append(lost.stream_digest)
         raise UnavailableError("gone, too")
 
@@ -150,7 +149,7 @@ def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
 ) -> None:
     begun = threading.Event()
 
-    def repair(lost: Blob, came: Came) -> None:
+    def repair(lost: Blob, came: Callable[[int], None]) -> None:
         begun.set()
         silence.wait()
 
@@ -187,7 +186,7 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
     source.close()
     cache = NodeCache(tmp_path / "cache")
 
-    def repair(lost: Blob, came: Came) -> None:
+    def repair(lost: Blob, came: Callable[[int], None]) -> None:
         for _ in range(60):
             came(1)
             time.sleep(0.1)  # so slow is the line
@@ -217,7 +216,7 @@ def test_the_store_leaves_time_for_the_second_source(
     source.close()
     cache = NodeCache(tmp_path / "cache")
 
-    def repair(lost: Blob, came: Came) -> None:
+    def repair(lost: Blob, came: Callable[[int], None]) -> None:
         with cache.new_stream() as new:
             new.append(whole)
             new.commit(cache.claims_mark(INDEX).key(lost)).close()
