@@ -1,7 +1,9 @@
 """What the tests of mounted snapshots share: waiting for their ends, and seeing that none stays."""
 
 import contextlib
+import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 from bootseer.prefetch.publish.publishing import wait_published
@@ -10,6 +12,22 @@ from bootseer.settings.config import Settings
 from testbed.waiting import wait_for
 
 WAIT_S = 60.0
+_FICLONE = 0x40049409
+
+
+def can_reflink(directory: Path) -> bool:
+    """Return whether files of the file system of `directory` can share their blocks (FICLONE)."""
+    with (
+        tempfile.TemporaryFile(dir=directory) as one,
+        tempfile.TemporaryFile(dir=directory) as other,
+    ):
+        one.write(b"x" * 4096)
+        one.flush()
+        try:
+            fcntl.ioctl(other, _FICLONE, one.fileno())
+        except OSError:
+            return False
+    return True
 
 
 def servers(settings: Settings) -> list[MountState]:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.settings.config import Settings, load_settings
-from bootseer.snapshots.restoring.linking.node_trees import can_reflink
+from testbed.mounts.snapshot_mounts import can_reflink
 from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 

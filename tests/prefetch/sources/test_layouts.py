@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -369,7 +369,7 @@ def test_no_docker_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 class Engine(http.server.BaseHTTPRequestHandler):
     """A Docker engine with one image, tool:1."""
 
-    sends: Callable[[IO[bytes], threading.Event], object]
+    sends: Callable[[io.BufferedIOBase, threading.Event], object]
     """Sends the image; the event says that the test is over."""
     size_bytes = 0
     over: threading.Event
@@ -398,7 +398,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def engine(
     monkeypatch: pytest.MonkeyPatch,
-    sends: Callable[[IO[bytes], threading.Event], object],
+    sends: Callable[[io.BufferedIOBase, threading.Event], object],
     size_bytes: int = 0,
 ) -> Iterator[None]:
     """The Docker engine of this process, which says that the image has so many bytes."""
@@ -420,7 +420,7 @@ def engine(
 def test_a_docker_engine_that_drips_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drip(sink: IO[bytes], over: threading.Event) -> None:
+    def drip(sink: io.BufferedIOBase, over: threading.Event) -> None:
         while not over.wait(0.02):
             sink.write(b"x")
 

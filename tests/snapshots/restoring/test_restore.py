@@ -1,5 +1,6 @@
 """Capture and restore of whole directories and of differences, on real trees."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -265,9 +266,8 @@ def test_somebody_elses_working_directory_is_not_trusted(
     make_zoo(target)
     key = create_snapshot(make_node("a"), [str(target)]).fingerprint
     shutil.rmtree(target)
-    from bootseer.snapshots.restoring.staging import make_staging
-
-    trap = make_staging(target).directory
+    trap = tmp_path / f".bootseer-{hashlib.sha256(b't').hexdigest()[:16]}"
+    trap.mkdir(mode=0o700)
     os.chown(trap, 4711, 4711)
     with pytest.raises(PermissionDeniedError, match="somebody else"):
         restore_snapshot(make_node("b"), key)

@@ -67,6 +67,17 @@ from bootseer.__main__ import main
 main()
 """
 
+_TELLING_END = """
+from bootseer.served.background import ServerProcess
+abandon = ServerProcess.abandon
+def tell(self):
+    print("let go", flush=True)
+    abandon(self)
+ServerProcess.abandon = tell
+from bootseer.__main__ import main
+main()
+"""
+
 
 def _bootseer(node: Settings, directory: Path, *arguments: str, code: str = "") -> str:
     """What a command prints."""
@@ -133,6 +144,21 @@ def test_it_ends_before_a_set_up_and_serves_as_itself(tmp_path: Path, make_node:
         unmount_snapshot(node, target)
     finally:
         sweep(tmp_path, node)
+
+
+@pytest.mark.needs("root", "fuse")
+@pytest.mark.parametrize("mode", ["extract", "mount"])
+def test_none_is_begun_for_what_is_extracted(
+    tmp_path: Path, make_node: MakeNode, mode: str
+) -> None:
+    node, target = make_node("a"), tmp_path / "env"
+    target.mkdir()
+    key = create_snapshot(node, [str(target)]).fingerprint
+    # The command lets go of each server that it has begun.
+    restore = ("snapshot", "restore", key, "--mode", mode)
+    told = _bootseer(node, tmp_path, *restore, code=_TELLING_END)
+    sweep(tmp_path, node)
+    assert ("let go" in told) is (mode == "mount")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
+from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.control import ask
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.restoring.mounting.early_server import early_server
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
@@ -185,12 +185,8 @@ def test_a_server_that_was_begun_ahead_serves_the_mount(
     node = make_node("a")
     key = create_snapshot(node, [str(target)]).fingerprint
     shutil.rmtree(target)
-    with early_server(node) as none:
-        # It is extracted.
-        assert none is None
     node = replace(node, restore_mode="mount")
-    with early_server(node) as process:
-        assert process is not None
+    with begin_tree_server(node) as process:
         restore_snapshot(node, key, process=process)
         cover = cover_at(target)
         assert cover is not None

@@ -14,18 +14,15 @@ from msgspec.structs import replace
 
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ask
-from bootseer.served.cover_users import join
+from bootseer.served.cover_users import add_user, join
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts, take_lock
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.restoring.linking import linked_mount as held
-from bootseer.snapshots.restoring.linking.node_trees import can_reflink
 from bootseer.snapshots.restoring.mounting import mounted
-from bootseer.snapshots.restoring.mounting.mounted import cover_all, unmount_snapshot
+from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import SetupResult, run_setup
 from testbed.mounts.image_mounts import outside
-from testbed.mounts.snapshot_mounts import servers, wait_gone
+from testbed.mounts.snapshot_mounts import can_reflink, servers, wait_gone
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
@@ -197,12 +194,12 @@ def test_who_keeps_a_tree_watches_its_first_user_before_that_may_end(
         raise MissingError("files here can share their blocks: nobody keeps a tree to link them")
     opened: list[str] = []
 
-    def look(settings: Settings, manifest: Manifest, *arguments: Any, **options: Any) -> None:
+    def look(*arguments: Any, **options: Any) -> None:
         for state in servers(node):
             opened.extend(map(os.readlink, Path(f"/proc/{state.pid}/fd").iterdir()))
-        cover_all(settings, manifest, *arguments, **options)
+        add_user(*arguments, **options)
 
-    monkeypatch.setattr(held, "cover_all", look)
+    monkeypatch.setattr(mounted, "add_user", look)
     assert run_setup(node, request).mode == "link"
     assert any("pidfd" in name for name in opened), opened
     unmount_snapshot(node, target)
