@@ -25,7 +25,7 @@ from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S, Pace
 from bootseer.transfer.policy import ONCE, Policy
 
-_GIVERS_MAX = 1000
+GIVERS_MAX = 1000
 """More than are read between two looks at one blob."""
 _RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 
@@ -134,7 +134,7 @@ class BlobReader:
             if start == 0:
                 self._givers[digest] = session.note_failure
                 # A server that lives for weeks reads blobs without number.
-                while len(self._givers) > _GIVERS_MAX:
+                while len(self._givers) > GIVERS_MAX:
                     with contextlib.suppress(KeyError):  # another thread was faster
                         self._givers.popitem(last=False)
             partial_answer = response.status == 206

@@ -221,7 +221,7 @@ class Transport:
             raise
 
     def _manager(self, scheme: str, host: str) -> urllib3.PoolManager:
-        proxy = self._host.proxy or _proxy(scheme, host)
+        proxy = self._host.proxy or proxy_for(scheme, host)
         # Plain HTTP must not pay for reading the system's certificates, nor fail for want of ours.
         key = f"{scheme} {proxy}"
         with self._lock:
@@ -287,7 +287,7 @@ def _no_password() -> str:
     raise ValueError("its key is protected by a password")
 
 
-def _proxy(scheme: str, host: str) -> str:
+def proxy_for(scheme: str, host: str) -> str:
     """What HTTPS_PROXY, HTTP_PROXY and NO_PROXY say; "" for a direct connection."""
     if is_loopback(f"[{host}]" if ":" in host else host):
         return ""

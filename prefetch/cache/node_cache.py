@@ -36,7 +36,7 @@ from bootseer.prefetch.cache.files import (
 from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.cache.new_stream import NewStream, remove_abandoned
 from bootseer.prefetch.cache.presence import count_present
-from bootseer.prefetch.cache.stream_cache import StreamCache
+from bootseer.prefetch.cache.stream_cache import TRY_AGAIN_S, StreamCache
 from bootseer.prefetch.cache.stream_keys import frames_key, is_stored, store_hex
 
 __all__ = [
@@ -80,7 +80,9 @@ class StreamDetails(Struct, frozen=True):
 class NodeCache:
     """All cached streams below one folder."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(self, cache_dir: Path, *, try_again_s: float = TRY_AGAIN_S) -> None:
+        """A disk that refused a write is tried again no sooner than `try_again_s` later."""
+        self._try_again_s = try_again_s
         self._directory = cache_dir / STREAMS
         self._older = cache_dir / _OLDER
         self._boot = bytes.fromhex(boot_id().replace("-", "")) or os.urandom(16)
@@ -95,7 +97,7 @@ class NodeCache:
         return self._open(self._path(key), stream_length)
 
     def _open(self, directory: Path, stream_length: int) -> StreamCache:
-        stream = StreamCache(directory, stream_length, self._boot)
+        stream = StreamCache(directory, stream_length, self._boot, try_again_s=self._try_again_s)
         # `trim` goes by the folder's time: the last use.
         with contextlib.suppress(OSError):
             os.utime(directory)

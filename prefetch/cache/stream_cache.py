@@ -43,7 +43,8 @@ from bootseer.prefetch.cache.sums import append_sums, encode_sums
 
 _log = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 5.0
+TRY_AGAIN_S = 5.0
+"""A disk that refused a write is tried again no sooner."""
 """A disk that has refused a write is asked again then: room is made while a server lives."""
 _ADVICE_BYTES = 128 * 1024
 """Linux reads no more ahead for one call than a disk's read-ahead, 128 KiB where nobody set it."""
@@ -52,8 +53,18 @@ _ADVICE_BYTES = 128 * 1024
 class StreamCache:
     """What this node has of one stream. Made by `NodeCache.open_stream`."""
 
-    def __init__(self, directory: Path, stream_length: int, boot: bytes) -> None:
-        """Raises: BootseerError when the folder cannot be made or opened."""
+    def __init__(
+        self,
+        directory: Path,
+        stream_length: int,
+        boot: bytes,
+        *,
+        try_again_s: float = TRY_AGAIN_S,
+    ) -> None:
+        """A disk that refused a write is tried again no sooner than `try_again_s` later.
+
+        Raises: BootseerError when the folder cannot be made or opened.
+        """
         self.directory = directory
         self.stream_length = stream_length
         self.is_full = False
@@ -63,6 +74,7 @@ class StreamCache:
         self._data_fd = self._sums_fd = -1
         self._is_closed = False
         self._has_warned = False
+        self._try_again_s = try_again_s
         self._again_s = 0.0
         self._reopening = threading.Lock()
         self._before: tuple[Presence, StreamCheck] | None = None
@@ -141,7 +153,7 @@ class StreamCache:
         )
 
     def _warn_full(self, error: OSError) -> None:
-        self._again_s = time.monotonic() + _TRY_AGAIN_S
+        self._again_s = time.monotonic() + self._try_again_s
         self.is_full = True
         # Once: a disk that is nearly full takes a write now and then.
         if not self._has_warned:
@@ -159,7 +171,7 @@ class StreamCache:
         if time.monotonic() < self._again_s or not self._reopening.acquire(blocking=False):
             return False
         try:
-            self._again_s = time.monotonic() + _TRY_AGAIN_S
+            self._again_s = time.monotonic() + self._try_again_s
             if self._data_fd < 0 and not self._is_closed:
                 before = self._present, self._check
                 # A reader waits for this: what others are doing here is not waited for.

@@ -38,7 +38,7 @@ from bootseer.store.objects.lease import LeaseRenewal
 
 _log = logging.getLogger(__name__)
 
-_LEASE_S = 600.0
+LEASE_S = 600.0
 _PIECE_BYTES = 4 * 2**20
 
 
@@ -61,7 +61,7 @@ def add_trace(
     """
     index_digest, workload = trace.index_digest, trace.workload
     owner = f"{settings.node}:{os.getpid()}"
-    lease = store.lease(hot_store.lease_key(index_digest, workload), ttl_s=_LEASE_S, owner=owner)
+    lease = store.lease(hot_store.lease_key(index_digest, workload), ttl_s=LEASE_S, owner=owner)
     if lease is None:
         _log.info("another node builds the bundle of %s", workload)
         # Of a first start of many nodes the next build merges no more than these.
@@ -69,7 +69,7 @@ def add_trace(
             _publish_trace(store, trace)
         return None
     # Of large bundles the building takes longer.
-    with LeaseRenewal(lease, _LEASE_S):
+    with LeaseRenewal(lease, LEASE_S):
         _publish_trace(store, trace)
         dropped = hot_store.drop_old_traces(store, index_digest, workload)
         if dropped:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from bootseer.errors import DeadlineError
 
 _QUEUE_COUNT = 8
-_WAIT_S = 300.0
+WAIT_S = 300.0
 """A source has its own, shorter deadlines; this ends the wait for one that forgot."""
 _POLL_S = 0.2
 _JOIN_S = 5.0
@@ -77,7 +77,7 @@ class ReadAhead:
         return piece[:size]
 
     def _next(self) -> bytes:
-        deadline_s = time.monotonic() + _WAIT_S
+        deadline_s = time.monotonic() + WAIT_S
         while not self._ended:
             try:
                 item = self._queue.get(timeout=_POLL_S)
@@ -86,7 +86,7 @@ class ReadAhead:
                     self._on_wait()
                 if time.monotonic() > deadline_s:
                     raise DeadlineError(
-                        f"the source of an image sent nothing, or too little, for {_WAIT_S:.0f} s"
+                        f"the source of an image sent nothing, or too little, for {WAIT_S:.0f} s"
                     ) from None
                 continue
             if isinstance(item, bytes):

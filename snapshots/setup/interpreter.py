@@ -26,7 +26,7 @@ from bootseer.snapshots.setup.place import Place
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 30.0
 _OUTPUT_BYTES_MAX = 256 * 1024
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 
@@ -161,7 +161,7 @@ def probe(
             stderr=subprocess.DEVNULL,
             cwd=cwd,
             env=env,
-            timeout=_PROBE_TIMEOUT_S,
+            timeout=PROBE_TIMEOUT_S,
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("cannot ask %s: %s", python, error)

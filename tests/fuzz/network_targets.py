@@ -19,7 +19,7 @@ from bootseer.prefetch.sources import documents
 from bootseer.registry.documents import parse_object
 from bootseer.registry.hosts import parse_hosts
 from bootseer.registry.tokens import parse_challenges
-from bootseer.store.hdfs.direct.datanode import DataNodes, _Connection, _headers
+from bootseer.store.hdfs.direct.datanode import Connection, DataNodes, packet_headers
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
 from bootseer.store.hdfs.rpc.frames import result_of
@@ -103,7 +103,7 @@ def _transfers(draw: st.DrawFn) -> bytes:
     body = pb.number(1, 0) + pb.blob(4, pb.blob(1, checksum) + pb.number(2, 0))
     response = draw(mutated((_delimited(body),))) if draw(st.booleans()) else _delimited(body)
     size = draw(st.sampled_from((512, 1024, 4096, 1, 7)))
-    heads = _headers(0, 3072, size)
+    heads = packet_headers(0, 3072, size)
     count = len(heads) // 31
     packets = b"".join(
         heads[31 * n : 31 * n + 31] + b"x" * min(size, max(3072 - size * n, 0))
@@ -119,7 +119,7 @@ def _read_transfer(data: bytes) -> None:
         theirs.sendall(data[: 2**16])
         theirs.shutdown(socket.SHUT_WR)
         nodes = DataNodes(5)
-        connection = _Connection(("127.0.0.1", 1), ours)
+        connection = Connection(("127.0.0.1", 1), ours)
         nodes.take = lambda address: connection  # type: ignore[method-assign]
         block = StoredBlock(
             0, ExtendedBlock("pool", 7, 1, 4096), b"token", (Replica(("127.0.0.1", 1)),)

@@ -25,7 +25,7 @@ from bootseer.kubernetes.installer.block import (
 from bootseer.kubernetes.installer.daemon import TEMPORARY_PREFIX, Daemon
 from bootseer.linux.locks import lock_within
 
-_RESTART_S = 60.0
+RESTART_S = 60.0
 _LOCK_S = 120.0
 _K3S_TEMPLATE = '{{ template "base" . }}\n'
 
@@ -95,14 +95,14 @@ def _have_loaded(daemon: Daemon, address: str, runtime: Table) -> bool:
     if daemon.has_loaded(address, runtime) == bool(runtime):
         return False
     daemon.restart()
-    deadline_s = time.monotonic() + _RESTART_S
+    deadline_s = time.monotonic() + RESTART_S
     while True:
         with contextlib.suppress(UnavailableError):
             if daemon.has_loaded(address, runtime) == bool(runtime):
                 return True
         if time.monotonic() > deadline_s:
             raise DeadlineError(
-                f"containerd did not come back within {_RESTART_S:.0f} s with its new "
+                f"containerd did not come back within {RESTART_S:.0f} s with its new "
                 "configuration; the old one is back: see containerd's log on this node"
             )
         time.sleep(0.2)

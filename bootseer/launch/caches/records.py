@@ -19,7 +19,7 @@ from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.processes import living_processes, note_process
 from bootseer.linux.removal import remove_tree
 
-_UNUSED_S = 30 * 86_400
+UNUSED_S = 30 * 86_400
 """A folder of ours that nobody used for so long is removed from the node."""
 MISS, IN_PLACE, RESTORED = "miss", "in place", "extracted"
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -102,7 +102,7 @@ def forget_unused(cache_dir: Path) -> int:
     """Remove folders of ours that nobody used for a month, and what is known of them; returns how
     many. One that a living process was given stays. Never raises."""
     top = kept_dir(cache_dir)
-    limit_ns = time.time_ns() - _UNUSED_S * 10**9
+    limit_ns = time.time_ns() - UNUSED_S * 10**9
     by_folder: dict[str, list[Record]] = {}
     for record in records(cache_dir):
         by_folder.setdefault(Path(record.folder).parent.name, []).append(record)

@@ -37,7 +37,7 @@ NAME_NO_NODE = frozenset(("containerd",))
 """Adapters of programs that know of one node only, and do not name it."""
 
 _SLURM_JOB = re.compile(r"\d{1,10}(?:_\d{1,10})?")
-_ASKING_S = 5.0
+ASKING_S = 5.0
 """What a busy slurmdbd is given: a report without its answer is better than one that waits."""
 
 
@@ -73,7 +73,7 @@ def ask_slurm(submission: str) -> Sequence[Known]:
                 env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=_ASKING_S,
+                timeout=ASKING_S,
             )
             found = parse_slurm(done.stdout[:SIZE_MAX]) if done.returncode == 0 else []
         except subprocess.TimeoutExpired:

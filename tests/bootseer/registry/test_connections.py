@@ -14,7 +14,7 @@ from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedEr
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host, load_hosts
-from bootseer.registry.transport import _proxy
+from bootseer.registry.transport import proxy_for
 from testbed.needs import require
 from testbed.servers.registry import QuietHandler, Registry, running_registry, serve
 
@@ -151,9 +151,9 @@ def test_a_proxy_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_proxy_for_this_machine_and_for_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "proxy.lan:3128")
     monkeypatch.setenv("no_proxy", ".inside.lan")
-    assert _proxy("https", "r.io") == "http://proxy.lan:3128"
+    assert proxy_for("https", "r.io") == "http://proxy.lan:3128"
     for host in ("localhost", "127.0.0.1", "::1", "r.inside.lan"):
-        assert _proxy("https", host) == ""
+        assert proxy_for("https", host) == ""
 
 
 @pytest.mark.parametrize(

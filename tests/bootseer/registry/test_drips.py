@@ -154,7 +154,7 @@ def test_who_waits_for_a_token_that_fails_does_not_ask_again() -> None:
 
 def test_blobs_without_number_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that lives for weeks reads the beginnings of millions of blobs."""
-    monkeypatch.setattr("bootseer.registry.blobs._GIVERS_MAX", 5)
+    monkeypatch.setattr("bootseer.registry.blobs.GIVERS_MAX", 5)
     blob = b"0123456789"
 
     class Handler(QuietHandler):

@@ -10,7 +10,6 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.prefetch.bundle.replay import Replay
-from bootseer.prefetch.cache import stream_cache
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.transfer.pending import Deliver
@@ -257,10 +256,9 @@ def test_a_disk_that_becomes_full_ends_the_bundle(
 def test_a_disk_with_room_again_is_used_again(
     image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_cache, "_TRY_AGAIN_S", 0.0)
     disk = FullDisk(monkeypatch)
     # Full when the server starts, then free, full amid its life, and free again.
-    streams = image.streams(tmp_path / "cache")
+    streams = image.streams(tmp_path / "cache", try_again_s=0.0)
     for turn, offset in enumerate(range(0, 2_000_000, 500_000)):
         disk.is_full = turn % 2 == 0
         before_bytes = streams.cached_bytes

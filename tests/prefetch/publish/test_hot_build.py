@@ -206,7 +206,7 @@ def test_the_lease_is_renewed_while_a_bundle_is_built(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large bundle takes longer than the lease lasts."""
-    monkeypatch.setattr(hot_build, "_LEASE_S", 6.0)
+    monkeypatch.setattr(hot_build, "LEASE_S", 6.0)
     building, go_on = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> bytes:

@@ -13,7 +13,6 @@ from bootseer.blob.pack.frame_writer import FrameWriter
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import UnavailableError
-from bootseer.prefetch.cache import stream_cache
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.serve_plan import ServeOptions
@@ -139,9 +138,10 @@ def test_it_waits_where_there_is_no_room_and_goes_on_when_room_is_made(
 
 
 def test_it_outlives_a_disk_that_was_full(
-    streams: BlobStreams, monkeypatch: pytest.MonkeyPatch
+    tree: Tree, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_cache, "_TRY_AGAIN_S", 0.0)
+    cache = NodeCache(tmp_path / "cache", try_again_s=0.0)
+    streams = BlobStreams(tree.blobs, store.read_into, cache, deadline_s=30)
     disk = FullDisk(monkeypatch)
     fill = Fill(streams, yes, yes, quiet_s=QUIET_S, no_room_s=0.01)
     fill.start()
@@ -150,6 +150,7 @@ def test_it_outlives_a_disk_that_was_full(
     wait_for(lambda: fill.state == "complete")
     assert streams.cached_bytes == streams.image_bytes
     assert not streams.is_full
+    streams.close()
 
 
 def test_it_stops_when_told_while_there_is_no_room(streams: BlobStreams) -> None:

@@ -174,7 +174,7 @@ def test_a_python_that_says_too_much_or_hangs_is_none(
     python.chmod(0o755)
     assert probe(str(python), run_plainly, cwd=None, env=None) is None
     # One whose child keeps the pipe open ends, too.
-    monkeypatch.setattr(asking, "_PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(asking, "PROBE_TIMEOUT_S", 1.0)
     python.write_text("#!/bin/sh\nsleep 20 &\nexec sleep 600\n")
     assert probe(str(python), run_plainly, cwd=None, env=None) is None
 

@@ -43,11 +43,13 @@ class Image:
     def read_bytes(self) -> int:
         return sum(length for _, _, length in self.reads)
 
-    def streams(self, cache_dir: Path, deadline_s: float = 20.0) -> BlobStreams:
+    def streams(
+        self, cache_dir: Path, deadline_s: float = 20.0, *, try_again_s: float = 5.0
+    ) -> BlobStreams:
         return BlobStreams(
             self.tree.blobs,
             into(self.read_object),
-            NodeCache(cache_dir),
+            NodeCache(cache_dir, try_again_s=try_again_s),
             deadline_s=deadline_s,
             claimant=INDEX,
         )

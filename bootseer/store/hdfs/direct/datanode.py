@@ -43,7 +43,7 @@ _CONNECT_S = 2.0
 _KEPT_S = 2.0
 
 
-class _Connection:
+class Connection:
     """A connection to one DataNode, taken by one thread; closed when it is dropped."""
 
     def __init__(self, address: Address, connected: socket.socket) -> None:
@@ -65,7 +65,7 @@ class DataNodes:
         """`silence_max_s`: how long a DataNode may send nothing, or next to nothing."""
         self._silence_max_s = silence_max_s
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         """The one that is idle longest first."""
         self._replicas = Replicas()
 
@@ -130,7 +130,7 @@ class DataNodes:
         wanted = end - start
         if wanted // packet_bytes > wanted // _PACKET_TYPICAL_BYTES + _SMALL_PACKETS_MAX:
             raise ValueError("packets of hardly any bytes")
-        headers = _headers(start, wanted, packet_bytes)
+        headers = packet_headers(start, wanted, packet_bytes)
         received = bytearray(len(headers))
         received[: messages.PACKET_HEAD_BYTES] = first
         views = _views(received, (before, target, behind), packet_bytes)
@@ -142,7 +142,7 @@ class DataNodes:
         self._keep(connection)
 
     def _receive(
-        self, connection: _Connection, views: list[memoryview], length: int, attempt: Attempt
+        self, connection: Connection, views: list[memoryview], length: int, attempt: Attempt
     ) -> bool:
         """Fill `views`, in which there are `length` bytes of the file; False when given up."""
         start_bytes = attempt.done_bytes
@@ -183,7 +183,7 @@ class DataNodes:
             attempt.done_bytes = start_bytes + max(0, length - missing)
         return True
 
-    def _check_response(self, connection: _Connection, within: int, end_s: float) -> None:
+    def _check_response(self, connection: Connection, within: int, end_s: float) -> None:
         """Read BlockOpResponseProto: bytes from `within` on, without checksums, are to come."""
         received = b""
         while True:
@@ -197,7 +197,7 @@ class DataNodes:
         if (answer.reading.checksum.kind, answer.reading.offset) != (messages.NO_CHECKSUM, within):
             raise ValueError("not what was asked for")
 
-    def _exactly(self, connection: _Connection, count: int, end_s: float) -> bytes:
+    def _exactly(self, connection: Connection, count: int, end_s: float) -> bytes:
         data = b""
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         while len(data) < count:
@@ -216,7 +216,7 @@ class DataNodes:
 
     # ---- connections ------------------------------------------------------------------------
 
-    def take(self, address: Address) -> _Connection:
+    def take(self, address: Address) -> Connection:
         with self._lock:
             self._forget_old()
             for index in reversed(range(len(self._idle))):
@@ -224,9 +224,9 @@ class DataNodes:
                     connection = self._idle.pop(index)
                     if not connection.poll.poll(0):  # else the DataNode has closed it
                         return connection
-        return _Connection(address, socket.create_connection(address, _CONNECT_S))
+        return Connection(address, socket.create_connection(address, _CONNECT_S))
 
-    def _keep(self, connection: _Connection) -> None:
+    def _keep(self, connection: Connection) -> None:
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
@@ -250,7 +250,7 @@ class DataNodes:
             self._idle = [idle for idle in self._idle if idle.address != address]
 
 
-def _headers(start: int, length: int, packet_bytes: int) -> bytes:
+def packet_headers(start: int, length: int, packet_bytes: int) -> bytes:
     """The headers of all packets that are to come, the empty one at the end too."""
     headers = []
     for number, at in enumerate(range(0, length, packet_bytes)):

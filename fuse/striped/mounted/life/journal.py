@@ -30,7 +30,7 @@ VERSION = 1
 _SMALL_BYTES = 4 * 2**20
 _GROWTH = 4
 # One that could not be written is begun anew no sooner than this after that.
-_RETRY_S = 10.0
+RETRY_S = 10.0
 _NEW = ".journal-new"
 
 Record = Mapping[str, Any]
@@ -43,8 +43,9 @@ class Journal:
     anew (`is_outgrown`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, retry_s: float = RETRY_S) -> None:
         self._path = path
+        self._retry_s = retry_s
         self._fd = -1
         self._bytes = 0
         self._fresh_bytes: int | None = None
@@ -107,7 +108,7 @@ class Journal:
         if self._fresh_bytes is None:
             return False
         if self._failed_s is not None:
-            return time.monotonic() - self._failed_s >= _RETRY_S
+            return time.monotonic() - self._failed_s >= self._retry_s
         if self._fd < 0:
             return False
         return self._bytes > max(_SMALL_BYTES, _GROWTH * self._fresh_bytes)

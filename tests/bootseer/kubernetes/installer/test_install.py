@@ -281,7 +281,7 @@ def test_a_containerd_that_does_not_come_back_gets_its_old_configuration(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.start(NODE)
-    monkeypatch.setattr(installer, "_RESTART_S", 1.0)
+    monkeypatch.setattr(installer, "RESTART_S", 1.0)
     # Whatever the cause: here nothing restarts it.
     with pytest.raises(DeadlineError, match="the old one is back"):
         install(machine.daemon("true"), ADDRESS, PLATFORM)

@@ -42,7 +42,7 @@ def test_a_folder_that_nobody_used_for_a_month_goes(
     old, used = known(tmp_path), known(tmp_path, "6" * 64)
     assert forget_unused(tmp_path) == 0
     note_user(tmp_path, Path(used.folder), os.getpid())
-    monkeypatch.setattr(records, "_UNUSED_S", -1)
+    monkeypatch.setattr(records, "UNUSED_S", -1)
     # One that a living process was given stays, however old it is.
     assert forget_unused(tmp_path) == 1
     assert not Path(old.folder).exists()
@@ -59,6 +59,6 @@ def test_a_folder_of_the_user_is_never_removed(
     folder = tmp_path / "some" / "cache"
     folder.mkdir(parents=True)
     note(tmp_path, Record(key=KEY, name="x", folder=str(folder)))
-    monkeypatch.setattr(records, "_UNUSED_S", -1)
+    monkeypatch.setattr(records, "UNUSED_S", -1)
     forget_unused(tmp_path)
     assert folder.is_dir()

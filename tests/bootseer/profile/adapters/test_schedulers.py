@@ -95,7 +95,7 @@ def test_a_scheduler_that_does_not_answer_costs_nothing(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
     assert list(ask_slurm("7")) == []
     program.write_text("#!/bin/sh\nexec sleep 600\n")
-    monkeypatch.setattr("bootseer.profile.adapters.registry._ASKING_S", 0.2)
+    monkeypatch.setattr("bootseer.profile.adapters.registry.ASKING_S", 0.2)
     assert list(ask_slurm("7")) == []
     assert list(ask_slurm("7; reboot")) == []
     assert list(ask_slurm("")) == []

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.direct.datanode import DataNodes, _headers
+from bootseer.store.hdfs.direct.datanode import DataNodes, packet_headers
 from bootseer.store.hdfs.direct.replicas import Replica
 from bootseer.store.hdfs.rpc.calls import StoredBlock
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock
@@ -94,7 +94,7 @@ def test_a_file_that_is_gone_when_its_datanode_fails_is_not_found(stored: HdfsBa
 # BlockOpResponseProto: success; checksums of no kind, 512 bytes each, from offset 0.
 _BODY = b"\x08\x00\x22\x09\x0a\x05\x08\x00\x10\x80\x04\x10\x00"
 _RESPONSE = bytes([len(_BODY)]) + _BODY
-_GOOD = _headers(0, 1024, 512)
+_GOOD = packet_headers(0, 1024, 512)
 _HEADER_BYTES = len(_GOOD) // 3
 
 
@@ -116,7 +116,7 @@ def _packets(headers: bytes) -> bytes:
         (b"\x02\x08\x05", 0),
         (_RESPONSE, 0),
         (_RESPONSE.replace(b"\x08\x00\x10\x80", b"\x08\x02\x10\x80") + _packets(_GOOD), 0),
-        (_RESPONSE + _packets(_headers(512, 1024, 512)), 0),
+        (_RESPONSE + _packets(packet_headers(512, 1024, 512)), 0),
         (_RESPONSE + _packets(_GOOD)[:600], 0),
         (_RESPONSE + _packets(_GOOD[:-1] + b"\1"), 0),
         (_RESPONSE + b"\x7f" * 2000, 0),
@@ -157,7 +157,7 @@ def test_packets_of_one_byte_do_not_take_what_they_would_cost() -> None:
     blocks = [StoredBlock(0, _block(length), b"token", (Replica(("127.0.0.1", 1)),))]
 
     def answer(connection: socket.socket) -> None:
-        connection.sendall(_RESPONSE + _headers(0, 4, 1)[:_HEADER_BYTES])
+        connection.sendall(_RESPONSE + packet_headers(0, 4, 1)[:_HEADER_BYTES])
 
     def read() -> None:
         with answering(answer) as address:
@@ -173,7 +173,7 @@ def test_a_byte_now_and_then_is_silence() -> None:
 
     def answer(connection: socket.socket) -> None:
         nonlocal sent
-        connection.sendall(_RESPONSE + _headers(0, 2**20, 2**16)[:_HEADER_BYTES])
+        connection.sendall(_RESPONSE + packet_headers(0, 2**20, 2**16)[:_HEADER_BYTES])
         while sent < 1000:
             connection.sendall(b"a")
             sent += 1

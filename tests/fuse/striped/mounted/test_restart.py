@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import BusyError, CorruptError, NotFoundError
-from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
+from bootseer.errors import BusyError, NotFoundError
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from testbed.mounts.fuse_mount import run
@@ -242,25 +241,3 @@ def test_a_damaged_journal_costs_what_is_open_and_not_the_mount(
         # The kernel keeps what it knew of the names for a second.
         shown = ["cat", str(mountpoint / "sub" / "f")]
         wait_for(lambda: run(shown).stdout == "content\n", "another node of it")
-
-
-def test_a_journal_grows_no_further_than_what_it_holds(tmp_path: Path) -> None:
-    path = tmp_path / "x.journal"
-    journal = Journal(path)
-    with journal.anew():
-        journal.add({"node": 2})
-    assert read_journal(path) == [{"node": 2}]
-    while not journal.is_outgrown:
-        journal.add({"node": 3, "name": "x" * 10_000})
-    assert path.stat().st_size < 5 * 2**20
-    with journal.anew():
-        journal.add({"node": 4})
-    assert read_journal(path) == [{"node": 4}]
-    with path.open("ab") as file:
-        file.write(b'{"node": 5')
-    # Cut short: nobody was told of it.
-    assert read_journal(path) == [{"node": 4}]
-    path.write_text('{"version": 99}\n')
-    with pytest.raises(CorruptError, match="version"):
-        read_journal(path)
-    assert read_journal(tmp_path / "none") == []

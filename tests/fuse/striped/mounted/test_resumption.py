@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
-from bootseer.fuse.striped.mounted.life import journal
 from tests.fuse.striped.support.harness import (
     CALLER,
     UNIT,
@@ -111,12 +110,9 @@ def test_a_file_that_two_nodes_replaced_is_emptied_for_nobody(
     here.fs.destroyed()
 
 
-def test_a_journal_that_a_full_disk_has_torn_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_that_a_full_disk_has_torn_is_begun_anew(tmp_path: Path) -> None:
     """A part of a line is written, and the next line would follow it."""
-    monkeypatch.setattr(journal, "_RETRY_S", 0.0)
-    here = Restartable(tmp_path)
+    here = Restartable(tmp_path, retry_s=0.0)
     here.write("a", b"content")
     files = [here.open("a", os.O_RDONLY)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

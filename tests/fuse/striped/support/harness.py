@@ -164,10 +164,11 @@ def refused_with(code: int) -> Iterator[None]:
 class Restartable(Driver):
     """A node whose server keeps a journal."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, retry_s: float = 10.0) -> None:
+        """What could not be written of the journal is begun anew after `retry_s`."""
         super().__init__(storage_on(root / "backend"))
         path = root / "journal"
-        self.journal = Journal(path)
+        self.journal = Journal(path, retry_s=retry_s)
         self.fs = StripedFileSystem(
             self.storage.tree, self.storage.budget, self.storage.settings, journal=self.journal
         )
