@@ -4,12 +4,16 @@
 """
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from testbed.paths import REPOSITORY
 
 PRODUCT = "bootseer"
+_NAME = rf"{PRODUCT}(?:\.\w+)*"
+# In the text of a program for another process.
+_CODE = re.compile(rf"^ *(?:from ({_NAME}) import ([\w, ]+)|import ({_NAME}))", re.MULTILINE)
 DOORS = REPOSITORY / "tests/doors.txt"
 PARTS = REPOSITORY / "tests/parts.txt"
 _HEAD = """\
@@ -45,16 +49,37 @@ def modules() -> set[str]:
 
 
 def imported(source: str, known: set[str]) -> set[str]:
-    """Return those of the modules `known` that the source text imports."""
+    """Return those of the modules `known` that the source text uses.
+
+    It imports them, has another process import them, or names what it replaces in them.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in known else node.module)
+            found |= _from(node.module, (alias.name for alias in node.names), known)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for module, names, plain in _CODE.findall(node.value):
+                found |= {plain} if plain else _from(module, names.split(","), known)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            place = node.args[0] if node.args and node.func.attr == "setattr" else None
+            if isinstance(place, ast.Constant) and isinstance(place.value, str):
+                found.add(_module_of(place.value, known))
     return found & known
+
+
+def _from(module: str, names: Iterable[str], known: set[str]) -> set[str]:
+    """Return the modules that `from MODULE import NAMES` uses."""
+    wholes = (f"{module}.{name.split()[0]}" for name in names if name.strip())
+    return {whole if whole in known else module for whole in wholes}
+
+
+def _module_of(path: str, known: set[str]) -> str:
+    """Return the module in which a dotted path names something; "" for none."""
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def parts_of(folder: str) -> Iterator[tuple[str, list[str]]]:

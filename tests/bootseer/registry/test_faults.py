@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable
 
 import pytest
@@ -61,7 +62,7 @@ def test_retry_after_is_obeyed_within_the_deadline(
     through: RegistryClient, relay: FaultyRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_s: list[float] = []
-    monkeypatch.setattr("bootseer.registry.servers.time.sleep", waits_s.append)
+    monkeypatch.setattr(time, "sleep", waits_s.append)
     relay.faults = [Fault("manifests", 1, 429, {"Retry-After": "1"})]
     through.manifest("v1")
     assert 1.0 in waits_s

@@ -14,10 +14,9 @@ from bootseer.blob.keys import blob_key
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.catalogue import check_blobs, list_images, read_tree
-from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import LAYER_FORM
-from bootseer.prefetch.publish.publish_image import _CachedLayer, publish_node_image
-from bootseer.store import open_store
+from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.store import Store, open_store
 from testbed.images.building import Layout
 from testbed.mounts.image_mounts import outside, start_outside
 from testbed.waiting import wait_for
@@ -169,19 +168,19 @@ def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
 
 
 def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.prefetch.publish.layer_packing.OTHER_NODE_POLL_S", 0.05)
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
     nodes = [Node(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]
     indexes = [node.start(source_of(layout))[0].record.index_digest for node in nodes]
-    packed: list[str | None] = []
-    pack = _CachedLayer.pack
+    packed: list[str] = []
+    publish = Store.publish
 
-    def counted(self: _CachedLayer, *arguments: Any) -> LayerTree:
-        packed.append(self.digest)
-        return pack(self, *arguments)
+    def counted(self: Store, key: str, *arguments: Any, **options: Any) -> bool:
+        if key.startswith("blobs/"):
+            packed.append(key)
+        return publish(self, key, *arguments, **options)
 
-    monkeypatch.setattr(_CachedLayer, "pack", counted)
+    monkeypatch.setattr(Store, "publish", counted)
     with ThreadPoolExecutor(3) as pool:
         published = list(pool.map(publish_node_image, (n.settings for n in nodes), indexes))
     assert len(set(published)) == 1

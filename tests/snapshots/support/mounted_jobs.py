@@ -20,7 +20,6 @@ _JOB = """
 import json, sys
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_builtins
-from bootseer.snapshots.restoring.linking.node_trees import can_reflink
 from bootseer.snapshots.setup.request import Request
 from bootseer.snapshots.run import run_setup
 settings, command, targets = json.loads(sys.argv[1])

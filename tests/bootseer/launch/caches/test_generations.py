@@ -232,28 +232,25 @@ _KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from tests.bootseer.launch.caches.generations import Node, entry
-from bootseer.store.objects import store as stores
+from bootseer.store import Store
 node = Node(Path(sys.argv[1]), "killed")
 node.write({entry(0): "kernel 0", entry(1): "kernel 1"})
 number = 0
-publish = stores.Store.publish
+publish = Store.publish
 def killed(self, key, data, *, replace=False):
     global number
     if number == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     number += 1
     return publish(self, key, data, replace=replace)
-stores.Store.publish = killed
+Store.publish = killed
 node.publish()
 """
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_killed_publisher_leaves_nothing_to_be_seen(
-    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_publisher_leaves_nothing_to_be_seen(tmp_path: Path, step: int) -> None:
     """Before the blob, between blob and tree, before the manifest."""
-    monkeypatch.setattr("bootseer.launch.caches.publishing.LEASE_S", 1.0)
     words = [sys.executable, "-c", _KILLED, str(tmp_path), str(step)]
     done = subprocess.run(words, cwd=REPOSITORY, timeout=60, env={**os.environ, "PYTHONPATH": "."})
     assert done.returncode == -signal.SIGKILL

@@ -76,15 +76,15 @@ def test_a_file_is_published_by_one_put(backend: Backend) -> None:
             backend.stat("d")
 
 
-def test_a_file_of_several_segments(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.fuse.striped.writing.striped_body.MAX_PART_COUNT", 4)
+def test_a_file_of_several_segments(backend: Backend) -> None:
+    data = random.Random(4).randbytes(130 * UNIT)
     with storage_on(backend) as storage:
         driver = Driver(storage)
         driver.mkdir("d")
-        driver.write("d/f", DATA)
-        assert driver.read("d/f") == DATA
+        driver.write("d/f", data)
+        assert driver.read("d/f") == data
         layout = decode_layout(backend.read("d/f"), "d/f")
-        assert [len(segment.parts) for segment in layout.segments] == [4] * 5 + [1]
+        assert [len(segment.parts) for segment in layout.segments] == [128, 2]
 
 
 def test_several_writers_of_one_name(backend: Backend) -> None:
