@@ -13,7 +13,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.store import open_backend, open_store
-from bootseer.store.hdfs.connection import HdfsConnection
+from bootseer.store.hdfs.backend import HdfsBackend
 from testbed.hdfs.classpath import unshade_class
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
@@ -81,14 +81,14 @@ def test_a_write_that_stalls_when_it_is_tried_again_is_tried_once_more(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer beside a DataNode that died got no answer until its deadline, and failed."""
-    create, gate, made = HdfsConnection.create_raw, threading.Event(), []
+    create, gate, made = HdfsBackend.create_raw, threading.Event(), []
 
-    def create_spoilt(self: HdfsConnection, path: str, **options: Any) -> Any:
+    def create_spoilt(self: HdfsBackend, path: str, **options: Any) -> Any:
         made.append(path)
         real = create(self, path, **options)
         return {1: _Spoilt(None), 2: _Spoilt(gate)}.get(len(made), real)
 
-    monkeypatch.setattr(HdfsConnection, "create_raw", create_spoilt)
+    monkeypatch.setattr(HdfsBackend, "create_raw", create_spoilt)
     data = os.urandom(3 << 20)
     backend = open_backend(hdfs_url + "?deadline_s=20")
     try:

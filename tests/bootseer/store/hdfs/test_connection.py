@@ -8,8 +8,7 @@ from types import FrameType
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.deadline import Call
-from bootseer.store.hdfs.connection import HdfsConnection
+from bootseer.store.hdfs.backend import HdfsBackend
 
 # Nothing listens there, and no test here connects.
 _URL = "hdfs://127.0.0.1:1/x"
@@ -32,24 +31,24 @@ def test_a_signal_that_ends_the_waiting_is_no_failure_of_the_server() -> None:
     waiting = threading.get_ident()
     before = signal.signal(signal.SIGALRM, _stop)
 
-    def hang(_: Call[bool]) -> bool:
+    def hang(_: object) -> bool:
         signal.pthread_kill(waiting, signal.SIGALRM)
         return release.wait(30)
 
     try:
         with pytest.raises(_StopError):
-            HdfsConnection(_URL).run(hang, "read", "a")
+            HdfsBackend(_URL).run(hang, "read", "a")
     finally:
         signal.signal(signal.SIGALRM, before)
         release.set()
 
 
 def test_a_panic_is_a_failure_of_the_server() -> None:
-    def panic(_: Call[None]) -> None:
+    def panic(_: object) -> None:
         raise _PanicError("index out of bounds")
 
     with pytest.raises(UnavailableError, match=r"cannot read \S+/x/a: index out"):
-        HdfsConnection(_URL).run(panic, "read", "a")
+        HdfsBackend(_URL).run(panic, "read", "a")
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -62,6 +61,6 @@ def test_a_call_without_an_answer_names_what_was_asked(listens: bool) -> None:
         url = f"hdfs://127.0.0.1:{server.getsockname()[1]}/x" if listens else _URL
         try:
             with pytest.raises(kind, match=rf"^cannot read \S+/x/a: {told}"):
-                HdfsConnection(url, deadline_s=1.0).run(lambda _: release.wait(30), "read", "a")
+                HdfsBackend(url, deadline_s=1.0).run(lambda _: release.wait(30), "read", "a")
         finally:
             release.set()

@@ -4,13 +4,13 @@ import http.server
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store import open_backend
-from bootseer.store.hdfs.rpc.name_node import await_reachable
 from testbed.hdfs.pair import NAME, pair_configuration, write_configuration
 from testbed.waiting import wait_for
 
@@ -59,31 +59,6 @@ def test_all_namenodes_of_a_nameservice_are_tried(
     assert "HADOOP_CONF_DIR" not in message
 
 
-def test_one_that_takes_connections_is_enough() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        addresses = [("127.0.0.1", _unused_port()), server.getsockname()]
-        await_reachable(addresses, 5.0, "")
-
-
-def test_one_that_comes_back_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
-    port = _unused_port()
-    result: list[BaseException | None] = []
-
-    def wait() -> None:
-        try:
-            await_reachable([("127.0.0.1", port)], 60.0, "")
-            result.append(None)
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_for(lambda: caplog.messages, "the first failure")
-    with socket.create_server(("127.0.0.1", port)):
-        thread.join()
-    assert result == [None]
-
-
 @pytest.fixture
 def web_page() -> Iterator[int]:
     """The port of an HTTP server."""
@@ -93,6 +68,31 @@ def web_page() -> Iterator[int]:
         yield server.server_port
         server.shutdown()
         thread.join()
+
+
+def test_one_that_takes_connections_is_enough(
+    silent: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in (_unused_port(), silent())]
+    write_configuration(tmp_path / "conf", pair_configuration(addresses))
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "conf"))
+    backend = open_backend(f"hdfs://{NAME}/x?deadline_s=2")
+    with pytest.raises(DeadlineError, match="no answer within 2 s"):
+        backend.stat("a")
+    backend.close()
+
+
+def test_one_that_comes_back_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+    port = _unused_port()
+    backend = open_backend(f"hdfs://127.0.0.1:{port}/x?deadline_s=3")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(backend.stat, "a")
+        wait_for(lambda: caplog.messages, "the first failure")
+        with socket.create_server(("127.0.0.1", port), backlog=64):
+            error = asked.exception(60)
+    # It was asked, and did not answer.
+    assert isinstance(error, DeadlineError), error
+    backend.close()
 
 
 def test_the_port_of_the_web_pages(web_page: int) -> None:

@@ -1,6 +1,8 @@
 """An HDFS of whose NameNodes one says nothing, which hdfs-native waits for as long as it may."""
 
+import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +13,8 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
+from bootseer.store.abilities import joiner
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.rpc.calls import Failover
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.name_node_relay import NameNodeRelay
@@ -81,6 +83,43 @@ def test_an_active_namenode_that_falls_silent_is_left(
         backend.close()
 
 
+@pytest.mark.hdfs
+def test_who_answered_last_is_asked_first(
+    hdfs: MiniHdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[socket.socket] = []
+    over = threading.Event()
+
+    def be_silent(server: socket.socket) -> None:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                came.append(server.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        server.settimeout(0.1)
+        thread = threading.Thread(target=be_silent, args=(server,))
+        thread.start()
+        silent = f"127.0.0.1:{server.getsockname()[1]}"
+        url = configure(monkeypatch, tmp_path / "conf", silent, urlsplit(hdfs.url).netloc)
+        backend = open_backend(url + "?deadline_s=12")
+        try:
+            able = joiner(backend)
+            assert able is not None
+            count = len(came)
+            assert count
+            for number in range(3):
+                put(backend, f"{number}", b"x" * 100_000)
+            able.join("0", ["1", "2"])
+            assert backend.space() is not None
+            assert len(came) == count
+        finally:
+            over.set()
+            thread.join()
+            backend.close()
+            for connection in came:
+                connection.close()
+
+
 def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
     """Seen after a failover to a NameNode that had just been started."""
     asked: list[str] = []
@@ -94,14 +133,3 @@ def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
 
     assert Unplaced("hdfs://127.0.0.1:1/x").read("a") == b"abc"
     assert len(asked) == 3
-
-
-def test_who_answered_last_is_asked_first_and_a_silent_one_leaves_time() -> None:
-    failover = Failover()
-    assert [index for index, _ in failover.shares(3, 0.0, is_last=False)] == [0, 1, 2]
-    failover.first = 1
-    order = list(failover.shares(3, 1e12, is_last=False))
-    assert [index for index, _ in order] == [1, 2, 0]
-    assert order[0][1] < order[1][1] < order[2][1] < 1e12
-    assert list(failover.shares(1, 1e12, is_last=False)) == [(0, 1e12)]
-    assert list(failover.shares(2, 1e12, is_last=True))[-1][1] == pytest.approx(1e12)

@@ -9,8 +9,6 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store import open_backend
-from bootseer.store.hdfs.rpc.name_node import FoundNameNode
-from bootseer.store.hdfs.space import HdfsSpace
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run
 from testbed.needs import MissingError, require
@@ -80,7 +78,8 @@ def test_full_datanodes_are_told_to_the_writer(
 
         def has_room() -> bool:
             # What the save had written is removed by and by.
-            space = HdfsSpace(FoundNameNode(tiny.url, 20.0)).space("/x")
+            with contextlib.closing(open_backend(url)) as asked:
+                space = asked.space()
             return space is not None and space.free_bytes > 20 * MIB
 
         wait_for(has_room, "room")

@@ -12,17 +12,15 @@ from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import MAGIC
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
-from bootseer.fuse.striped.writing.plain_body import RUN_UNITS
 from bootseer.store import Backend, open_backend
 from bootseer.store.abilities import joiner
-from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.needs import MissingError
 from tests.fuse.striped.support.harness import CALLER, Driver, refused_with, storage_on
 
 # HDFS takes no blocks of less than 64 KiB here.
 UNIT = 64 * 2**10
-RUN = RUN_UNITS * UNIT
+RUN = 8 * UNIT
 DATA = random.Random(6).randbytes(5 * RUN + 3 * UNIT + 77)
 
 
@@ -170,9 +168,9 @@ def test_a_cluster_that_wants_kerberos_is_not_asked(
         "<value>kerberos</value></property></configuration>"
     )
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
-    assert FoundNameNode("hdfs://127.0.0.1:1", 1.0).get() is None
+    assert joiner(open_backend("hdfs://127.0.0.1:1/x?deadline_s=1")) is None
 
 
 def test_nobody_at_the_namenodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
-    assert FoundNameNode("hdfs://127.0.0.1:1", 0.5).get() is None
+    assert joiner(open_backend("hdfs://127.0.0.1:1/x?deadline_s=0.5")) is None

@@ -5,6 +5,7 @@ import random
 import threading
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from bootseer.fuse.striped.layout import decode_layout
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
-from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store import open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
@@ -34,7 +34,7 @@ def open_storage(
     return StripedStorage(backend, settings, memory_bytes=memory_bytes)
 
 
-def save(writer: FileWriter, start: int = 0, end: int = len(DATA)) -> None:
+def save(writer: Any, start: int = 0, end: int = len(DATA)) -> None:
     for at in range(start, end, MIB):
         writer.append(DATA[at : min(at + MIB, end)])
 
@@ -89,7 +89,7 @@ def test_a_namenode_that_restarts_under_a_save(careful_hdfs: MiniHdfs) -> None:
         "plain": {"joined": 24 * MIB},
     }
     with contextlib.ExitStack() as stack:
-        writers: list[tuple[FileWriter, int]] = []
+        writers: list[tuple[Any, int]] = []
         for layout in typing.get_args(LayoutKind):
             storage = stack.enter_context(open_storage(url, layout, 256 * MIB, deadline_s=120))
             storage.backend.mkdir("")
