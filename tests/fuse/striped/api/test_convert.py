@@ -13,10 +13,9 @@ from bootseer.errors import BusyError, InvalidInputError
 from bootseer.fuse.striped.api.convert import convert_file, is_stored_as
 from bootseer.fuse.striped.api.copy_tree import Place, copy_tree, sizes_below
 from bootseer.fuse.striped.api.fsck import check_tree, delete_garbage
-from bootseer.fuse.striped.layout import Layout, Part, Segment, part_size
+from bootseer.fuse.striped.layout import Layout, Part, Segment, encode_layout, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
-from bootseer.fuse.striped.view import FileView
 from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.support.harness import UNIT, storage_on
 from tests.fuse.striped.support.stored import DATA, garbage_of, load, save
@@ -67,20 +66,21 @@ class _Buffering(LocalBackend):
     writer_bytes = 5 * UNIT
 
 
-def test_a_file_of_several_full_segments_is_stored_as_asked() -> None:
+def test_a_file_of_several_full_segments_is_stored_as_asked(local: StripedStorage) -> None:
     """Each file of more than a block of all its parts was stored anew by each convert."""
 
-    def view(*sizes: int) -> FileView:
+    def is_stored(*sizes: int, count: int = 3) -> bool:
+        name = "-".join(map(str, sizes))
         segments = tuple(_segment(number, units) for number, units in enumerate(sizes))
-        layout = Layout("0" * 32, segments)
-        return FileView("f", "0" * 32, layout.size_bytes, layout=layout)
+        with local.backend.create(name, overwrite=True) as writer:
+            writer.write(encode_layout(Layout("0" * 32, segments)))
+        return is_stored_as(local.tree.stored.view(name), StripeSettings(UNIT, count))
 
-    settings = StripeSettings(UNIT, 3)
-    assert is_stored_as(view(6), settings)
-    assert is_stored_as(view(6, 6, 2), settings)
-    assert not is_stored_as(view(6, 6, 2), StripeSettings(UNIT, 4))
-    assert not is_stored_as(view(2, 6), settings)
-    assert not is_stored_as(view(6, 3, 6), settings)
+    assert is_stored(6)
+    assert is_stored(6, 6, 2)
+    assert not is_stored(6, 6, 2, count=4)
+    assert not is_stored(2, 6)
+    assert not is_stored(6, 3, 6)
 
 
 def _segment(number: int, units: int) -> Segment:

@@ -3,7 +3,8 @@
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,11 @@ def storage_on(
 class Driver:
     """open, read, write, ... by path, through the Operations of one file system."""
 
-    def __init__(self, storage: StripedStorage) -> None:
+    def __init__(
+        self, storage: StripedStorage, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.storage = storage
-        self.fs = StripedFileSystem(storage.tree, storage.budget, storage.settings)
+        self.fs = StripedFileSystem(storage.tree, storage.budget, storage.settings, clock=clock)
 
     def node(self, path: str) -> int:
         node = ROOT_NODE
