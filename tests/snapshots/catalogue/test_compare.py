@@ -12,31 +12,12 @@ from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.compare import Comparison, compare, disk_view, snapshot_view
 from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.catalogue.packages import Package, package_of
 from bootseer.snapshots.catalogue.verify import Verifier
 from bootseer.snapshots.commands import create_snapshot
 from bootseer.snapshots.run import run_setup
 from bootseer.snapshots.setup.request import Request
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
-
-
-@pytest.mark.parametrize(
-    ("path", "package"),
-    [
-        (b"lib/site-packages/Foo_Bar-1.2.post1.dist-info", ("python", "foo-bar", "1.2.post1")),
-        (b"lib/x/zope.interface-5.4-py3.11.egg-info", ("python", "zope-interface", "5.4")),
-        (b"conda-meta/libgcc-ng-13.1.0-h2_0.json", ("conda", "libgcc-ng", "13.1.0")),
-        (b"env/conda-meta/_x86-64-1-1.json", ("conda", "_x86-64", "1")),
-        (b"conda-meta/history.json", None),
-        (b"lib/other/a-1-1.json", None),
-        (b"src/thing.egg-info", None),
-        (b".dist-info", None),
-    ],
-)
-def test_packages_are_told_by_names(path: bytes, package: tuple[str, str, str] | None) -> None:
-    expected = (Package(*package[:2]), package[2]) if package else None
-    assert package_of(path, is_directory=True) == expected
 
 
 def _write(env: Path, files: dict[str, str]) -> None:
@@ -56,6 +37,28 @@ def _compare(settings: Settings, one: Manifest, other: Manifest | None, *disk: P
 def _said(comparison: Comparison, env: Path) -> list[tuple[str, ...]]:
     skip = len(os.fsencode(env)) + 1
     return [(change.kind, change.path[skip:].decode(), *change.what) for change in comparison.files]
+
+
+def test_packages_are_told_by_names(tmp_path: Path, make_node: MakeNode) -> None:
+    node, env = make_node("a"), tmp_path / "env"
+    env.mkdir()
+    before = create_snapshot(node, [str(env)], "before")
+    folders = (
+        *("lib/site-packages/Foo_Bar-1.2.post1.dist-info", "src/thing.egg-info", ".dist-info"),
+        "lib/x/zope.interface-5.4-py3.11.egg-info",
+    )
+    files = ("libgcc-ng-13.1.0-h2_0.json", "history.json")
+    others = ("env/conda-meta/_x86-64-1-1.json", "lib/other/a-1-1.json", "lib/b-1.dist-info")
+    _write(env, dict.fromkeys((*(f"{name}/RECORD" for name in folders), *others), "x"))
+    _write(env, {f"conda-meta/{name}": "x" for name in files})
+    changes = _compare(node, before, create_snapshot(node, [str(env)], "after")).packages
+    assert {(one.package.kind, one.package.name, one.after) for one in changes} == {
+        ("python", "foo-bar", "1.2.post1"),
+        ("python", "zope-interface", "5.4"),
+        ("conda", "libgcc-ng", "13.1.0"),
+        ("conda", "_x86-64", "1"),
+    }
+    assert {one.before for one in changes} == {None}
 
 
 def test_what_differs_between_two_snapshots_and_from_the_disk(

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.base.redact import without_users
-from bootseer.snapshots.setup import digests
 from bootseer.snapshots.setup.fingerprint import (
     Part,
     command_part,
@@ -14,9 +13,6 @@ from bootseer.snapshots.setup.fingerprint import (
     secret_part,
     variable_parts,
 )
-from bootseer.snapshots.setup.inputs import collect_inputs
-from bootseer.snapshots.setup.place import Place
-from bootseer.snapshots.setup.reading.hints import Hints
 from bootseer.snapshots.setup.request import Request, resolve
 from testbed.wheels import make_wheel
 
@@ -88,10 +84,16 @@ def test_declared_variables_decide() -> None:
     assert len(keys) == 4
 
 
-def _inputs(folder: Path, *files: str, links: tuple[str, ...] = ()) -> dict[str, str]:
-    hints = Hints(files=files, link_dirs=links)
-    inputs = collect_inputs(Place(Path("/"), str(folder)), (), hints, ())
-    return {part.name: part.value for part in inputs.parts}
+def _inputs(folder: Path, *words: str) -> dict[str, str]:
+    """Return the files, projects and wheels that decide the result of `pip install WORDS`."""
+    request = Request(
+        ["pip", "install", "--no-index", *words],
+        targets=["/opt/env"],
+        directory=str(folder),
+        environ={"PATH": "/usr/bin:/bin"},
+    )
+    parts = resolve(request, lambda sentence: None).parts
+    return {part.name: part.value for part in parts if part.name.startswith(("input ", "wheels "))}
 
 
 @pytest.mark.parametrize("line", ["--find-links {}", "-f {}", "--find-links={}", "-f{} # x"])
@@ -107,10 +109,10 @@ def test_wheels_that_a_requirements_file_names_decide(
     (wheels / "a-1.whl").write_text("1")
     text = line.format(place.format(tmp_path))
     (tmp_path / "deep/requirements.txt").write_text(f"{text}\na\n")
-    before = _inputs(tmp_path, "deep/requirements.txt")
+    before = _inputs(tmp_path, "-r", "deep/requirements.txt")
     assert [name for name in before if name.startswith("wheels ")]
     (wheels / "a-2.whl").write_text("2")
-    after = _inputs(tmp_path, "deep/requirements.txt")
+    after = _inputs(tmp_path, "-r", "deep/requirements.txt")
     assert before.keys() == after.keys()
     assert before != after
 
@@ -126,8 +128,8 @@ def test_projects_may_have_extras_and_be_called_by_a_url(tmp_path: Path, word: s
     keys = set()
     for number in ("1", "2"):
         (tmp_path / "project/pyproject.toml").write_text(f"version = {number}\n")
-        for file in (word, "requirements.txt"):
-            found = _inputs(tmp_path, file)
+        for words in ([word], ["-r", "requirements.txt"]):
+            found = _inputs(tmp_path, *words)
             (name,) = (name for name in found if name.endswith("/project"))
             keys.add(found[name])
     assert len(keys) == 2
@@ -153,22 +155,19 @@ def test_a_wheel_that_was_built_again_decides(tmp_path: Path) -> None:
     for number in ("1", "2"):
         text = f"NUMBER = {number}\n" + "#" * 100_000
         make_wheel(wheels, "alpha", "1.0", {"alpha.py": text})
-        keys.add(_inputs(tmp_path, links=("wheels",))["wheels wheels"])
+        keys.add(_inputs(tmp_path, "-f", "wheels", "a")["wheels wheels"])
     assert len({path.name for path in wheels.iterdir()}) == 1
     assert len(keys) == 2
 
 
-def test_of_a_very_large_folder_of_wheels_not_all_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_very_large_folder_of_wheels_not_all_is_read(tmp_path: Path) -> None:
     """Each start opened each of them, one after another."""
-    monkeypatch.setattr(digests, "WHEELS_READ_MAX", 100)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     found = []
-    for last in (99, 100):
+    for last in (3, 4096):
         for number in range(last + 1):
-            (wheels / f"{number:03}.whl").write_text("old")
+            (wheels / f"{number:04}.whl").write_text("old")
         request = Request(
             ["pip", "install", "--no-index", "-f", "wheels", "a==1"],
             targets=["/opt/env"],
@@ -177,7 +176,7 @@ def test_of_a_very_large_folder_of_wheels_not_all_is_read(
         )
         before = resolve(request, lambda sentence: None, tmp_path / "known")
         keys = {before.parts}
-        for name, text in (("000", "new"), (f"{last:03}", "new"), (f"{last:03}", "newer")):
+        for name, text in (("0000", "new"), (f"{last:04}", "new"), (f"{last:04}", "newer")):
             (wheels / f"{name}.whl").write_text(text)
             keys.add(resolve(request, lambda sentence: None, tmp_path / "known").parts)
         found.append((before.is_open, len(keys), bool(before.unknown)))
@@ -200,11 +199,10 @@ def test_wheels_may_also_lie_in_the_working_directory_or_be_named_by_a_variable(
     (tmp_path / "deep").mkdir()
     (tmp_path / "wheels").mkdir()
     (tmp_path / "deep/r.txt").write_text("-f wheels\n--find-links https://host/x\n-f /no/such\n")
-    names = set(_inputs(tmp_path, "deep/r.txt"))
-    assert names == {"input deep/r.txt", "wheels wheels"}
-    assert set(_inputs(tmp_path, links=(f"file://{tmp_path}/wheels",))) == {
-        f"wheels {tmp_path}/wheels"
-    }
+    names = set(_inputs(tmp_path, "-r", "deep/r.txt"))
+    assert names == {"input r.txt", "wheels wheels"}
+    found = _inputs(tmp_path, "-f", f"file://{tmp_path}/wheels", "a")
+    assert set(found) == {f"wheels {tmp_path}/wheels"}
 
 
 def test_credentials_in_a_requirements_file_do_not_decide(tmp_path: Path) -> None:
@@ -217,5 +215,5 @@ def test_credentials_in_a_requirements_file_do_not_decide(tmp_path: Path) -> Non
         "-i https://other/simple\na==1\n",
     ):
         file.write_text(text)
-        keys.append(_inputs(tmp_path, "requirements.txt")["input requirements.txt"])
+        keys.append(_inputs(tmp_path, "-r", "requirements.txt")["input requirements.txt"])
     assert keys[0] == keys[1] == keys[2] != keys[3]

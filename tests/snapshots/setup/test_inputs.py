@@ -14,7 +14,6 @@ from bootseer.errors import InvalidInputError, SetupFailedError
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.explain import explain_setup
 from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup import inputs
 from bootseer.snapshots.setup.request import Request, Resolved, resolve
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
@@ -121,11 +120,12 @@ def test_no_name_of_a_folder_hides_what_was_declared(tmp_path: Path, folder: str
     assert len(named) == (1 if folder in ("build", "dist") else 2)
 
 
-def test_large_files_decide_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "GUESSED_BYTES_MAX", 100_000)
+def test_large_files_decide_by_their_ends(tmp_path: Path) -> None:
     keys = set()
     for text in (b"1", b"2"):
-        (tmp_path / "big.whl").write_bytes(b"x" * 200_000 + text)
+        with (tmp_path / "big.whl").open("wb") as file:
+            file.seek(300 * 2**20)
+            file.write(text)
         found = _resolved(tmp_path, "pip", "install", "--no-index", "./big.whl")
         keys.add(found.key(dict.fromkeys(found.targets, "nothing")))
         assert [what for what in found.unknown if "big.whl" in what]
