@@ -100,7 +100,7 @@ class LimitedBackend:
 
     def __init__(self, inner: Backend, limits: Limits, deadline_s: float | None = None) -> None:
         self._inner = inner
-        self._meter = _Meter(limits, deadline_s)
+        self._meter = Meter(limits, deadline_s)
 
     @property
     def url(self) -> str:
@@ -163,7 +163,7 @@ class LimitedBackend:
 
 
 class _LimitedWriter(Writer):
-    def __init__(self, inner: Writer, meter: "_Meter", path: str) -> None:
+    def __init__(self, inner: Writer, meter: "Meter", path: str) -> None:
         self._inner = inner
         self._meter = meter
         self._path = path
@@ -182,7 +182,7 @@ class _LimitedWriter(Writer):
         return self._inner.abandon()
 
 
-class _Meter:
+class Meter:
     """Makes callers wait their turn: one timeline per path and direction, one for the node."""
 
     def __init__(self, limits: Limits, deadline_s: float | None = None) -> None:

@@ -65,7 +65,7 @@ class HdfsWriter(Writer):
         self._size_bytes = 0
         self._wanted_replication: int | None = None
         self._direct: DirectFile | None = None
-        self._is_kept = True
+        self.is_kept = True
         """All of it is still in the tail: a small file is written when it is closed."""
         self._awaits_placement = False
 
@@ -106,10 +106,10 @@ class HdfsWriter(Writer):
         count = sum(map(len, pieces))
         self._tail_bytes += count
         self._size_bytes += count
-        if self._is_kept:
+        if self.is_kept:
             if self._size_bytes <= _SMALL_MAX_BYTES:
                 return
-            self._is_kept = False
+            self.is_kept = False
             pieces = list(self._tail)
         try:
             # One call, and so one change of threads, for all of them.
@@ -230,8 +230,8 @@ class HdfsWriter(Writer):
         return missing
 
     def _finish(self) -> None:
-        if self._is_kept:
-            self._is_kept = False
+        if self.is_kept:
+            self.is_kept = False
             placer = self._connection.placer
             if self._tail:
                 placer.await_placed(self._full)

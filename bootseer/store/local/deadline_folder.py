@@ -89,7 +89,7 @@ class DeadlineFolder(LocalBackend):
 
     def __init__(self, root: Path, *, deadline_s: float | None = None) -> None:
         super().__init__(root)
-        self._deadline_s = deadline_s or _DEADLINE_S
+        self.deadline_s = deadline_s or _DEADLINE_S
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-folder")
         self._is_remote: bool | None = None
 
@@ -123,7 +123,7 @@ class DeadlineFolder(LocalBackend):
         """Return what `work` returns, which is told of its caller's waiting. Raises: as
         `within_deadline`."""
         try:
-            result: Result = self._caller.run(work, self._deadline_s + more_s)
+            result: Result = self._caller.run(work, self.deadline_s + more_s)
             return result
         except NoAnswerError as error:
             raise DeadlineError(

@@ -52,7 +52,7 @@ reader, writer, other = (
 writer.write(b"x")
 print("opened", flush=True)
 sys.stdin.readline()
-backend._deadline_s = 0.3
+backend.deadline_s = 0.3
 for name, call in {CALLS!r}.items():
     try:
         eval(call)

@@ -124,7 +124,7 @@ def test_a_small_file_has_the_checksums_of_any_other(backend: HdfsBackend, size:
     for path, is_direct in (("small", True), ("other", False)):
         writer = backend.create(path)
         assert isinstance(writer, HdfsWriter)
-        writer._is_kept = is_direct
+        writer.is_kept = is_direct
         writer.write(CONTENT[:size])
         writer.close()
         assert backend.read(path) == CONTENT[:size]

@@ -213,7 +213,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     request, target = small(tmp_path)
     captured(covering("a"), request, target)
     node = covering("b")
-    before = {"served": "_cover", "covered": "add_user"}[step]
+    before = {"served": "make_private_directory", "covered": "add_user"}[step]
     code = (
         "import os, signal\n"
         "from bootseer.cli import main\n"
