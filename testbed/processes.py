@@ -74,6 +74,22 @@ def _stat_fields(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
+def waiting_in_the_kernel() -> str:
+    """The threads of this machine that no signal ends now, each with where in the kernel it waits
+    (for root: the whole stack); "" where there is none."""
+    found = []
+    for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+        with contextlib.suppress(OSError):  # one that ends meanwhile, or of another user
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            command = (
+                (task / "../../cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+            if state == "D" and command:
+                stack = task / ("stack" if os.geteuid() == 0 else "wchan")
+                found.append(f"{task}: {command}\n{stack.read_text()}")
+    return "\n".join(found)
+
+
 def run_json(
     command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> Any:

@@ -20,6 +20,7 @@ from bootseer.transfer.pace import Pace
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
 from testbed.needs import MissingError, require
+from testbed.processes import waiting_in_the_kernel
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, running_registry
 from tests.support import quarantine, scheduling
@@ -130,6 +131,15 @@ def pytest_runtest_call() -> Generator[None]:
         return (yield)
     except MissingError as reason:
         raise _skipped(reason) from None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say with a failure which processes hang: of a mount or a disk that does not answer."""
+    report = yield
+    if report.failed and (stuck := waiting_in_the_kernel()):
+        report.sections.append(("threads that wait in the kernel", stuck))
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -237,10 +237,19 @@ class Node(Closing):
         """A container in the background."""
         self.ctr("run", "--detach", "--snapshotter", "bootseer", reference, name, *command)
 
-    def execute(self, name: str, *command: object, check: bool = True) -> Completed:
-        """A command in a running container."""
+    def execute(self, name: str, *command: object) -> str:
+        """What a command in a running container prints; its shim writes that, too."""
         identity = f"exec-{time.monotonic_ns()}"
-        return self.ctr("task", "exec", "--exec-id", identity, name, *command, check=check)
+        printed = self.base / f"printed-{identity}"
+        flags = ["--exec-id", identity, "--log-uri", f"file://{printed}"]
+        self.ctr("task", "exec", *flags, name, *command)
+        return printed.read_text()
+
+    def executes(self, name: str, *command: object) -> bool:
+        """Whether a command in a running container succeeds."""
+        identity = f"exec-{time.monotonic_ns()}"
+        done = self.ctr("task", "exec", "--exec-id", identity, name, *command, check=False)
+        return done.returncode == 0
 
     def remove(self, name: str) -> None:
         """End and remove a container."""
@@ -254,6 +263,19 @@ class Node(Closing):
         after each removal; what it could not remove then it leaves to the next time."""
         lease = self.ctr("leases", "create").stdout.strip()
         self.ctr("leases", "delete", "--sync", lease)
+
+    def wait_no_trees(self) -> None:
+        """Until every image is unmounted that no container uses."""
+
+        def is_removed() -> bool:
+            # Else what containerd could not remove at once would stay until another removal.
+            self.collect_garbage()
+            return not self.trees()
+
+        try:
+            wait_for(is_removed, "the removal of the trees")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.snapshots()}\n{self.log()}") from None
 
     def cri(self, method: str, /, **fields: Any) -> Any:
         """One call of CRI. Raises: grpc.RpcError."""

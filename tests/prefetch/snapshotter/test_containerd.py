@@ -186,12 +186,12 @@ def test_containers_of_one_image_write_apart(site: Site) -> None:
         for name in names:
             node.execute(name, "sh", "-c", f"echo {name} > /opt/top; rm /opt/base")
         for name in names:
-            assert node.execute(name, "cat", "/opt/top").stdout == f"{name}\n"
+            assert node.execute(name, "cat", "/opt/top") == f"{name}\n"
         assert node.run(reference, "reader", "cat", "/opt/shared", "/opt/base") == "shared\nbase\n"
     finally:
         for name in names:
             node.remove(name)
-    wait_for(lambda: not node.trees())
+    node.wait_no_trees()
 
 
 def test_only_containers_see_what_is_served(site: Site) -> None:
@@ -211,7 +211,7 @@ def test_only_containers_see_what_is_served(site: Site) -> None:
             assert ("100000" in out) is (name == "map")
         node.start(reference, "closed", "sh", "-c", "echo secret > /written; sleep 1000")
         try:
-            wait_for(lambda: node.execute("closed", "ls", "/written", check=False).returncode == 0)
+            wait_for(lambda: node.executes("closed", "ls", "/written"))
             user = ("--user", "65534:65534", "--exec-id", "user")
             done = node.ctr("task", "exec", *user, "closed", "cat", "/opt/top", "/opt/closed")
             assert done.stdout == "top of closed\nclosed\n", done.stderr
@@ -255,7 +255,7 @@ def test_only_layers_that_are_not_indexed_are_pulled(site: Site) -> None:
     out = node.run(reference, "partial", "sh", "-c", "cat /opt/late; ls /opt")
     assert out == "late\ngone\nlate\n"
     node.remove_image(reference)
-    wait_for(lambda: not node.trees())
+    node.wait_no_trees()
 
 
 def test_an_image_that_is_not_indexed_is_pulled_whole(site: Site) -> None:
@@ -278,20 +278,14 @@ def test_containers_run_on_without_the_snapshotter(site: Site, sign: signal.Sign
     try:
         node.stop(node.snapshotter, sign)
         # Not read before: the image's server has to bring it.
-        assert node.execute(name, "cat", f"/opt/{name}").stdout == f"{name}\n"
+        assert node.execute(name, "cat", f"/opt/{name}") == f"{name}\n"
         node.snapshotter = node.start_snapshotter()
-        assert node.execute(name, "cat", "/opt/base").stdout == "base\n"
+        assert node.execute(name, "cat", "/opt/base") == "base\n"
         wait_for(lambda: node.run_succeeds(reference, f"{name}-new", "cat", "/opt/top"))
         assert len(node.trees()) == 1
     finally:
         node.remove(name)
-
-    def is_removed() -> bool:
-        # Else what containerd could not remove at once would stay until another removal.
-        node.collect_garbage()
-        return not node.trees()
-
-    wait_for(is_removed, "the removal of the tree")
+    node.wait_no_trees()
 
 
 def test_an_images_containers_start_again_after_its_server_died(site: Site) -> None:

@@ -53,7 +53,7 @@ def test_pods_start_and_end(tmp_path: Path) -> None:
             assert second.execute("/usr/bin/cat", "/opt/top") == "top of trainer\n"
             assert second.execute("/usr/bin/ls", "/opt") == "base\ntop\ntrainer\n"
         assert relay.count(r"GET /v2/.*/blobs/") == asked
-        wait_for(lambda: not node.trees())
+        node.wait_no_trees()
 
 
 def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) -> None:
