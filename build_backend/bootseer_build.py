@@ -52,7 +52,7 @@ def prepare_metadata_for_build_wheel(
     """Write the metadata of a wheel; return the name of its folder."""
     target = str(Path(metadata_directory).absolute())
     with _in_copy():
-        return build_meta.prepare_metadata_for_build_wheel(target, config_settings)
+        return str(build_meta.prepare_metadata_for_build_wheel(target, config_settings))
 
 
 prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
@@ -65,14 +65,14 @@ def build_wheel(
     target = str(Path(wheel_directory).absolute())
     metadata = metadata_directory and str(Path(metadata_directory).absolute())
     with _in_copy():
-        return build_meta.build_wheel(target, config_settings, metadata)
+        return str(build_meta.build_wheel(target, config_settings, metadata))
 
 
 def build_sdist(sdist_directory: str, config_settings: _Settings = None) -> str:
     """Build a source archive; return its name."""
     target = str(Path(sdist_directory).absolute())
     with _in_copy():
-        return build_meta.build_sdist(target, config_settings)
+        return str(build_meta.build_sdist(target, config_settings))
 
 
 def build_editable(
@@ -84,4 +84,4 @@ def build_editable(
             f"an editable install writes into its checkout, and {_CHECKOUT} cannot be written: "
             "install it without -e"
         )
-    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    return str(build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
