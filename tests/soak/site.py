@@ -24,6 +24,7 @@ from testbed.images.rootfs import python_root
 from testbed.needs import MissingError
 from testbed.node import MARK, Node
 from testbed.servers.registry import Registry, running_registry
+from testbed.users import as_user
 from testbed.wheels import make_wheel
 
 USER_IDS = (0, 65534, 1)
@@ -73,10 +74,7 @@ class User:
         """A command line that this user runs on its node."""
         enter = ["nsenter", f"--mount=/proc/{self.holder.pid}/ns/mnt", "--"]
         if self.uid:
-            enter += ["setpriv", "--reuid", str(self.uid), "--regid", str(self.uid)]
-            # The interpreter may lie where only root looks.
-            enter += ["--clear-groups", "--inh-caps", "+dac_read_search"]
-            enter += ["--ambient-caps", "+dac_read_search"]
+            enter += as_user(self.uid, reading_all=True)
         return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.node.base), *map(str, words)]
 
     def bootseer(self, *words: object) -> list[str]:

@@ -15,8 +15,8 @@ import time
 from typing import Any, NoReturn
 
 from bootseer.linux.processes import wait_readable
+from testbed.users import NOBODY, become
 
-_NOBODY = 65534
 _NOT_IMPORTED = (
     "bootseer.demo.",
     "bootseer.__main__",
@@ -48,9 +48,7 @@ def _child(request: dict[str, Any]) -> NoReturn:
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         if request["nobody"]:
-            os.setgroups([])
-            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            become(NOBODY)
         from bootseer.cli import main
 
         arguments = [os.fsdecode(bytes.fromhex(argument)) for argument in request["arguments"]]

@@ -34,6 +34,7 @@ from testbed.containers.containerd_node import Node
 from testbed.images.building import digest
 from testbed.mounts.image_mounts import checksums_outside, settings_at
 from testbed.paths import REPOSITORY
+from testbed.users import as_ordinary_user
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, lower_of, pull
 
@@ -149,7 +150,7 @@ def _answer(address: Path, data: bytes, fd_count: int) -> bytes:
 
 def test_other_users_cannot_ask(tmp_path: Path, address: Path) -> None:
     ask = [sys.executable, "-c", _ASK, str(address)]
-    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    nobody = as_ordinary_user()
     with running(tmp_path / "run", address):
         done = subprocess.run([*nobody, *ask], capture_output=True, cwd="/", check=False)
         assert b"PermissionError" in done.stderr

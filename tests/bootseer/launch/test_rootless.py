@@ -3,25 +3,17 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from testbed.needs import MissingError, require
 from testbed.node import Node, attribute
 from testbed.others import folder_of_others
+from testbed.users import unprivileged
 
 pytestmark = pytest.mark.needs("fuse")
-
-NOBODY = "65534"
-# Root may keep its interpreter, and the device, where nobody else may look: let them be used.
-PRIVATE_DEVICE = """
-mount -t tmpfs -o dev tmpfs /mnt && mknod -m 666 /mnt/fuse c 10 229 &&
-mount --bind /mnt/fuse /dev/fuse && exec "$@"
-"""
 
 
 @pytest.fixture
@@ -30,26 +22,12 @@ def tmp_path() -> Iterator[Path]:
         yield folder
 
 
-def unprivileged(node: Node) -> tuple[str, ...]:
-    """What to put before a command of the node's, so that an ordinary user runs it."""
-    require("fuse", programs=["fusermount3"])
-    limit = Path("/proc/sys/user/max_user_namespaces")
-    if not limit.exists() or not int(limit.read_text()):
-        raise MissingError("this kernel has no user namespaces")
-    if os.geteuid() != 0:
-        return ()
-    subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", node.base.parent], check=True)
-    user = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups")
-    read = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
-    return ("unshare", "--mount", "sh", "-c", PRIVATE_DEVICE, "sh", *user, *read)
-
-
 def test_image_and_checkpoint(node: Node, image_root: Path, tmp_path: Path) -> None:
     job = (
         *("--image", image_root, "--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt"),
         *("--", "sh", "-c"),
     )
-    prefix = unprivileged(node)
+    prefix = unprivileged(node.base.parent)
     first = node.run("run", *job, "echo saved > /ckpt/x; echo $BOOTSEER_JOB", prefix=prefix)
     assert (first.returncode, first.stdout) == (0, "job\n"), first.stderr
     second = node.run("run", *job, "cat /ckpt/x; exit 3", prefix=prefix)
@@ -64,7 +42,7 @@ def test_an_image_lingers_without_root(node: Node, image_root: Path, tmp_path: P
     )
     # Both in one mount namespace.
     twice = ("sh", "-c", '"$@" && "$@"', "sh")
-    done = node.run("run", *job, prefix=(*unprivileged(node), *twice))
+    done = node.run("run", *job, prefix=(*unprivileged(node.base.parent), *twice))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "/ckpt:\n\n/tmp:\n/ckpt:\nx\n\n/tmp:\n"
     spans = node.spans()
@@ -83,7 +61,7 @@ def test_a_start_on_the_host_without_root(node: Node, tmp_path: Path) -> None:
         *("--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:{mount}"),
         *("--setup", "mkdir -p env; echo x > env/x", "--target", "env"),
         *("--", "sh", "-c", "id -u; cat env/x; echo saved > mnt/x; cat mnt/x"),
-        prefix=unprivileged(node),
+        prefix=unprivileged(node.base.parent),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["x", "saved"]
@@ -103,7 +81,7 @@ def test_set_up_inside_an_image(node: Node, image_root: Path) -> None:
         *("--image", root, "--setup", line, "--target", "/usr/share/old", "--mode", "extract"),
         *("--", "sh", "-c", "cd /usr/share/old && echo *"),
     )
-    done = node.run("-v", "run", *job, prefix=unprivileged(node))
+    done = node.run("-v", "run", *job, prefix=unprivileged(node.base.parent))
     assert (done.returncode, done.stdout) == (0, "b c\n"), done.stderr
     assert "scanning" not in done.stderr
     assert ": 1 files; " in done.stderr
@@ -124,7 +102,7 @@ def test_imports_are_shared_without_root(node: Node) -> None:
     (node.base / "lib").mkdir()
     (node.base / "lib/large.py").write_text("import time; time.sleep(0.15); VALUE = 5")
     (node.base / "train.py").write_text(PRELOADED)
-    prefix = unprivileged(node)
+    prefix = unprivileged(node.base.parent)
     variables = {
         "PYTHONUSERBASE": str(node.base),
         "PYTHONPATH": f"{node.environment['PYTHONPATH']}:{node.base}/lib",

@@ -13,6 +13,7 @@ import pytest
 from bootseer.linux import namespaces
 from bootseer.linux.removal import empty_directory, remove_tree
 from testbed.needs import MissingError, require
+from testbed.users import as_ordinary_user, give, open_way
 
 _FLAGS = {"immutable": 0x10, "append only": 0x20}
 
@@ -100,11 +101,9 @@ def test_directories_that_not_even_their_owner_may_enter(tmp_path: Path) -> None
     command = [sys.executable, "-c", program, str(top)]
     if os.geteuid() == 0:
         # Nobody's, and run by nobody.
-        subprocess.run(["chown", "-R", "65534:65534", tmp_path], check=True)
-        for parent in tmp_path.parents:
-            if parent != Path("/"):
-                parent.chmod(parent.stat().st_mode | 0o055)
-        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *command]
+        give(tmp_path)
+        open_way(tmp_path.parent)
+        command = [*as_ordinary_user(), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert not top.exists()

@@ -16,6 +16,7 @@ from bootseer.linux.private_files import make_private_directory, open_private_di
 from bootseer.settings.config import Config, load_config
 from bootseer.timeline import Timeline
 from testbed.needs import MissingError
+from testbed.users import as_ordinary_user
 
 NOBODY = 65534
 root_only = pytest.mark.needs("root")
@@ -399,10 +400,9 @@ def test_a_folder_that_only_a_capability_opens_can_be_written(tmp_path: Path) ->
     own.mkdir(parents=True)
     os.chown(own, NOBODY, NOBODY)
     closed.chmod(0o700)
-    user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    user += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     code = "import pathlib, sys; from bootseer.linux.ownership import unwritable\n"
     code += "print(unwritable(pathlib.Path(sys.argv[1])))"
+    user = as_ordinary_user(reading_all=True)
     words = [*user, sys.executable, "-c", code, str(own / "missing")]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", check=True, timeout=60)
     assert done.stdout == "None\n"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
 from testbed.mounts import fuse_mount
 from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
+from testbed.users import NOBODY, as_ordinary_user, give, with_fuse
 
 pytestmark = pytest.mark.needs("fuse")
 
-_NOBODY = 65534
 _SESSION = """
 import os, subprocess, sys
 from pathlib import Path
@@ -77,8 +75,7 @@ def home() -> Iterator[Path]:
     try:
         for name in (".", "backing", "mnt"):
             (path / name).mkdir(exist_ok=True)
-            if os.geteuid() == 0:
-                os.chown(path / name, _NOBODY, _NOBODY)
+        give(path)
         (path / "backing" / "file").write_text("hello\n")
         yield path
     finally:
@@ -86,48 +83,20 @@ def home() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _with_device_for_all() -> list[str]:
-    """A prefix that runs a command where /dev/fuse is open to all, as most distributions have it:
-    in a mount namespace of its own, if this machine has not."""
-    if stat.S_IMODE(DEVICE.stat().st_mode) & 0o006 == 0o006:
-        return []
-    script = f"""set -e
-mount -t tmpfs -o mode=755 tmpfs /mnt
-mknod -m 666 /mnt/fuse c 10 229
-mount --bind /mnt/fuse {DEVICE}
-exec "$@"
-"""
-    prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
-    if not can_mount_directly() or fuse_mount.run([*prefix, "true"]).returncode != 0:
-        raise MissingError(
-            f"{DEVICE} is not open to ordinary users, and no namespace can change that"
-        )
-    return prefix
-
-
 def _as_nobody(code: str, *arguments: str | Path) -> str:
-    command: list[str | Path] = [sys.executable, "-c", code, *arguments]
-    if os.geteuid() == 0:
-        setpriv = shutil.which("setpriv")
-        if setpriv is None:
-            raise MissingError("there is no setpriv to become an ordinary user with")
-        identity = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
-        become = [setpriv, *identity, "--"]
-        if fuse_mount.run([*become, sys.executable, "-c", ""]).returncode != 0:
-            raise MissingError("an ordinary user cannot run this Python")
-        command = [*_with_device_for_all(), *become, *command]
-    done = fuse_mount.run(command)
+    prefix = with_fuse(as_ordinary_user(reading_all=True))
+    done = fuse_mount.run([*prefix, sys.executable, "-c", code, *arguments])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_an_ordinary_user_mounts_reads_writes_and_unmounts(home: Path) -> None:
-    uid = str(_NOBODY if os.geteuid() == 0 else os.geteuid())
+    uid = str(NOBODY if os.geteuid() == 0 else os.geteuid())
     assert _as_nobody(_SESSION, home) == f"hello\nmore\n{uid}\nleft []\n"
 
 
 def test_read_only_is_kept_by_the_kernel(home: Path) -> None:
-    uid = str(_NOBODY if os.geteuid() == 0 else os.geteuid())
+    uid = str(NOBODY if os.geteuid() == 0 else os.geteuid())
     assert _as_nobody(_SESSION, home, "ro") == f"hello\n{uid}\nleft []\n"
 
 

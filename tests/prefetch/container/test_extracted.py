@@ -21,6 +21,7 @@ from bootseer.prefetch.index.catalogue import publish_image
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from testbed.mounts.image_mounts import index, settings_at
+from testbed.users import as_ordinary_user, give, open_way
 
 
 def plain(base: Path, name: str, word: str) -> Path:
@@ -92,7 +93,7 @@ def test_the_store_is_read_in_several_threads(
     assert words(settings, "image") == {"word", "20"}
 
 
-@pytest.mark.needs("root", "mount", programs=["setpriv"])
+@pytest.mark.needs("root", "mount")
 def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     settings: Settings, tmp_path: Path
 ) -> None:
@@ -101,10 +102,8 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     (root / "dev").mkdir()
     os.mknod(root / "dev/console", stat.S_IFCHR | 0o600, os.makedev(5, 1))
     index(settings, root, "debian")
-    subprocess.run(["chown", "-R", "65534:65534", tmp_path], check=True)
-    for folder in tmp_path.parents:
-        if folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
+    give(tmp_path)
+    open_way(tmp_path)
     code = """
 import json, logging, os, sys
 from bootseer.prefetch.container.extracted import prepare_extracted
@@ -114,9 +113,8 @@ logging.basicConfig()
 container = prepare_extracted(from_line(sys.argv[1], Settings), "debian")
 print(os.listdir(container.image.directory / "dev"), len(os.listdir(container.image.directory)))
 """
-    user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     done = subprocess.run(
-        [*user, sys.executable, "-c", code, to_line(settings)],
+        [*as_ordinary_user(), sys.executable, "-c", code, to_line(settings)],
         capture_output=True,
         text=True,
         check=False,

@@ -29,6 +29,7 @@ from testbed.mounts.image_mounts import TIMEOUT_S, index, tree_outside
 from testbed.needs import MissingError
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, free_port, running_registry
+from testbed.users import as_ordinary_user
 from testbed.waiting import wait_for
 
 
@@ -220,9 +221,11 @@ def test_only_containers_see_what_is_served(site: Site) -> None:
             for path in (tree / "opt/top", upper, node.root / "trees", node.root / "snapshots"):
                 assert path.exists()
                 # stat says so where not even the folders above may be entered.
-                nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
                 done = subprocess.run(
-                    [*nobody, "ls", path], capture_output=True, text=True, timeout=TIMEOUT_S
+                    [*as_ordinary_user(), "ls", path],
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT_S,
                 )
                 assert "Permission denied" in done.stderr, done.stdout
         finally:

@@ -21,6 +21,7 @@ from testbed.mounts.slow_fs import SlowFileSystem
 from testbed.needs import MissingError
 from testbed.others import folder_of_others
 from testbed.page_cache import cached_bytes
+from testbed.users import NOBODY, become
 from tests.prefetch.warm.conftest import IMPORT, WarmingNode, evict, make_package
 
 _NOBODY = 65534
@@ -134,9 +135,7 @@ def test_files_of_another_user_are_recorded_whole(source: Path, tmp_path: Path) 
     child = os.fork()
     if not child:
         try:
-            os.setgroups([])
-            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            become(NOBODY)
             has_fowner.cache_clear()
             recording = Recording(str(source))
             (source / "package/data").open("rb").read(1)

@@ -16,6 +16,7 @@ from bootseer.snapshots.capture import capture
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from testbed.needs import require
+from testbed.users import as_ordinary_user
 from tests.snapshots.conftest import MakeNode
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -49,7 +50,7 @@ def ids(target: Path) -> list[str]:
     """As whom the programs run when nobody starts them: user, group."""
     done = subprocess.run(
         [
-            *("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"),
+            *as_ordinary_user(),
             *("sh", "-c", f"{target}/user -u; {target}/group -g"),
         ],
         capture_output=True,

@@ -37,6 +37,7 @@ from testbed.mounts.image_mounts import index, settings_at
 from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
 from testbed.others import folder_of_others
+from testbed.users import become
 from testbed.waiting import wait_for
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -216,9 +217,7 @@ def _forked(code: Callable[[], object], user: int) -> int:
         status = 1
         try:
             if user:
-                os.setgroups([])
-                os.setgid(user)
-                os.setuid(user)
+                become(user)
             code()
             status = 0
         except BaseException:

@@ -18,6 +18,7 @@ from bootseer.timeline import Timeline
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import index
 from testbed.servers.registry import Registry
+from testbed.users import as_user
 from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import Kubelet, refused
 
@@ -96,15 +97,14 @@ def test_a_pod_that_is_not_root_writes_to_an_environment_of_its_own(kubelet: Kub
     assert kubelet.publish("a", context) == mine
     kubelet.let_others_in()
     for path in ("lib/a.py", "lib/b.py", "c.py"):
-        as_user("1000", "dd", "if=/dev/null", "status=none", f"of={mine / path}")
+        run_as(1000, "dd", "if=/dev/null", "status=none", f"of={mine / path}")
     assert (mine / "lib").stat().st_gid == 1000
     assert (other / "lib/a.py").stat().st_uid == 1001
     assert len(kubelet.servers()) == 2
 
 
-def as_user(user: str, *command: str) -> None:
-    drop = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
-    subprocess.run([*drop, *command], check=True)
+def run_as(user: int, *command: str) -> None:
+    subprocess.run([*as_user(user), *command], check=True)
 
 
 def test_checkpoints_have_one_server_for_all_pods(local: Kubelet, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_checkpoints_have_one_server_for_all_pods(local: Kubelet, tmp_path: Path
     (server,) = local.servers()
     # Pods run as any user.
     local.let_others_in()
-    as_user("1000", "touch", str(one / "mine"))
+    run_as(1000, "touch", str(one / "mine"))
     local.unpublish("a")
     assert (two / "mine").exists()
     local.unpublish("c")

@@ -12,6 +12,7 @@ from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
 from bootseer.served.control import ask
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run
+from testbed.users import as_user
 from tests.fuse.striped.support.mounting import checkpoints, shell
 
 pytestmark = pytest.mark.needs("fuse")
@@ -80,9 +81,9 @@ def test_owner_and_umask_decide_who_may_write(
             os.chmod(parent, 0o711)
     options = {"allow_other": True, "uid": 4321, "gid": 8765, "umask": 0o027}
     with checkpoints(tmp_path, mountpoint, local_url, **options):
-        as_owner = "setpriv --reuid 4321 --regid 4321 --clear-groups"
+        as_owner = " ".join(as_user(4321))
         as_group = "setpriv --reuid 9999 --regid 8765 --clear-groups"
-        as_other = "setpriv --reuid 9999 --regid 9999 --clear-groups"
+        as_other = " ".join(as_user(9999))
         shell(f"{as_owner} sh -c 'mkdir {{d}}/sub; echo text > {{d}}/sub/f'", d=mountpoint)
         assert shell("stat -c '%u %g %a' {d}/sub {d}/sub/f", d=mountpoint).split("\n")[:2] == [
             "4321 8765 750",

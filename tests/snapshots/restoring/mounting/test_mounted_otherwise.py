@@ -1,6 +1,5 @@
 """Where a snapshot cannot be mounted, or not as it is: another way, and it is said."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from bootseer.served.folders import mounts_dir
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from bootseer.snapshots.run import run_setup
 from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
+from testbed.users import as_ordinary_user, give
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
     captured,
@@ -66,19 +66,17 @@ def test_a_cache_on_an_overlay(tmp_path: Path, mounting: MakeNode) -> None:
     wait_gone(node)
 
 
-@pytest.mark.needs(programs=["setpriv"])
 def test_without_root_it_is_extracted(mounting: MakeNode) -> None:
     node = mounting("b")
     # Not below pytest's own folder, which others may not enter.
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        os.chown(home, 65534, 65534)
+        give(home)
         request, target = small(home)
         environment = {**environment_of(node), "HOME": name}
         for folder in ("STORE", "CACHE_DIR", "RUN_DIR"):
             environment[f"BOOTSEER_{folder}"] = str(home / folder)
-        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]
-        command += snapshot_run(request)
+        command = [*as_ordinary_user(), *snapshot_run(request)]
 
         def run() -> "subprocess.CompletedProcess[str]":
             return done_by(command, environment)
