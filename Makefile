@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # a JDK for HDFS, a KDC for that. Without root (or apt) nothing is installed and those tests are
 # skipped, saying why.
 DEMO_PACKAGES := python3-venv
-TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr chromium containerd default-jdk-headless docker-registry fio fuse3 gcc iproute2 krb5-admin-server krb5-kdc krb5-user libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
+TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr chromium containerd default-jdk-headless docker-registry e2fsprogs fio fuse3 gcc iproute2 krb5-admin-server krb5-kdc krb5-user libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
 
 # And what a Kubernetes is built and run with, most of which is unpacked and not installed.
 KUBERNETES_PACKAGES := $(TEST_PACKAGES) dpkg-dev iptables openssl
@@ -43,7 +43,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: bench-smoke demo test durations fuzz test-kubernetes test-slurm test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: bench-smoke demo test durations fuzz test-kubernetes test-slurm test-pythons test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
@@ -77,6 +77,14 @@ test-kubernetes: $(VENV)/ready
 test-slurm: $(VENV)/ready $(VENV)/formats
 	$(call install_packages,$(SLURM_PACKAGES))
 	$(BIN)/python -m pytest --timeout 600 tests/clusters/slurm
+
+# On a fresh Debian of another release, by its Python; kept in BOOTSEER_TEST_DEBIAN
+# (~/.cache/bootseer-debian). TESTS="-n 2 tests/snapshots" runs some of them.
+DEBIAN ?= trixie
+TESTS ?=
+test-pythons: $(VENV)/ready
+	$(call install_packages,mmdebstrap)
+	$(BIN)/python -m tests.pythons $(DEBIAN) $(TESTS)
 
 # Jobs of several users while processes are killed and frozen, disks fill, stores vanish and HDFS loses
 # servers. It goes on where an earlier one was stopped: SOAK_FOLDER keeps its state.

@@ -104,7 +104,7 @@ class Packages:
         if not sources.exists() or types not in sources.read_text():
             (state / "lists/partial").mkdir(parents=True, exist_ok=True)
             (state / "cache/archives/partial").mkdir(parents=True, exist_ok=True)
-            source = f"Types: {types}\nURIs: {_mirror()}\nSuites: {suite}\nComponents: main\n"
+            source = f"Types: {types}\nURIs: {mirror()}\nSuites: {suite}\nComponents: main\n"
             sources.write_text(f"{source}Signed-By: {_KEYRING}\n")
             try:
                 _run(["apt-get", "-qq", *options, "update"], f"reach Debian {suite}")
@@ -119,7 +119,7 @@ def _unpack(package: Path, target: Path) -> None:
     _run(["dpkg-deb", "-x", str(package), str(target)], f"unpack {package.name}")
 
 
-def _mirror() -> str:
+def mirror() -> str:
     """The first of the machine's own sources that is Debian's."""
     listed = _run(
         ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)", "Created-By: Packages"],
