@@ -1,10 +1,10 @@
 """How the tests share the workers of pytest-xdist; tests/conftest.py has the hooks that ask.
 
 The unit that a worker takes is a file, or one test of a file that takes long and has no fixtures of
-its own to share. The tests on HDFS are two units of about the same length: each has one cluster, a
-JVM of half a GiB, and a test that breaks it is alone with it. One unit would take longer than all
-the rest on the other workers. The longest unit begins first, by tests/durations.txt, so that no
-worker is left with it at the end. `make durations` writes that file anew.
+its own to share. The tests on HDFS are one unit, since a cluster is a JVM of half a GiB that takes
+as much processor time as its tests; one that breaks the cluster is alone with it. The longest unit
+begins first, by tests/durations.txt, so that no worker is left with it at the end. `make durations`
+writes that file anew.
 """
 
 import os
@@ -17,14 +17,12 @@ from xdist.scheduler import LoadGroupScheduling
 
 HDFS = "hdfs"
 """The marker of a test that needs an HDFS."""
-_HDFS_UNITS = ("hdfs", "hdfs-2")
-_HDFS_SUFFIXES = tuple(f"@{unit}" for unit in _HDFS_UNITS)
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 """A line a test: its seconds and its node id."""
-# More than the cores, because the tests wait for a third of their time: for a server to be up, a
+# More than the cores, because the tests wait for half of their time: for a server to be up, a
 # lease to end, a process to be gone. Few more, because each may have torch or a JVM beside it, and
 # because no test should wait for the processor until a deadline ends it.
-_EXTRA_WORKERS = 2
+_EXTRA_WORKERS = 3
 _MAX_WORKERS = 6
 _ALONE = "alone"
 """The group's name of a test that is a unit of its own."""
@@ -56,9 +54,7 @@ def durations_text(durations: Mapping[str, float]) -> str:
 
 def bare(node_id: str) -> str:
     """Return a test's node id without the name of a group behind it."""
-    for group in (*_HDFS_UNITS, _ALONE):
-        node_id = node_id.removesuffix(f"@{group}")
-    return node_id
+    return node_id.removesuffix(f"@{HDFS}").removesuffix(f"@{_ALONE}")
 
 
 def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
@@ -67,13 +63,12 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
     for item in items:
         totals[_file_of(item.nodeid)] += durations.get(item.nodeid, _SHORT_S)
     shared = {_file_of(item.nodeid) for item in items if _shares(item)}
-    hdfs_units = _hdfs_units(items, durations)
     units = {}
     for item in items:
         file = _file_of(item.nodeid)
         if item.get_closest_marker(HDFS):
-            units[item] = hdfs_units[file]
-            item.add_marker(pytest.mark.xdist_group(units[item]))
+            units[item] = HDFS
+            item.add_marker(pytest.mark.xdist_group(HDFS))
         elif totals[file] >= _SPLIT_FROM_S and file not in shared:
             units[item] = item.nodeid
             item.add_marker(pytest.mark.xdist_group(_ALONE))
@@ -84,20 +79,6 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
         lengths[units[item]] += durations.get(item.nodeid, _SHORT_S)
     # Each file's own order stays.
     items.sort(key=lambda item: -lengths[units[item]])
-
-
-def _hdfs_units(items: list[pytest.Item], durations: Mapping[str, float]) -> dict[str, str]:
-    """Return the unit of each file's tests on HDFS, so that the units are about equally long."""
-    totals: dict[str, float] = defaultdict(float)
-    for item in items:
-        if item.get_closest_marker(HDFS):
-            totals[_file_of(item.nodeid)] += durations.get(item.nodeid, _SHORT_S)
-    lengths = dict.fromkeys(_HDFS_UNITS, 0.0)
-    found = {}
-    for file, seconds in sorted(totals.items(), key=lambda total: (-total[1], total[0])):
-        found[file] = min(lengths, key=lambda unit: lengths[unit])
-        lengths[found[file]] += seconds
-    return found
 
 
 def _file_of(node_id: str) -> str:
@@ -122,7 +103,7 @@ def check_groups(items: list[pytest.Item]) -> None:
     Each worker would start an HDFS of its own then, and nobody would notice.
     """
     for item in items:
-        if item.get_closest_marker(HDFS) and not item.nodeid.endswith(_HDFS_SUFFIXES):
+        if item.get_closest_marker(HDFS) and not item.nodeid.endswith(f"@{HDFS}"):
             raise pytest.UsageError("this pytest-xdist does not group tests with this pytest")
 
 
@@ -130,6 +111,6 @@ class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
     """By file, but for tests that are alone, and for HDFS's."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.endswith(_HDFS_SUFFIXES):
-            return nodeid.rpartition("@")[2]
+        if nodeid.endswith(f"@{HDFS}"):
+            return HDFS
         return nodeid if nodeid.endswith(f"@{_ALONE}") else _file_of(nodeid)

@@ -139,9 +139,9 @@ def test_a_difference_comes_back_exactly(tmp_path: Path, make_node: MakeNode) ->
 def test_a_difference_far_below(tmp_path: Path, make_node: MakeNode) -> None:
     """A named bug: directories that were there already were gone through by recursion."""
     target = tmp_path / "prefix"
-    bottom = target.joinpath(*["d"] * 1200)
+    bottom = target.joinpath(*["d"] * 1020)
     request = Request(command=["touch", f"{bottom}/new"], targets=[str(target)])
-    for path in reversed([bottom, *bottom.parents][:1201]):
+    for path in reversed([bottom, *bottom.parents][:1021]):
         path.mkdir()
     assert run_setup(make_node("a"), request).how == "captured"
     (bottom / "new").unlink()

@@ -89,7 +89,7 @@ def test_garbage_that_is_nested_without_end(
     """A named fault: it ended every fsck, by recursion."""
     save(local, "f")
     folder = part_of(tmp_path, "00").parent.parent
-    nest(folder / ("ab" * 16), 1200)
+    nest(folder / ("ab" * 16), 1020)
     (report,) = check_tree(local)
     assert [one.is_dir for one in report.garbage] == [True]
     young()
