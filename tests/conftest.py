@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests use."""
 
 import gc
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -157,6 +158,12 @@ def _environment() -> Iterator[None]:
         patched.setenv(TEST_NETWORK, limited.__name__)
         # Else each start is followed by a process that puts its timeline into the store.
         patched.setenv(variable_of("publish_timelines"), "off")
+        # What an activated environment has installed, torch for one, would decide what starts do.
+        if environment := os.environ.get("VIRTUAL_ENV"):
+            folders = os.environ["PATH"].split(os.pathsep)
+            kept = [folder for folder in folders if folder != f"{environment}/bin"]
+            patched.setenv("PATH", os.pathsep.join(kept))
+            patched.delenv("VIRTUAL_ENV")
         yield
 
 

@@ -332,6 +332,11 @@ assert len(seen) == 4 and set(seen) <= allowed, [errno.errorcode[code] for code 
 """
 
 
+def _sizes(folder: Path) -> list[int]:
+    with os.scandir(folder) as entries:
+        return [entry.stat().st_size for entry in entries]
+
+
 def test_unmount_under_load(tmp_path: Path, mountpoint: Path, local_url: str) -> None:
     with checkpoints(tmp_path, mountpoint, local_url) as mount:
         load = subprocess.Popen(
@@ -340,7 +345,8 @@ def test_unmount_under_load(tmp_path: Path, mountpoint: Path, local_url: str) ->
         try:
             assert load.stdout is not None
             assert load.stdout.readline() == b"running\n"
-            wait_for(lambda: len(os.listdir(mountpoint)) == 4, "all four files")
+            # One that is being made for the first time has as many bytes as have been written.
+            wait_for(lambda: _sizes(mountpoint) == [9_000_000] * 4, "all four files")
             mount.close(0.3)
             assert load.wait(60) == 0
         finally:
