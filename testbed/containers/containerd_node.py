@@ -237,11 +237,11 @@ class Node(Closing):
         """A container in the background."""
         self.ctr("run", "--detach", "--snapshotter", "bootseer", reference, name, *command)
 
-    def execute(self, name: str, *command: object) -> str:
+    def execute(self, name: str, *command: object, user: str = "0:0") -> str:
         """What a command in a running container prints; its shim writes that, too."""
         identity = f"exec-{time.monotonic_ns()}"
         printed = self.base / f"printed-{identity}"
-        flags = ["--exec-id", identity, "--log-uri", f"file://{printed}"]
+        flags = ["--exec-id", identity, "--log-uri", f"file://{printed}", "--user", user]
         self.ctr("task", "exec", *flags, name, *command)
         return printed.read_text()
 
