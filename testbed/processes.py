@@ -80,13 +80,12 @@ def waiting_in_the_kernel() -> str:
     found = []
     for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
         with contextlib.suppress(OSError):  # one that ends meanwhile, or of another user
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            command = (
-                (task / "../../cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            if state == "D" and command:
+            if _stat_fields(int(task.name))[:1] != ["D"]:
+                continue
+            # Empty for a thread of the kernel itself.
+            if command := (task / "cmdline").read_bytes().replace(b"\0", b" "):
                 stack = task / ("stack" if os.geteuid() == 0 else "wchan")
-                found.append(f"{task}: {command}\n{stack.read_text()}")
+                found.append(f"{task}: {os.fsdecode(command)}\n{stack.read_text()}")
     return "\n".join(found)
 
 

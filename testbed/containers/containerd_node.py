@@ -239,9 +239,8 @@ class Node(Closing):
 
     def execute(self, name: str, *command: object, user: str = "0:0") -> str:
         """What a command in a running container prints; its shim writes that, too."""
-        identity = f"exec-{time.monotonic_ns()}"
-        printed = self.base / f"printed-{identity}"
-        flags = ["--exec-id", identity, "--log-uri", f"file://{printed}", "--user", user]
+        printed = self.base / f"printed-exec-{time.monotonic_ns()}"
+        flags = ["--exec-id", printed.name, "--log-uri", f"file://{printed}", "--user", user]
         self.ctr("task", "exec", *flags, name, *command)
         return printed.read_text()
 

@@ -19,7 +19,7 @@ HDFS = "hdfs"
 """The marker of a test that needs an HDFS."""
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 """A line a test: its seconds and its node id."""
-# More than the cores, because the tests wait for half of their time: for a server to be up, a
+# More than the cores, because the tests wait for a third of their time: for a server to be up, a
 # lease to end, a process to be gone. Few more, because each may have torch or a JVM beside it, and
 # because no test should wait for the processor until a deadline ends it.
 _EXTRA_WORKERS = 2

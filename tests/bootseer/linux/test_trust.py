@@ -16,9 +16,8 @@ from bootseer.linux.private_files import make_private_directory, open_private_di
 from bootseer.settings.config import Config, load_config
 from bootseer.timeline import Timeline
 from testbed.needs import MissingError
-from testbed.users import as_ordinary_user
+from testbed.users import NOBODY, as_ordinary_user
 
-NOBODY = 65534
 root_only = pytest.mark.needs("root")
 
 

@@ -52,11 +52,8 @@ def node(mounting: MakeNode, request: pytest.FixtureRequest) -> Settings:
     return replace(mounting("b"), restore_mode=request.param)
 
 
-@pytest.fixture(params=["mount", "link"])
-def covered(mounting: MakeNode, request: pytest.FixtureRequest) -> Settings:
-    """For what the way of restoring changes nothing of: it is covered by a server's mount, or by
-    one that needs nobody."""
-    return replace(mounting("b"), restore_mode=request.param)
+# For what the way of restoring changes nothing of: a server's mount, and one that needs nobody.
+two_modes = pytest.mark.parametrize("node", ["mount", "link"], indirect=True)
 
 
 def _publish(node: Settings, *requests: Request) -> None:
@@ -159,18 +156,20 @@ def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
     assert [cover.path for cover in covers()] == [target]
 
 
-def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, covered: Settings) -> None:
+@two_modes
+def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, node: Settings) -> None:
     request, _ = small(tmp_path)
-    _publish(covered, request)
-    with Job(covered, request) as one, Job(covered, request) as two:
+    _publish(node, request)
+    with Job(node, request) as one, Job(node, request) as two:
         assert two.how == "in place"
         for job in (one, two):
             assert os.stat(f"/proc/{job.pid}/ns/mnt") == os.stat("/proc/self/ns/mnt")
             job.end()
 
 
+@two_modes
 def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
-    tmp_path: Path, covered: Settings
+    tmp_path: Path, node: Settings
 ) -> None:
     """As with the interpreter's own directories: both see what was there before, and no more."""
     target = tmp_path / "env"
@@ -178,91 +177,94 @@ def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
     (target / "system").write_text("system")
     first = Request(command=["sh", "-ec", f"echo 1 > {target}/first"], targets=[str(target)])
     second = Request(command=["sh", "-ec", f"echo 2 > {target}/second"], targets=[str(target)])
-    with Job(covered, first) as one, Job(covered, second) as two:
+    with Job(node, first) as one, Job(node, second) as two:
         assert (one.how, two.how) == ("captured", "captured")
         assert _seen_by(two, target / "second") == "2\n"
         assert _seen_by(two, target / "system") == "system"
         assert not Path(f"/proc/{one.pid}/root{target}/second").exists()
         one.end()
         two.end()
-    wait_gone(covered)
+    wait_gone(node)
     assert sorted(os.listdir(target)) == ["first", "system"]
 
 
 @pytest.mark.needs(programs=["setpriv"])
-def test_without_a_namespace_it_is_refused(tmp_path: Path, covered: Settings) -> None:
+@two_modes
+def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> None:
     request, target = small(tmp_path)
-    _publish(covered, request)
+    _publish(node, request)
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     setup = ["--setup", f"mkdir -p {target}/d; echo other > {target}/d/file"]
     weak = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
-    with Job(covered, request) as one:
-        done = done_by([*weak, *words, *setup, "--", "true"], environment_of(covered))
+    with Job(node, request) as one:
+        done = done_by([*weak, *words, *setup, "--", "true"], environment_of(node))
         assert done.returncode == 19, done.stderr
         assert f"{target} is in use by process {one.pid}" in done.stderr
         assert _seen_by(one, target / "d/file") == "hello\n"
         one.end()
-    assert done_by([*words, *setup, "--", "true"], environment_of(covered)).returncode == 0
+    assert done_by([*words, *setup, "--", "true"], environment_of(node)).returncode == 0
 
 
-def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(
-    tmp_path: Path, covered: Settings
-) -> None:
+@two_modes
+def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(tmp_path: Path, node: Settings) -> None:
     """`snapshot run` and `snapshot restore` change the node's own view."""
     request, _ = small(tmp_path)
-    _publish(covered, request)
+    _publish(node, request)
     source = tmp_path / "source"
     source.mkdir()
-    key = create_snapshot(covered, [str(source)]).fingerprint
-    with Job(covered, request) as one:
-        done = done_by(snapshot_run(_other(tmp_path)), environment_of(covered))
+    key = create_snapshot(node, [str(source)]).fingerprint
+    with Job(node, request) as one:
+        done = done_by(snapshot_run(_other(tmp_path)), environment_of(node))
         assert done.returncode == exit_code_of(BusyError())
         assert f"in use by process {one.pid}" in done.stderr
         one.end()
     moved = Request(command=["true"], targets=[str(source)])
-    with Job(covered, moved) as other:
+    with Job(node, moved) as other:
         with pytest.raises(BusyError, match=f"process {other.pid}"):
-            restore_snapshot(covered, key)
+            restore_snapshot(node, key)
         other.end()
 
 
-def test_a_job_within_a_job_builds_on_it(tmp_path: Path, covered: Settings) -> None:
+@two_modes
+def test_a_job_within_a_job_builds_on_it(tmp_path: Path, node: Settings) -> None:
     """What the process descends from is of the same job: no view of its own."""
     request, target = small(tmp_path)
-    _publish(covered, request)
+    _publish(node, request)
     run = [sys.executable, "-m", "bootseer", "run", "--target", str(target), "--setup"]
     inner = [*run, f"cat {target}/d/file > {target}/copy", "--", "cat", f"{target}/copy"]
     code = f"import subprocess, json; subprocess.run(json.loads({json.dumps(json.dumps(inner))}))"
     words = " ".join(request.command[:-1]) + f" '{request.command[-1]}'"
     command = [*run, words, "--", sys.executable, "-c", code]
-    done = done_by(command, environment_of(covered))
+    done = done_by(command, environment_of(node))
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     assert "mount namespace" not in done.stderr
 
 
-def test_checkpoints_come_along(tmp_path: Path, covered: Settings) -> None:
+@two_modes
+def test_checkpoints_come_along(tmp_path: Path, node: Settings) -> None:
     request, target = small(tmp_path)
-    _publish(covered, request)
+    _publish(node, request)
     (tmp_path / "remote").mkdir()
     (tmp_path / "remote/latest").write_text("step 7")
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     words += ["--setup", f"echo other > {target}/d/other || mkdir -p {target}/d"]
     words += ["--checkpoint", f"{(tmp_path / 'remote').as_uri()}:{tmp_path}/ckpt"]
-    with Job(covered, request) as one:
-        done = done_by([*words, "--", "cat", f"{tmp_path}/ckpt/latest"], environment_of(covered))
+    with Job(node, request) as one:
+        done = done_by([*words, "--", "cat", f"{tmp_path}/ckpt/latest"], environment_of(node))
         assert (done.returncode, done.stdout) == (0, "step 7"), done.stderr
         assert "a mount namespace of its own" in done.stderr
         one.end()
 
 
+@two_modes
 def test_what_is_merely_too_old_is_used_where_it_cannot_be_replaced(
-    tmp_path: Path, covered: Settings
+    tmp_path: Path, node: Settings
 ) -> None:
     """A refusal would keep a job from starting that asks for what is there."""
     request, _ = small(tmp_path)
-    _publish(covered, request)
-    strict = replace(covered, snapshot_max_age_s=0.001)
-    with Job(covered, request) as one:
+    _publish(node, request)
+    strict = replace(node, snapshot_max_age_s=0.001)
+    with Job(node, request) as one:
         said: list[str] = []
         assert run_setup(strict, request, report=said.append).how == "in place"
         assert any("used as it is" in line for line in said)

@@ -16,12 +16,11 @@ from bootseer.snapshots.capture import capture
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
 from testbed.needs import require
-from testbed.users import as_ordinary_user
+from testbed.users import NOBODY, as_ordinary_user
 from tests.snapshots.conftest import MakeNode
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
-_NOBODY = 65534
 # cap_net_raw=ep of VFS_CAP_REVISION_2, in capability.h.
 _CAPABILITY = bytes.fromhex("0100000200200000000000000000000000000000")
 
@@ -81,7 +80,7 @@ def test_privileges_of_files_are_left_out_and_said(
     (line,) = [record for record in caplog.messages if "lose" in record]
     assert "3 files" in line
     assert "BOOTSEER_RESTORE_PRIVILEGES" in line
-    assert ids(target) == [str(_NOBODY), str(_NOBODY)]
+    assert ids(target) == [str(NOBODY), str(NOBODY)]
     # What a directory's bit says of new files is no privilege.
     assert stat.S_IMODE((target / "shared").stat().st_mode) == 0o2775
     assert os.getxattr(target / "capable", "user.kept") == b"yes"
