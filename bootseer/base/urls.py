@@ -11,6 +11,7 @@ _SCHEMES = (
     "abfs",
     "abfss",
     "adl",
+    "arrow_hdfs",
     "az",
     "file",
     "ftp",
@@ -29,7 +30,7 @@ _SCHEMES = (
     "webhdfs",
 )
 _SLIP = (
-    rf"(?is)(?P<scheme>(?:limit\+|java\+)?(?:{'|'.join(_SCHEMES)}))(?:://?|//|:(?=[^/]*/))"
+    rf"(?is)(?P<scheme>(?:limit\+)?(?:{'|'.join(_SCHEMES)}))(?:://?|//|:(?=[^/]*/))"
     r"(?P<rest>.*)"
 )
 

@@ -60,10 +60,6 @@ def _loaded(scheme: str) -> _Open:
         from bootseer.store.hdfs.backend import HdfsBackend
 
         return HdfsBackend
-    if scheme == "java+hdfs":
-        from bootseer.store.java.backend import JavaHdfsBackend
-
-        return JavaHdfsBackend
     if scheme == "oci":
         from bootseer.store.oci.backend import OciBackend
 

@@ -15,7 +15,8 @@ NAME_MAX_BYTES = 255
 # Below PATH_MAX (4096) and HDFS's limit of 8000 characters.
 PATH_MAX_BYTES = 4000
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# RFC 3986, and "_": fsspec has a scheme arrow_hdfs.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
 
 
 def split_scheme(url: str) -> str:

@@ -40,7 +40,7 @@ _ID_MAX = 2**32 - 2
 """The largest user or group: the next number means none."""
 # Only these leave the node: others are folders of it, or read some that are (chains of fsspec).
 _REMOTE = re.compile(
-    r"(?:java\+)?(?:hdfs|viewfs|webhdfs|s3|s3a|gs|gcs|az|abfs|abfss|adl|oss)://[^/?#]+(?:/[^?#]*)?"
+    r"(?:hdfs|viewfs|webhdfs|s3|s3a|gs|gcs|az|abfs|abfss|adl|oss)://[^/?#]+(?:/[^?#]*)?"
 )
 _WORKLOAD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # What a server may be told of a Secret. Others, as LD_PRELOAD, would make it another program.

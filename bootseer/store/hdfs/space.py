@@ -2,10 +2,10 @@
 
 import threading
 import time
-from typing import Protocol
 
 from bootseer.store.backend import Space
 from bootseer.store.hdfs.rpc.calls import UNANSWERED
+from bootseer.store.hdfs.rpc.name_node import FoundNameNode
 
 _SPACE_S = 10.0
 # To say that a directory has no quota, the NameNode walks through it.
@@ -15,34 +15,10 @@ _NO_QUOTA_S = 3600.0
 _ROOM_BLOCKS = 16
 
 
-class Measures(Protocol):
-    """A server that says how much space there is, as `NameNode` does. Raises: UNANSWERED."""
-
-    def capacity(self) -> tuple[int, int]:
-        """Returns the cluster's bytes in all, and its free bytes."""
-        ...
-
-    def quota(self, path: str) -> tuple[int, int] | None:
-        """The space quota of a directory and what it has used; None where it has none."""
-        ...
-
-    def default_block_bytes(self) -> int:
-        """The block size of files whose writer names none."""
-        ...
-
-
-class FindsMeasures(Protocol):
-    """Finds the server to ask."""
-
-    def hurried(self) -> Measures | None:
-        """For questions whose answers are worth no long wait; None: there is none."""
-        ...
-
-
 class HdfsSpace:
     """The space of one cluster."""
 
-    def __init__(self, found: FindsMeasures) -> None:
+    def __init__(self, found: FoundNameNode) -> None:
         self._found = found
         self._lock = threading.Lock()
         self._space: tuple[Space | None, float] = None, 0.0

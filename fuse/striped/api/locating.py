@@ -14,7 +14,7 @@ from bootseer.store.backend import FileInfo
 # Deeper trees are no checkpoints, but a loop of a broken storage.
 _MAX_DEPTH = 32
 # Whose URLs may end in options; elsewhere "?" is a letter of a name.
-_WITH_QUERY = re.compile(r"((java\+)?hdfs|viewfs|limit\+[a-z0-9+]+)://", re.IGNORECASE)
+_WITH_QUERY = re.compile(r"(hdfs|viewfs|limit\+[a-z0-9+]+)://", re.IGNORECASE)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
 

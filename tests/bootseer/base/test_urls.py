@@ -19,7 +19,7 @@ from bootseer.store.paths import split_scheme
         ("s3:/bucket", "s3://bucket"),
         ("hdfs//namenode:8020/x", "hdfs://namenode:8020/x"),
         ("hdfs:namenode/x", "hdfs://namenode/x"),
-        ("java+hdfs//n/x", "java+hdfs://n/x"),
+        ("arrow_hdfs//n/x", "arrow_hdfs://n/x"),
         ("file:/mnt/store", "file:///mnt/store"),
         ("file//mnt/store", "file:///mnt/store"),
     ],

@@ -12,7 +12,6 @@ from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
 from bootseer.store import Backend, Store, open_backend
 from testbed.hdfs.cluster import MiniHdfs
-from testbed.hdfs.java_client import java_client_environment
 from testbed.servers.registry import Registry, running_registry
 
 LOCAL = pytest.param("local", id="local")
@@ -20,8 +19,6 @@ MEMORY = pytest.param("memory", id="memory")
 LIMITED = pytest.param("limited", id="limited")
 HDFS = pytest.param("hdfs", id="hdfs", marks=pytest.mark.hdfs)
 OCI = pytest.param("oci", id="oci")
-# What stands on backends has nothing more to do with this one.
-JAVA_HDFS = pytest.param("java+hdfs", id="java+hdfs", marks=pytest.mark.hdfs)
 ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI)
 
 
@@ -30,15 +27,6 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     """A real registry, whose repositories are each used by one test."""
     with running_registry(tmp_path_factory.mktemp("registry")) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def java_client() -> Iterator[None]:
-    """What Hadoop's own client needs; it is started once."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in java_client_environment().items():
-            patch.setenv(name, value)
-        yield
 
 
 def push_image(registry: Registry) -> str:
@@ -72,13 +60,10 @@ def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         case "limited":
             rates = f"node_bytes_per_s=2e9&stream_bytes_per_s=1e9&account={tmp_path}/account"
             return f"limit+{(tmp_path / 'root').as_uri()}?{rates}"
-        case "hdfs" | "java+hdfs":
+        case "hdfs":
             cluster: MiniHdfs = request.getfixturevalue("hdfs")
-            if request.param == "java+hdfs":
-                request.getfixturevalue("java_client")
-            url = cluster.url.replace("hdfs", request.param)
             # Several blocks per object, so that their borders are crossed.
-            return f"{url}/{unique}?block_size_bytes=8388608"
+            return f"{cluster.url}/{unique}?block_size_bytes=8388608"
         case "oci":
             return f"oci://{push_image(request.getfixturevalue('registry'))}"
         case _:

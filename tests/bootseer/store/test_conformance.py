@@ -18,10 +18,10 @@ from bootseer.errors import (
 from bootseer.store import Backend, open_backend
 from bootseer.transfer.attempt import Attempt
 from testbed.needs import MissingError
-from tests.bootseer.store.conftest import ALL, JAVA_HDFS
+from tests.bootseer.store.conftest import ALL
 from tests.bootseer.store.using import put, race
 
-pytestmark = pytest.mark.parametrize("backend_url", [*ALL, JAVA_HDFS], indirect=True)
+pytestmark = pytest.mark.parametrize("backend_url", ALL, indirect=True)
 
 ODD_NAMES = (
     "with space",

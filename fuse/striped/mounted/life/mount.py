@@ -14,6 +14,7 @@ from typing import Any, Self
 from msgspec import Struct
 
 from bootseer.base.documents import to_line
+from bootseer.base.redact import public_url
 from bootseer.base.urls import absolute_url
 from bootseer.errors import (
     BusyError,
@@ -21,6 +22,7 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
     UnavailableError,
+    UnsupportedError,
 )
 from bootseer.fuse import kernel
 from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
@@ -113,8 +115,15 @@ def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) ->
 
 def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
     """The description of a mount of the tree at `url` on `directory`. `choices`: further fields of
-    `MountSpec`; None stands for the default, or what the settings say. Raises: InvalidInputError.
+    `MountSpec`; None stands for the default, or what the settings say.
+
+    Raises: InvalidInputError; UnsupportedError for a storage that is never mounted.
     """
+    if url.lower().startswith("arrow_hdfs://"):
+        raise UnsupportedError(
+            f"{public_url(url)} cannot be mounted: libhdfs can replace no file in one step; mount "
+            "hdfs://, or copy with `bootseer checkpoint cp`"
+        )
     path = absolute(directory)
     chosen = {name: value for name, value in choices.items() if value is not None}
     if "lifetime_pid" in chosen:

@@ -74,7 +74,7 @@ def test_attributes_that_mean_nothing_are_refused(context: dict[str, str], words
     [
         *("file:///etc", "/etc", "etc", "local:///etc", "memory://x", "http://169.254.169.254/x"),
         *("simplecache::file:///etc", "zip://x::file:///etc", "limit+file:///etc", "hdfs://"),
-        *("hdfs://n/x?user=root", "java+file:///etc", "github://a:b@/", "sftp://localhost/etc"),
+        *("hdfs://n/x?user=root", "arrow_hdfs://n/x", "github://a:b@/", "sftp://localhost/etc"),
     ],
 )
 def test_a_source_that_is_no_storage_of_the_cluster_is_refused(source: str) -> None:

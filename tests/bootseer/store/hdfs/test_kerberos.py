@@ -22,15 +22,12 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.fuse.striped.api.copy import copy_out, open_storage
-from bootseer.settings.config import load_config
 from bootseer.store import Store
 from bootseer.store.hdfs import kerberos as hdfs_kerberos
 from bootseer.store.hdfs import reader as hdfs_reader
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.errors import translate
 from bootseer.transfer.attempt import Attempt
-from testbed.hdfs.java_client import java_client_environment
 from testbed.hdfs.secure import SecureHdfs
 from testbed.waiting import wait_for
 
@@ -135,30 +132,6 @@ def test_commands_and_a_mount(
         bootseer("snapshot", "run", "--target", "env", "--", *make)
         assert (tmp_path / "env/file").read_text() == "made\n"
     assert (tmp_path / "ran").read_text() == "\n"
-
-
-def test_hadoops_own_client(
-    secure: SecureHdfs,
-    cache: Path,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has the configuration that it is started with, and so a process of its own."""
-    for name, value in java_client_environment().items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "data").write_bytes(DATA)
-    copy = ("checkpoint", "cp", tmp_path / "data", f"java+{url}/data")
-    done = subprocess.run(
-        [sys.executable, "-m", "bootseer", *copy], capture_output=True, timeout=120, check=False
-    )
-    assert done.returncode == 12
-    assert b"no Kerberos ticket that can be used: run kinit\n" in done.stderr
-    secure.kinit(cache)
-    subprocess.run([sys.executable, "-m", "bootseer", *copy], timeout=120, check=True)
-    with open_storage(load_config().settings, url) as storage:
-        copy_out(storage, "data", tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == DATA
 
 
 def test_without_a_ticket(cache: Path, url: str) -> None:

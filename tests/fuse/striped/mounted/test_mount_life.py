@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import InvalidInputError, NotFoundError
+from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
@@ -225,6 +225,8 @@ def test_a_mount_that_cannot_be_made_says_why(tmp_path: Path, mountpoint: Path) 
         mount_checkpoints(mount_spec(settings, str(tmp_path), mountpoint, stripe_unit_bytes=100))
     with pytest.raises(NotFoundError):
         mount_checkpoints(mount_spec(settings, str(tmp_path / "stored"), tmp_path / "nowhere"))
+    with pytest.raises(UnsupportedError, match="arrow_hdfs://n/x cannot be mounted"):
+        mount_spec(settings, "arrow_hdfs://n/x", mountpoint)
     assert not os.path.ismount(mountpoint)
 
 

@@ -1,1 +1,0 @@
-"""`java+hdfs://`: HDFS by Hadoop's own client, called by JNI."""
