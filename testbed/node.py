@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,8 +122,7 @@ class Node:
 
     def wait_clean(self) -> None:
         """Until nothing of any start is left: no process, no mount, no folder of a container."""
-        deadline_s = time.monotonic() + 90
-        while True:
+        for _ in waiting.looks(90, 0.05):
             left: list[object] = [*self.mounts()]
             for folder in ("run/mounts", "cache/containers"):
                 left += (self.base / folder).glob("*")
@@ -132,8 +130,7 @@ class Node:
             left = left or [*self.processes().values()] or [*self.mounts()]
             if not left:
                 return
-            assert time.monotonic() < deadline_s, (left, self.states(), self._waiting())
-            time.sleep(0.05)
+        raise AssertionError((left, self.states(), self._waiting()))
 
     def states(self) -> list[str]:
         """What each folder of a server says of it."""

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
+from testbed.waiting import looks
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOUNT_DEADLINE_S = 15.0
@@ -140,11 +140,13 @@ def mounted(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[Ser
         )
     connection: int | None = None
     try:
-        deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
-        while (connection := fuse_connection(mountpoint)) is None:
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise MissingError(f"{Path(command[0]).name} did not mount: {_last_words(log)}")
-            time.sleep(0.02)
+        for _ in looks(_MOUNT_DEADLINE_S):
+            # 0 is the number of a connection, too.
+            connection = fuse_connection(mountpoint)
+            if connection is not None or process.poll() is not None:
+                break
+        if connection is None:
+            raise MissingError(f"{Path(command[0]).name} did not mount: {_last_words(log)}")
         yield Server(process.pid, mountpoint)
     finally:
         _unmount(mountpoint, connection)

@@ -1,29 +1,84 @@
-"""Waiting for what comes by itself: the only way in which tests wait for other processes."""
+"""Waiting: for what other processes bring about (`wait_for`), and as slow servers do (`pause`).
+
+Nothing else in tests and test beds sleeps.
+"""
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import Popen
+from typing import Any, TypeVar
 
 from bootseer.linux.locks import lock_within
 
 # What is right happens long before, also on a machine that does much else.
 TIMEOUT_S = 60.0
+_Found = TypeVar("_Found")
+# Also where a test replaces `time.sleep`.
+_sleep = time.sleep  # noqa: TID251
+
+
+def pause(seconds: float) -> None:
+    """Sleep: for what is slow on purpose, or paced. To wait for something, use `wait_for`."""
+    _sleep(max(0.0, seconds))
+
+
+def looks(timeout_s: float = TIMEOUT_S, look_s: float = 0.02) -> Iterator[None]:
+    """Yield once, and again every `look_s` until `timeout_s` have passed."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        yield
+        if time.monotonic() > deadline_s:
+            return
+        _sleep(look_s)
 
 
 def wait_for(
-    condition: Callable[[], object],
+    condition: Callable[[], _Found],
     what: str = "it",
     *,
     timeout_s: float = TIMEOUT_S,
     look_s: float = 0.02,
-) -> None:
-    """Until `condition()` is true, asked every `look_s`; fails, naming `what`, when that never
-    happens."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what} never happened"
-        time.sleep(look_s)
+) -> _Found:
+    """Return the first true result of `condition()`, which is called every `look_s`.
+
+    Raises: AssertionError, naming `what`, when there is none within `timeout_s`.
+    """
+    for _ in looks(timeout_s, look_s):
+        if found := condition():
+            return found
+    raise AssertionError(f"{what} never happened")
+
+
+def wait_started(
+    process: "Popen[Any]",
+    condition: Callable[[], _Found],
+    last_words: Callable[[], str],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    error: type[Exception] = AssertionError,
+) -> _Found:
+    """Return the first true result of `condition()`, which tells that a started process serves.
+
+    Raises: `error` with `last_words()` when the process ends before, or `timeout_s` pass.
+    """
+    for _ in looks(timeout_s):
+        if found := condition():
+            return found
+        if process.poll() is not None:
+            break
+    raise error(f"did not start: {last_words()}")
+
+
+def is_listening(port: int) -> bool:
+    """Tell whether a server takes connections at this port of 127.0.0.1."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return False
+    return True
 
 
 def waiting_places(pid: int) -> list[str]:

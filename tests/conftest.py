@@ -111,7 +111,7 @@ def _quarantine(items: list[pytest.Item]) -> None:
 
 def _skipped(reason: MissingError) -> BaseException:
     # Else the summary names this file instead of the test's.
-    return pytest.skip.Exception(str(reason), _use_item_location=True)
+    return pytest.skip.Exception(str(reason), _use_item_location=True)  # noqa: TID251
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,7 +34,7 @@ from testbed.containers.cri import call_cri, container_config, pod_config
 from testbed.mounts.image_mounts import TIMEOUT_S, Completed, settings_at
 from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
-from testbed.waiting import wait_for
+from testbed.waiting import wait_for, wait_started
 
 BIN_VARIABLE = "BOOTSEER_TEST_CONTAINERD"
 """A folder with the `containerd`, `ctr` and shim of another version to test with."""
@@ -111,7 +111,7 @@ class Node(Closing):
                 },
             )
         self._processes.append(process)
-        self._wait(process, lambda: self.snapshots_answered(), "snapshotter.log")
+        wait_started(process, self.snapshots_answered, (self.base / "snapshotter.log").read_text)
         return process
 
     def start_containerd(self) -> "subprocess.Popen[bytes]":
@@ -130,7 +130,7 @@ class Node(Closing):
                 env=self._environment,
             )
         self._processes.append(process)
-        self._wait(process, lambda: self._cri_answers(), "containerd.log")
+        wait_started(process, self._cri_answers, (self.base / "containerd.log").read_text)
         return process
 
     def is_version(self, prefix: str) -> bool:
@@ -138,13 +138,6 @@ class Node(Closing):
         command = [str(self._bin / "containerd"), "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         return re.search(rf"\bv?{re.escape(prefix)}\.", done.stdout) is not None
-
-    def _wait(self, process: "subprocess.Popen[bytes]", ready: Any, log: str) -> None:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not ready():
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise AssertionError(f"it does not start: {(self.base / log).read_text()}")
-            time.sleep(0.02)
 
     def stop(self, process: "subprocess.Popen[bytes]", sign: int = signal.SIGTERM) -> None:
         """Signal the process, and wait for its end."""

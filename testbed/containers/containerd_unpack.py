@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from bootseer.base.closing import Closing
 from testbed.mounts.image_mounts import TIMEOUT_S
 from testbed.needs import MissingError, require
+from testbed.waiting import wait_started
 
 _CONFIG = """
 version = 2
@@ -75,13 +75,15 @@ class Containerd(Closing):
                 stdout=log,
                 stderr=log,
             )
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while self._ctr("version").returncode:
-            if self._daemon.poll() is not None or time.monotonic() > deadline_s:
-                log_text = (self._base / "log").read_text()
-                self.close()
-                raise AssertionError(f"containerd does not start: {log_text}")
-            time.sleep(0.02)
+        try:
+            wait_started(
+                self._daemon,
+                lambda: not self._ctr("version").returncode,
+                (self._base / "log").read_text,
+            )
+        except AssertionError:
+            self.close()
+            raise
 
     def _ctr(self, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(

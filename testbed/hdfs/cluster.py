@@ -13,13 +13,13 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from testbed.hdfs.classpath import classpath, data_archive
+from testbed.waiting import wait_for
 
 # Only the first of Java's two compilers.
 _QUICK = ("-XX:TieredStopAtLevel=1",)
@@ -186,9 +186,8 @@ class MiniHdfs:
         """Let all servers hang: connections are accepted and nothing is answered."""
         os.kill(self.pid, signal.SIGSTOP)
         # A thread that runs at this moment may still answer a request.
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            while _state(task) not in "TX":
-                time.sleep(0.001)
+        tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
+        wait_for(lambda: all(_state(task) in "TX" for task in tasks), "the stop", look_s=0.001)
 
     def resume(self) -> None:
         """End `pause`."""

@@ -6,15 +6,14 @@ Kerberos is read or written. Up in a tenth of a second; ends with its parent, ho
 
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from bootseer.base.closing import Closing
 from testbed.hdfs.cluster import unassigned_ports
 from testbed.needs import MissingError
+from testbed.waiting import is_listening, wait_for
 
 REALM = "BOOTSEER.TEST"
 SERVICE = f"hdfs/localhost@{REALM}"
@@ -75,7 +74,7 @@ class MiniKdc(Closing):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        _wait_for(port)
+        wait_for(lambda: is_listening(port), "a KDC that listens", timeout_s=_DEADLINE_S)
 
     def add_principal(self, name: str) -> Path:
         """A new principal with a random key; returns its keytab."""
@@ -115,15 +114,3 @@ class MiniKdc(Closing):
             capture_output=True,
             timeout=_DEADLINE_S,
         )
-
-
-def _wait_for(port: int) -> None:
-    end_s = time.monotonic() + _DEADLINE_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end_s:
-                raise MissingError(f"the KDC does not listen: {error}") from error
-            time.sleep(0.02)

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from bootseer.base.closing import Closing
+from testbed.waiting import pause
 
 _BUFFER_BYTES = 256 << 10
 # What an idle link may send at once.
@@ -37,8 +38,7 @@ class _Link:
             now_s = time.monotonic()
             self.free_at_s = max(self.free_at_s, now_s - _BURST_S) + count / self.bytes_per_s
             wait_s = self.free_at_s - now_s
-        if wait_s > 0:
-            time.sleep(wait_s)
+        pause(wait_s)
 
 
 class Relays(Closing):

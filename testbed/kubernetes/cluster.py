@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from testbed.kubernetes.programs import (
     release,
 )
 from testbed.needs import MissingError
-from testbed.waiting import wait_for
+from testbed.waiting import looks, wait_for
 
 _PREFIX = "bootseer-kubernetes-"
 _READY_DEADLINE_S = 120.0
@@ -244,17 +243,16 @@ class Cluster(Closing):
         self, name: str, *phases: str, namespace: str = "default", timeout_s: float = 120.0
     ) -> dict[str, Any]:
         """The pod, as soon as it is in one of these phases; fails when it ends in another."""
-        end_s = time.monotonic() + timeout_s
-        while True:
+        for _ in looks(timeout_s, 0.2):
             pod = self.get("pod", name, namespace)
             phase = pod["status"].get("phase")
             if phase in phases:
                 return pod
-            if phase in ("Succeeded", "Failed") or time.monotonic() > end_s:
-                log = self.try_kubectl("logs", name, "--namespace", namespace).stdout
-                said = f"{log}\n{self.events(name, namespace)}"
-                raise AssertionError(f"{name} is not {phases} but {pod['status']}\n{said}")
-            time.sleep(0.2)
+            if phase in ("Succeeded", "Failed"):
+                break
+        log = self.try_kubectl("logs", name, "--namespace", namespace).stdout
+        said = f"{log}\n{self.events(name, namespace)}"
+        raise AssertionError(f"{name} is not {phases} but {pod['status']}\n{said}")
 
     def _wait(self, what: str, condition: Callable[[], object]) -> None:
         try:

@@ -12,13 +12,13 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bootseer.base.closing import Closing
 from testbed.needs import MissingError
 from testbed.processes import ending_with_us, process_tree
+from testbed.waiting import looks, wait_started
 
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "bootseer-kubernetes"
@@ -109,17 +109,19 @@ class Machine(Closing):
                 self._in_groups(ending_with_us(command)), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, env={**os.environ, **environment}, start_new_session=True,
             )  # fmt: skip
-        end_s = time.monotonic() + _START_DEADLINE_S
-        while True:
-            found = [pid for pid in process_tree(self._root.pid) if _program(pid) == self._init]
-            if found:
-                self.pid = found[-1]
-                return
-            if self._root.poll() is not None or time.monotonic() > end_s:
-                words = (self.logs / "init.log").read_text(errors="replace").strip()[-500:]
-                self.kill()
-                raise MissingError(f"no namespaces for {self.name}: {words}")
-            time.sleep(0.02)
+        root = self._root
+        try:
+            found = wait_started(
+                root,
+                lambda: [pid for pid in process_tree(root.pid) if _program(pid) == self._init],
+                lambda: (self.logs / "init.log").read_text(errors="replace").strip()[-500:],
+                timeout_s=_START_DEADLINE_S,
+                error=MissingError,
+            )
+        except MissingError as error:
+            self.kill()
+            raise MissingError(f"no namespaces for {self.name}: {error}") from None
+        self.pid = found[-1]
 
     def entering(self, command: Sequence[str | Path], *, in_group: bool = True) -> list[str]:
         """A command that runs another on the machine."""
@@ -272,23 +274,19 @@ def make_group(folder: Path) -> None:
 
 def remove_group(folder: Path) -> None:
     """Remove a cgroup with those in it, as soon as their last processes have gone."""
-    end_s = time.monotonic() + _START_DEADLINE_S
-    while folder.exists():
+    for _ in looks(_START_DEADLINE_S):
         for each, _, _ in os.walk(folder, topdown=False):
             with contextlib.suppress(OSError):
                 Path(each).rmdir()
-        if time.monotonic() > end_s:
+        if not folder.exists():
             return
-        time.sleep(0.02)
 
 
 def remove_folder(folder: Path) -> None:
     """Remove a disk, also what was made immutable; mounts of ended namespaces may take a moment."""
-    end_s = time.monotonic() + _START_DEADLINE_S
     subprocess.run(["chattr", "-R", "-f", "-i", str(folder)], capture_output=True, check=False)
-    while folder.exists():
+    for _ in looks(_START_DEADLINE_S, 0.1):
         shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            if time.monotonic() > end_s:
-                raise AssertionError(f"{folder} cannot be removed")
-            time.sleep(0.1)
+        if not folder.exists():
+            return
+    raise AssertionError(f"{folder} cannot be removed")

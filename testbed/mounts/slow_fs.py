@@ -9,7 +9,6 @@ import mmap
 import struct
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from bootseer.fuse.kernel import MountOptions, serve
 from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.waiting import pause
 
 _TTL_S = 3600.0
 _THREADS = 16
@@ -65,7 +65,7 @@ class SlowFileSystem(PassthroughFileSystem):
             self._counts = [a + b for a, b in zip(self._counts, changes, strict=True)]
             if self._shared is not None:
                 _COUNTERS.pack_into(self._shared, 0, *self._counts)
-        time.sleep(self._latency_s)
+        pause(self._latency_s)
 
     def reset(self) -> None:
         """Count from zero again."""

@@ -5,7 +5,6 @@ import gzip
 import json
 import ssl
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,8 @@ from typing import Any
 from google.protobuf import json_format
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from testbed.waiting import pause
 
 MESSAGES: dict[str, Any] = {
     "/v1/traces": ExportTraceServiceRequest,
@@ -54,7 +55,7 @@ class Collector:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 mine.headers.append(dict(self.headers.items()))
                 if mine.is_silent.is_set():
-                    time.sleep(600)
+                    pause(600)
                 status, more = mine.answers.pop(0) if mine.answers else (200, {})
                 if status == 200:
                     mine.take(self.path, dict(self.headers), body)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -19,9 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 from testbed.hdfs.cluster import unassigned_ports
 from testbed.images.building import run_tool
 from testbed.needs import MissingError
+from testbed.waiting import is_listening, wait_started
 
 PROGRAM = "docker-registry"
-_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,9 @@ def running_registry(
             env={**os.environ, "OTEL_TRACES_EXPORTER": "none"},
         )
     try:
-        _wait(process, host, root / "log")
+        wait_started(
+            process, lambda: is_listening(int(host.rpartition(":")[2])), (root / "log").read_text
+        )
         yield Registry(host, root)
     finally:
         process.terminate()
@@ -96,20 +97,6 @@ def running_registry(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(60)
-
-
-def _wait(process: subprocess.Popen[bytes], host: str, log: Path) -> None:
-    ends = time.monotonic() + _START_S
-    while time.monotonic() < ends:
-        if process.poll() is not None:
-            break
-        address, _, port = host.rpartition(":")
-        try:
-            socket.create_connection((address, int(port)), timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError(f"{PROGRAM} did not start: {log.read_text()}")
 
 
 def htpasswd_auth(root: Path, user: str, password: str) -> dict[str, Any]:

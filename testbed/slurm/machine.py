@@ -12,14 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bootseer.linux import namespaces
 from testbed.paths import REPOSITORY
-from testbed.waiting import wait_for
+from testbed.waiting import looks, pause, wait_for
 
 OWN = ("/tmp", "/run", "/var/tmp", "/var/log", "/var/spool", "/var/cache", "/var/lib", "/mnt")
 """Folders of a machine's own, in memory, empty at first."""
@@ -246,8 +245,7 @@ def _lowest_cpu() -> int:
 
 def remove_groups(name: str) -> None:
     """Remove control groups in which nothing runs any more; `name` may be a pattern."""
-    deadline_s = time.monotonic() + _END_S
-    while time.monotonic() < deadline_s:
+    for _ in looks(_END_S, 0.05):
         left = list(CGROUPS.glob(f"*/{name}"))
         for group in left:
             for folder, _, _ in os.walk(group, topdown=False):
@@ -255,7 +253,6 @@ def remove_groups(name: str) -> None:
                     os.rmdir(folder)
         if not any(group.exists() for group in left):
             return
-        time.sleep(0.05)
 
 
 # ---- a machine's first process ----------------------------------------------------------------
@@ -309,7 +306,7 @@ def _main(plan: dict[str, Any]) -> None:
         try:
             os.wait()
         except ChildProcessError:
-            time.sleep(0.2)
+            pause(0.2)
 
 
 def _mounted(pid: int | str) -> list[str]:

@@ -19,6 +19,7 @@ from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.reading import read_graph
 from testbed.paths import REPOSITORY
 from testbed.starts.nodes import Node, Nodes
+from testbed.waiting import pause
 
 LATE, DISK, LINE = "late", "slow disk", "slow line"
 FAULTS = {LATE: ("node-1", "late scheduling"), DISK: ("node-2", "slow disk"),
@@ -115,7 +116,7 @@ class Experiment:
         running = []
         try:
             for node in sorted(waiting, key=lambda one: waiting[one]):
-                time.sleep(max(0.0, began + waiting[node] - time.monotonic()))
+                pause(began + waiting[node] - time.monotonic())
                 running.append(self._run(node))
             for process in running:
                 if process.wait(_DEADLINE_S) != 0:

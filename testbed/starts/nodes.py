@@ -11,12 +11,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from testbed.line import configure
 from testbed.needs import MissingError
+from testbed.waiting import looks
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
@@ -52,14 +52,13 @@ class Node:
     def remove(self) -> None:
         """Whatever there is of it, and every process that still runs on it."""
         for folder in self._folders:
-            for _ in range(50):
+            for _ in looks(5, 0.1):
                 with contextlib.suppress(OSError):
                     for pid in (folder / "cgroup.procs").read_text().split():
                         os.kill(int(pid), signal.SIGKILL)
                     folder.rmdir()
                 if not folder.exists():
                     break
-                time.sleep(0.1)
         subprocess.run(["ip", "netns", "del", self._netns], capture_output=True, check=False)
 
     def limit_processor(self, share: float) -> None:

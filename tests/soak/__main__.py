@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from testbed.waiting import pause
 from tests.conftest import reset_signals
 from tests.soak.faults import draw_fault
 from tests.soak.jobs import Job, start_job
@@ -71,7 +72,7 @@ def play_round(site: Site, soak: Soak) -> None:
         heapq.heappush(agenda, (ends_s, next(tie), f"end of {fault.name}", fault.undo))
     while agenda:
         at_s, _, name, act = heapq.heappop(agenda)
-        time.sleep(max(0.0, begun_s + at_s - time.monotonic()))
+        pause(begun_s + at_s - time.monotonic())
         print(f"  {at_s:.1f} s: {name} {act() or ''}", flush=True)
     soak.note([finding for job in jobs for finding in _judged(soak, job, bool(faults), len(jobs))])
     for user in users:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testbed.cgroups import frozen
+from testbed.waiting import looks
 from tests.soak.site import Site, User
 
 _FIND_S = 8.0
@@ -158,9 +159,9 @@ def _freeze(
     def begin() -> str:
         find = user.node.processes if is_all else lambda: _workers(user)
         # A job has no servers when it begins.
-        ends_s = time.monotonic() + _FIND_S
-        while not (pids := list(find())) and time.monotonic() < ends_s:
-            time.sleep(0.05)
+        for _ in looks(_FIND_S, 0.05):
+            if pids := list(find()):
+                break
         stack.enter_context(frozen(*pids, freezer=chosen))
         return str(pids)
 

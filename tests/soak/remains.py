@@ -6,6 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from testbed.waiting import looks
 from tests.soak.jobs import MOUNT_PREFIX
 from tests.soak.site import Site, User
 
@@ -25,12 +26,13 @@ def settle(user: User) -> list[str]:
     for point in user.mounts():
         if Path(point).name.startswith(MOUNT_PREFIX):
             findings += _unmounted(user, point)
-    ends_s = time.monotonic() + SETTLE_S
-    while (left := _alive(user)) and time.monotonic() < ends_s:
+    for _ in looks(SETTLE_S, 0.1):
+        left = _alive(user)
+        if not left:
+            break
         dead = [] if user.node.processes() else user.mounts()
         for point in reversed(dead):
             findings += _unmounted(user, point)
-        time.sleep(0.1)
     if left:
         findings.append(f"LEFT: {left} {user.node._waiting()}")
         user.node.sweep()

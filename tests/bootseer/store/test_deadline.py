@@ -3,14 +3,13 @@
 import contextlib
 import os
 import threading
-import time
 import warnings
 
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store.deadline import Call, DeadlineCaller
-from testbed.waiting import wait_for
+from testbed.waiting import pause, wait_for
 
 
 def test_returns_and_raises_what_the_function_does() -> None:
@@ -42,7 +41,7 @@ def test_gives_up_a_function_that_hangs_but_not_one_that_moves() -> None:
     def move(call: Call[str]) -> str:
         # Longer than the deadline, and far from it at each step.
         for _ in range(12):
-            time.sleep(0.1)
+            pause(0.1)
             call.progress_count += 1
         return "moved"
 

@@ -11,6 +11,7 @@ import pytest
 from bootseer.demo.limited import SLICE_BYTES, Account, Limits, Meter, read_account
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.store import TEST_NETWORK, open_backend, open_store
+from testbed.waiting import pause
 
 
 def limited(tmp_path: Path, **options: object) -> str:
@@ -25,7 +26,6 @@ class Clock:
     def __init__(self) -> None:
         self.now_ns = 10**12
         self._thread = threading.get_ident()
-        self._sleep = time.sleep
 
     def monotonic_ns(self) -> int:
         return self.now_ns
@@ -34,7 +34,7 @@ class Clock:
         if threading.get_ident() == self._thread:
             self.now_ns += round(seconds * 1e9)
         else:
-            self._sleep(seconds)
+            pause(seconds)
 
 
 @pytest.fixture

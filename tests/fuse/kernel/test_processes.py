@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from testbed.cgroups import freezers, frozen
 from testbed.mounts import fuse_mount
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
-from testbed.waiting import wait_for, waiting_places
+from testbed.waiting import pause, wait_for, waiting_places
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -265,7 +264,7 @@ sys.stdout.write("whole")
         sys.stdout.write(f"BOOTSEER_TEST_SEED={_SEED}\n")
         for _ in range(60):
             # The input: how old the worker is.
-            time.sleep(moments.uniform(0, 0.021))
+            pause(moments.uniform(0, 0.021))
             os.kill(worker, signal.SIGKILL)
             worker = server.worker(other_than=worker)
         stop.touch()

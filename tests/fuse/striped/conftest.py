@@ -2,7 +2,6 @@
 
 import gc
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from bootseer.fuse.striped.api import fsck
 from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
+from testbed.waiting import pause
 from tests.fuse.striped.support.harness import storage_on
 from tests.fuse.striped.support.mounting import BIG, checkpoints
 
@@ -59,7 +59,7 @@ def local(tmp_path: Path) -> Iterator[StripedStorage]:
 def young(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets garbage be old after no time."""
     monkeypatch.setattr(fsck, "MIN_AGE_S", 0.0)
-    return lambda: time.sleep(0.02)
+    return lambda: pause(0.02)
 
 
 @pytest.fixture

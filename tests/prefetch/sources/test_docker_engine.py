@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -21,6 +20,7 @@ from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from testbed.images.building import NASTY, run_tool, write_layout
 from testbed.needs import MissingError
+from testbed.waiting import wait_started
 
 _START_S = 30
 
@@ -65,12 +65,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (root / "log").open("wb") as log:
         daemon = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        deadline_s = time.monotonic() + _START_S
-        while not ((root / "docker.sock").exists() and _answers(url)):
-            if daemon.poll() is not None or time.monotonic() > deadline_s:
-                last = (root / "log").read_text(errors="replace").splitlines()[-1:]
-                raise MissingError(f"dockerd does not start here: {last}")
-            time.sleep(0.1)
+        wait_started(
+            daemon,
+            lambda: (root / "docker.sock").exists() and _answers(url),
+            lambda: str((root / "log").read_text(errors="replace").splitlines()[-1:]),
+            timeout_s=_START_S,
+            error=MissingError,
+        )
         yield url
     finally:
         daemon.terminate()

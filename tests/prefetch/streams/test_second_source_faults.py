@@ -1,7 +1,6 @@
 """A second source of bytes that the store lost: when it is asked, and when it fails or hangs."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
-from testbed.waiting import TIMEOUT_S, wait_for
+from testbed.waiting import TIMEOUT_S, pause, wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
 from tests.support.ranged import into
 
@@ -189,7 +188,7 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
     def repair(lost: Blob, came: Callable[[int], None]) -> None:
         for _ in range(60):
             came(1)
-            time.sleep(0.1)  # so slow is the line
+            pause(0.1)  # so slow is the line
         with cache.new_stream() as new:
             new.append(whole)
             new.commit(lost.stream_digest).close()

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from bootseer.launch import doctor
 from bootseer.launch.doctor import Finding, Status, examine
 from bootseer.settings.config import Settings, load_settings
+from testbed.waiting import pause
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_hung_check_ends_at_the_deadline(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang(settings: Settings) -> list[Finding]:
-        time.sleep(3600)
+        pause(3600)
         return []
 
     monkeypatch.setattr(doctor, "CHECKS", (("store", hang),))

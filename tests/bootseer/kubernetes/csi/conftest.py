@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from bootseer.snapshots.commands import create_snapshot
 from testbed.mounts.image_mounts import TIMEOUT_S, settings_at
 from testbed.needs import require
 from testbed.paths import REPOSITORY
-from testbed.waiting import wait_for
+from testbed.waiting import looks, wait_for
 
 CONTAINER = ["unshare", "--mount", "--propagation", "unchanged", "--"]
 _END_S = 10.0
@@ -197,7 +198,10 @@ class Kubelet(Closing):
 
     def _end_servers(self) -> None:
         deadline_s = time.monotonic() + _END_S
-        while servers := self.servers():
+        for _ in looks(inf, 0.05):
+            servers = self.servers()
+            if not servers:
+                return
             # Again and again: a server that a driver began just before its end mounts after that.
             for path in reversed(self.mounted()):
                 with contextlib.suppress(BootseerError):
@@ -206,7 +210,6 @@ class Kubelet(Closing):
             for pid, started in servers[0].processes if time.monotonic() > deadline_s else ():
                 if started and start_time(pid) == started:
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
 
 
 def _environment(settings: Settings) -> dict[str, str]:

@@ -18,6 +18,7 @@ from bootseer.errors import PermissionDeniedError
 from bootseer.kubernetes import removal
 from bootseer.kubernetes.csi.attributes import ImageVolume
 from bootseer.kubernetes.csi.records import Record, Records
+from testbed.waiting import pause
 from tests.bootseer.kubernetes.webhook.api_servers import NAME, NAMESPACE, ApiServer, real
 from tests.chart.test_chart import manifests
 
@@ -84,7 +85,7 @@ def test_a_refusal_that_passes_is_no_removal(
             sleeps.append(seconds)
             if len(sleeps) == 1:
                 grant(server)
-            time.sleep(0.01)
+            pause(0.01)
 
         monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         assert not removal.is_removed(f"{NAMESPACE}/bootseer-node")
@@ -147,7 +148,7 @@ def test_a_driver_that_is_removed_waits_for_the_end_of_its_volumes(
 
     def sleep(_seconds: float) -> None:
         waits.set()
-        time.sleep(0.01)
+        pause(0.01)
 
     monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     records = Records(tmp_path / "run/volumes")

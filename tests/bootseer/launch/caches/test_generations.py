@@ -19,6 +19,7 @@ from bootseer.snapshots.catalogue import catalogue
 from bootseer.store import open_own_store
 from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
+from testbed.waiting import pause
 from tests.bootseer.launch.caches.generations import Node, entry
 
 FIRST = {entry(0): "kernel 0", entry(1): "kernel 1"}
@@ -74,7 +75,7 @@ def test_two_nodes_that_know_nothing_of_each_other_are_merged(tmp_path: Path) ->
     one.write({entry(0): "kernel 0", "numba/f.nbi": "index of one", "numba/f.1.nbc": "one"})
     two.write({entry(1): "kernel 1", "numba/f.nbi": "index of two!", "numba/f.2.nbc": "two"})
     one.publish()
-    time.sleep(0.01)
+    pause(0.01)
     two.begun_ns = time.time_ns()
     assert two.publish().how == "published"
     three.restore()

@@ -3,7 +3,6 @@
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Value
 from testbed.node import node_at
 from testbed.servers.otlp_collector import MESSAGES, Collector, by_schema, running_collector
+from testbed.waiting import looks, pause
 
 _TOKEN = "very-secret-token"
 _SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -162,7 +162,7 @@ def test_a_slow_server_costs_no_more_than_the_deadline_of_a_look(
     take = server.take
 
     def take_slowly(path: str, headers: Mapping[str, str], body: bytes) -> None:
-        time.sleep(2.0)
+        pause(2.0)
         take(path, headers, body)
 
     with monkeypatch.context() as patched:
@@ -323,10 +323,10 @@ def test_a_real_start_reaches_the_collector(server: Collector, tmp_path: Path) -
         with node.start(
             "run", "--", sys.executable, "-c", code, variables=variables, **pipes
         ) as job:
-            deadline_s = time.monotonic() + 60
-            while not server.messages and time.monotonic() < deadline_s:
+            for _ in looks(look_s=0.05):
                 assert not any(_TOKEN in line for line in node.processes().values())
-                time.sleep(0.05)
+                if server.messages:
+                    break
             job.communicate("\n", timeout=60)
         node.wait_clean()
         assert {"start", "mine", "ready"} <= {span.name for span in server.spans()}

@@ -32,7 +32,7 @@ from bootseer.timeline import Timeline
 from testbed.mounts.image_mounts import settings_at
 from testbed.node import node_at
 from testbed.servers.s3 import s3_server
-from testbed.waiting import wait_for
+from testbed.waiting import pause, wait_for
 from tests.bootseer.gc.collecting import age, run_gc
 from tests.bootseer.launch.conftest import silent_url
 
@@ -240,7 +240,7 @@ def test_a_store_that_fails_leaves_what_the_folder_has(tmp_path: Path) -> None:
 
 def test_a_round_that_hangs_is_ended() -> None:
     def hang() -> Round:
-        time.sleep(600)
+        pause(600)
         return Round()
 
     def die() -> Round:

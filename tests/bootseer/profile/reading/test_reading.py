@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from bootseer.profile.files import Folder, find_start
 from testbed.starts.generate import Recipe, some_faults
 from testbed.starts.timelines import write_timelines
+from testbed.waiting import wait_for
 
 _READ = """
 import os, pathlib, sys
@@ -113,7 +113,4 @@ def test_of_a_killed_report_no_process_is_left() -> None:
     assert len(set(pids)) == 2
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the ends")

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from testbed.waiting import looks
 
 # Becomes nothing: it stays, as the launcher that `bootseer run` becomes would.
 LAUNCHER = """
@@ -100,8 +101,7 @@ class Node:
     @property
     def preloader(self) -> int:
         """The process."""
-        end_s = time.monotonic() + 60
-        while time.monotonic() < end_s:
+        for _ in looks():
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 try:
                     words = Path("/proc", pid, "cmdline").read_bytes()
@@ -111,7 +111,6 @@ class Node:
                 is_one = words.startswith(b"bootseer preload\0j")
                 if is_one and os.fsencode(self.run_folder) in environ:
                     return int(pid)
-            time.sleep(0.02)
         raise AssertionError(f"there is no preloader: {self.log()}")
 
     def log(self) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from bootseer.store.hdfs.rpc.messages import ExtendedBlock
 from bootseer.transfer.attempt import Attempt
 from testbed.bounded import run_bounded
 from testbed.servers.answering import answering
+from testbed.waiting import pause
 
 KIB = 1024
 BLOCK = 1024 * KIB
@@ -177,7 +177,7 @@ def test_a_byte_now_and_then_is_silence() -> None:
         while sent < 1000:
             connection.sendall(b"a")
             sent += 1
-            time.sleep(0.02)
+            pause(0.02)
 
     with answering(answer) as address:
         blocks = [StoredBlock(0, _block(2**20), b"token", (Replica(address),))]

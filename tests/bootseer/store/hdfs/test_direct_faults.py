@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from bootseer.store.hdfs.direct.direct_writer import DirectFile, Placed
 from bootseer.store.hdfs.rpc.calls import UNANSWERED, AddedBlock, NameNode
 from bootseer.store.hdfs.rpc.messages import ExtendedBlock, LocatedBlock
 from testbed.servers.answering import answering
+from testbed.waiting import pause
 
 # BlockOpResponseProto: success; PipelineAckProto: packet, reply.
 _LOCATED = LocatedBlock(ExtendedBlock("pool", 7, 1), 0, False, b"")
@@ -83,7 +83,7 @@ def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes)
         while sent < 1000:
             connection.sendall(forever)
             sent += 1
-            time.sleep(0.01)
+            pause(0.01)
 
     with answering(reply) as address:
         added = AddedBlock(_LOCATED, address)
@@ -103,7 +103,7 @@ def test_an_answer_of_the_name_node_has_one_deadline() -> None:
         while sent < 1000:
             connection.sendall(b"a")
             sent += 1
-            time.sleep(0.005)
+            pause(0.005)
 
     with answering(trickle) as address, pytest.raises((DeadlineError, UnavailableError)):
         NameNode((address,), "user", 0.3).default_block_bytes()

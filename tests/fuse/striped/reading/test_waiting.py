@@ -15,7 +15,7 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store.local.backend import LocalBackend
 from bootseer.transfer.attempt import Attempt
-from testbed.waiting import wait_for
+from testbed.waiting import pause, wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 
@@ -59,7 +59,7 @@ class SlowBackend(LocalBackend):
                 done += len(piece)
                 attempt.done_bytes = done
                 # The reader looks four times a second.
-                time.sleep(0.3)
+                pause(0.3)
             return done
 
         reader.read_into = read_into  # type: ignore[method-assign]

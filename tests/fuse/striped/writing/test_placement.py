@@ -3,7 +3,6 @@
 import contextlib
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
 from testbed.hdfs.cluster import MiniHdfs
-from testbed.waiting import wait_for
+from testbed.waiting import pause, wait_for
 
 MIB = 2**20
 
@@ -105,7 +104,7 @@ def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def place(avoid: Collection[str]) -> tuple[str, ...] | None:
         # Eight in turn take longer than one may wait; one is far from it on a busy machine.
-        time.sleep(0.6)
+        pause(0.6)
         return drawing.place(avoid)
 
     with ThreadPoolExecutor(8) as pool:
