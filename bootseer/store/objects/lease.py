@@ -1,25 +1,28 @@
 """Leases: which of many nodes does something, with an end that needs no help.
 
-Owns the lease record and its life. Format and proof sketch: `docs/format/store.md`. The rules
-that make two holders impossible while clocks differ by less than `SKEW_S`:
+The one step that a lease needs of the storage is an exclusive create. Format and proof sketch:
+`docs/format/store.md`. The rules that make two holders impossible while clocks differ by less than
+`SKEW_S`:
 
-- A lease is the object at its key: {owner, token, expires_at_ns, ttl_ns}. It is made by an
-  atomic create and never changed. A renewal is a second object named by the token, so that a
-  holder that was asleep cannot write over its successor's lease.
+- A lease is the object at its key: {owner, token, expires_at_ns, ttl_ns}, made by an exclusive
+  create. A renewal is a second object, named by the token, so that a holder that was asleep cannot
+  write over the lease of its successor.
 - A holder counts a renewal only if it was confirmed before the lease would have expired. Others
   look at the clock *first*, then read the record: past the expiry plus `SKEW_S` they see every
   renewal that its holder counts.
 - So does who has seen the same record and renewal for the length of the lease, by a clock of its
   own: whatever the wall clock of the holder said (`LeaseWatch`).
-- To end a lease, by release or by takeover, is to rename it to a tombstone named by its token,
-  without overwriting. That can succeed once per token, so a late second taker cannot remove the
-  first one's new lease.
+- A taker creates, exclusively, the *successor* of the record that is over: an object named by its
+  token, with the record of the taker. So each record has one successor at most. Then the taker
+  replaces the object at the key by its own record. If it dies in between, others follow the record
+  at the key to its successor, and take over from that when it has expired.
+- The key is replaced or deleted only by who surely holds the lease then, with `SKEW_S` to spare for
+  a request that is on its way.
 
 A lease is advice about who should do the work, not a lock on the result: the work still ends in
 an atomic publish. Thread-safe.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -33,13 +36,13 @@ from msgspec import Meta, Struct, to_builtins
 
 from bootseer.base.documents import Form
 from bootseer.errors import (
-    AlreadyExistsError,
     BootseerError,
     BusyError,
     CorruptError,
     InvalidInputError,
     NotFoundError,
 )
+from bootseer.store.abilities import delete_files
 from bootseer.store.backend import Backend
 from bootseer.store.objects.publish import TEMPORARY, publish_object
 
@@ -48,10 +51,12 @@ logger = logging.getLogger(__name__)
 # What clocks of two nodes may differ by, plus the time a request may be on its way. Nodes of a
 # cluster run NTP (tens of milliseconds); 2 s also covers a node that has just booted.
 SKEW_S = 2.0
-# Well below the age at which the sweep removes renewals and tombstones (a day).
+# Well below the age at which the sweep removes renewals and successors (a day).
 TTL_MAX_S = 12 * 3600
 _NS = 1_000_000_000
 _AGREE_TIMES = 9
+# Each taker that died before it replaced the key adds one.
+_SUCCESSORS_MAX = 64
 _Time = Annotated[int, Meta(ge=-(2**63 - 1), le=2**63 - 1)]
 _JOIN_S = 5.0
 
@@ -92,6 +97,7 @@ class Lease:
         # clock that is set meanwhile cannot prolong a lease.
         self._valid_until = valid_until
         self._released = False
+        self._has_renewal = False
         self._lock = threading.Lock()
 
     @property
@@ -125,9 +131,9 @@ class Lease:
                 time.time_ns() + self._record.ttl_ns,
                 self._record.ttl_ns,
             )
+            self._has_renewal = True
             publish_object(self._backend, _renewal(record.token), record.encode(), replace=True)
-            current = _read(self._backend, self.key)
-            if current is None or current.token != record.token or not self.still_held:
+            if not self._is_at_key() or not self.still_held:
                 self._released = True
                 raise BusyError(
                     f"the lease {self._backend.url}/{self.key} was lost to another node"
@@ -136,21 +142,26 @@ class Lease:
             self._valid_until = started + record.ttl_ns / _NS
 
     def release(self) -> None:
-        """Gives the lease up. Idempotent; a lease that another holder took over stays theirs."""
+        """Give the lease up. Idempotent; a lease that another holder took over stays theirs.
+
+        Too close to its end the lease is left to expire.
+        """
         with self._lock:
             if self._released:
                 return
-            token = self._record.token
-            current = _read(self._backend, self.key)
-            # A person may have broken the lease by deleting it, which leaves no tombstone.
-            ours = current is not None and current.token == token
-            ended = ours and _end(self._backend, self.key, token)
-            # No other node can have seen this token as expired before its time: only then is the
-            # tombstone of no use.
-            if ended and self.still_held:
-                self._backend.delete(_tombstone(token))
+            # Elsewhere a request costs money, and a person who broke this lease has read there that
+            # its end may break the next one, too.
+            is_ours = not self._backend.has_atomic_rename or self._is_at_key()
+            if is_ours and self.remaining_s > _spare_s(self._record):
+                delete_files(self._backend, [self.key])
             self._released = True
-            self._backend.delete(_renewal(token))
+            if self._has_renewal:
+                delete_files(self._backend, [_renewal(self._record.token)])
+
+    def _is_at_key(self) -> bool:
+        """Tell whether the key has this lease: a person may have broken it by deleting the key."""
+        current = _read(self._backend, self.key)
+        return current is not None and current.token == self._record.token
 
     def __enter__(self) -> Self:
         return self
@@ -166,20 +177,21 @@ class LeaseWatch:
     def __init__(self) -> None:
         self.owner = ""
         """Who holds it, as far as it was asked."""
-        self._seen: tuple[str, int] | None = None
-        self._since = 0.0
+        # By token: the expiry that was seen last, and since when. A taker that died before it
+        # replaced the key leaves two records to be looked at.
+        self._seen: dict[str, tuple[int, float]] = {}
 
     def is_over(self, record: Record, expires_at_ns: int, asked_at: float) -> bool:
         """Whether the lease, as it was read after `asked_at` (monotonic), was the same for so long
         that its holder no longer counts it as held."""
         self.owner = record.owner
-        seen = (record.token, expires_at_ns)
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
+        seen_ns, since = self._seen.get(record.token, (None, 0.0))
+        if seen_ns != expires_at_ns:
+            self._seen[record.token] = expires_at_ns, time.monotonic()
             return False
         # What another program wrote there may be no length of ours.
         ttl_s = min(max(record.ttl_ns / _NS, 0.0), TTL_MAX_S)
-        return asked_at > self._since + ttl_s + SKEW_S
+        return asked_at > since + ttl_s + SKEW_S
 
 
 def acquire(
@@ -188,27 +200,27 @@ def acquire(
     """See `Store.lease`. It does not wait for a holder."""
     if not 0 < ttl_s <= TTL_MAX_S:
         raise InvalidInputError(f"a lease of {ttl_s} s is not between 0 s and {TTL_MAX_S} s")
-    ttl_ns = int(ttl_s * _NS)
     # Twice: once more after a lease that ended meanwhile.
     for _ in range(2):
         started = time.monotonic()
-        record = Record(owner, os.urandom(16).hex(), time.time_ns() + ttl_ns, ttl_ns)
+        record = _new_record(owner, ttl_s)
         if publish_object(backend, key, record.encode(), replace=False):
             return Lease(backend, key, record, started + ttl_s)
         now_ns = time.time_ns()  # before the reads: see the module's second rule
         current = _read(backend, key)
-        if current is None:
-            continue
-        renewed = _read(backend, _renewal(current.token))
-        expires_at_ns = max(current.expires_at_ns, renewed.expires_at_ns if renewed else 0)
-        if now_ns < expires_at_ns + int(SKEW_S * _NS) and not (
-            watch is not None and watch.is_over(current, expires_at_ns, started)
-        ):
-            return None
-        if _end(backend, key, current.token):
-            logger.info("took over the lease %s/%s from %s", backend.url, key, current.owner)
-            with contextlib.suppress(BootseerError):  # else the sweep removes it
-                backend.delete(_renewal(current.token))
+        for _ in range(_SUCCESSORS_MAX):
+            if current is None:
+                break
+            renewed = _read(backend, _renewal(current.token))
+            expires_at_ns = max(current.expires_at_ns, renewed.expires_at_ns if renewed else 0)
+            if now_ns < expires_at_ns + int(SKEW_S * _NS) and not (
+                watch is not None and watch.is_over(current, expires_at_ns, started)
+            ):
+                return None
+            if _succeed(backend, key, current.token, record, started):
+                logger.info("took over the lease %s/%s from %s", backend.url, key, current.owner)
+                return Lease(backend, key, record, started + ttl_s)
+            current = _read(backend, _successor(current.token))
     return None
 
 
@@ -221,14 +233,44 @@ def agree(
     Raises: BusyError where others end as fast as this one asks.
     """
     for _ in range(_AGREE_TIMES):
+        now_ns = time.time_ns()
         current = _read(backend, key)
-        if current is None or current.expires_at_ns + int(SKEW_S * _NS) < time.time_ns():
-            acquire(backend, key, ttl_s=ttl_s, owner=owner)
-        elif not is_over(current.token):
-            return current.token
-        else:
-            _end(backend, key, current.token)
+        for _ in range(_SUCCESSORS_MAX):
+            if current is None:
+                acquire(backend, key, ttl_s=ttl_s, owner=owner)
+                break
+            is_old = current.expires_at_ns + int(SKEW_S * _NS) < now_ns
+            if not is_old and not is_over(current.token):
+                return current.token
+            started = time.monotonic()
+            if _succeed(backend, key, current.token, _new_record(owner, ttl_s), started):
+                break
+            current = _read(backend, _successor(current.token))
     raise BusyError(f"{backend.url}/{key} changes all the time")
+
+
+def _new_record(owner: str, ttl_s: float) -> Record:
+    ttl_ns = int(ttl_s * _NS)
+    return Record(owner, os.urandom(16).hex(), time.time_ns() + ttl_ns, ttl_ns)
+
+
+def _spare_s(record: Record) -> float:
+    """Return how long before its end the holder of a lease touches the key no more."""
+    return min(SKEW_S, record.ttl_ns / _NS / 4)
+
+
+def _succeed(backend: Backend, key: str, token: str, record: Record, started: float) -> bool:
+    """Take over from the lease `token`, which is over; False when another did so.
+
+    `started`: when the record was made (monotonic).
+    """
+    if not publish_object(backend, _successor(token), record.encode(), replace=False):
+        return False
+    if started + record.ttl_ns / _NS - time.monotonic() <= _spare_s(record):
+        # Others follow the successor, which expires.
+        return False
+    publish_object(backend, key, record.encode(), replace=True)
+    return True
 
 
 def _read(backend: Backend, path: str) -> Record | None:
@@ -249,17 +291,8 @@ def _read(backend: Backend, path: str) -> Record | None:
     return record
 
 
-def _end(backend: Backend, key: str, token: str) -> bool:
-    """Turns the lease into its tombstone; False when another holder did, or is doing so."""
-    try:
-        backend.rename(key, _tombstone(token), overwrite=False)
-    except (AlreadyExistsError, NotFoundError):
-        return False
-    return True
-
-
-def _tombstone(token: str) -> str:
-    return f"{TEMPORARY}/ended-{token}"
+def _successor(token: str) -> str:
+    return f"{TEMPORARY}/after-{token}"
 
 
 def _renewal(token: str) -> str:

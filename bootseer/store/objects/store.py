@@ -218,6 +218,8 @@ class Store(Closing):
                 self._say(sentence)
 
     def _sweep_once(self) -> None:
+        if not self.backend.has_atomic_rename:
+            return  # nothing is published by way of a temporary
         with self._lock:
             if self._swept:
                 return

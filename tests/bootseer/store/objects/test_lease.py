@@ -1,9 +1,11 @@
 """Leases: one holder at a time, and no holder for ever."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from bootseer.errors import BusyError, InvalidInputError
 from bootseer.store import Lease, LeaseWatch, Store, open_store
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease
+from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.bootseer.store.using import race
 
@@ -30,11 +33,11 @@ def hold(store: Store, ttl_s: float = 60, owner: str = "me") -> Lease:
     return held
 
 
-def hold_when_free(store: Store, owner: str) -> Lease:
+def hold_when_free(store: Store, owner: str, ttl_s: float = 60) -> Lease:
     held: list[Lease] = []
 
     def is_held() -> bool:
-        held.extend(filter(None, [store.lease("leases/x", ttl_s=60, owner=owner)]))
+        held.extend(filter(None, [store.lease("leases/x", ttl_s=ttl_s, owner=owner)]))
         return bool(held)
 
     wait_for(is_held, "the end of the lease")
@@ -175,6 +178,8 @@ def test_a_lost_lease_is_not_renewed(store: Store) -> None:
 
 
 def test_releasing_a_broken_lease_leaves_the_next_one(store: Store) -> None:
+    if not store.backend.has_atomic_rename:
+        raise MissingError("looks for a broken lease with each renewal only")
     held = hold(store)
     store.delete("leases/x")  # an operator breaks it
     successor = hold(store, owner="other")
@@ -183,16 +188,82 @@ def test_releasing_a_broken_lease_leaves_the_next_one(store: Store) -> None:
     assert store.lease("leases/x", ttl_s=60, owner="third") is None
 
 
-def test_a_stalled_takeover_cannot_remove_the_next_lease(store: Store, exact_clocks: None) -> None:
-    """The second of two takers has read the dead record, and goes on after the first is done."""
+def die() -> None:
+    raise ZeroDivisionError
+
+
+class Stalled(LocalBackend):
+    """A backend that calls `meanwhile` once, before a rename whose target and `overwrite` match."""
+
+    def __init__(self, root: Path, when: str) -> None:
+        super().__init__(root)
+        self._when = when
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        if re.search(self._when, f"{target} {overwrite}"):
+            self._when = "never"
+            self.meanwhile()
+        super().rename(source, target, overwrite=overwrite)
+
+
+def expired(store: Store) -> None:
     over = hold(store, ttl_s=0.01)
     wait_for(lambda: not over.still_held)
-    dead = lease.decode(store.read("leases/x"))
-    assert dead is not None
-    winner = hold(store, owner="winner")
-    assert not lease._end(store.backend, "leases/x", dead.token)
-    winner.renew()
-    assert winner.still_held
+
+
+def test_a_stalled_taker_cannot_take_the_next_lease(tmp_path: Path, exact_clocks: None) -> None:
+    """It has read the record that is over, and goes on after another one has taken over."""
+    backend = Stalled(tmp_path / "root", "after-")
+    late, other = Store(backend), Store(LocalBackend(tmp_path / "root"))
+    expired(other)
+    held: list[Lease] = []
+    backend.meanwhile = lambda: held.append(hold(other, owner="winner"))
+    assert late.lease("leases/x", ttl_s=60, owner="late") is None
+    held[0].renew()
+    assert held[0].still_held
+
+
+def test_a_stalled_taker_cannot_take_a_lease_that_came_and_went(
+    tmp_path: Path, exact_clocks: None
+) -> None:
+    """Its successor's record looks expired by then, since its renewals have gone."""
+    backend = Stalled(tmp_path / "root", "after-")
+    late, other = Store(backend), Store(LocalBackend(tmp_path / "root"))
+    expired(other)
+    held: list[Lease] = []
+
+    def meanwhile() -> None:
+        brief = hold(other, ttl_s=0.2, owner="brief")
+        brief.renew()
+        brief.release()
+        held.append(hold(other, owner="next"))
+        wait_for(lambda: time.time_ns() > brief.expires_at_ns + 10**9)
+
+    backend.meanwhile = meanwhile
+    assert late.lease("leases/x", ttl_s=60, owner="late") is None
+    held[0].renew()
+
+
+def test_a_taker_that_dies_half_way_costs_its_lease_only(
+    tmp_path: Path, exact_clocks: None
+) -> None:
+    """Between its two steps: others take over from it, not once more from the one before."""
+    store = Store(LocalBackend(tmp_path / "root"))
+    expired(store)
+    for owner in ("first", "second"):
+        dying = Stalled(tmp_path / "root", "leases/x True")
+        dying.meanwhile = die
+        with pytest.raises(ZeroDivisionError):
+            hold_when_free(Store(dying), owner, ttl_s=0.3)
+    record = lease.decode(store.read("leases/x"))
+    assert record is not None
+    assert record.owner == "me"
+    assert hold_when_free(store, "heir").owner == "heir"
+    record = lease.decode(store.read("leases/x"))
+    assert record is not None
+    assert record.owner == "heir"
+    assert store.lease("leases/x", ttl_s=60, owner="late") is None
 
 
 def test_a_killed_holder_costs_its_lease_only(store_url: str, exact_clocks: None) -> None:
