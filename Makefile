@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # a JDK for HDFS, a KDC for that. Without root (or apt) nothing is installed and those tests are
 # skipped, saying why.
 DEMO_PACKAGES := python3-venv
-TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr chromium containerd default-jdk-headless docker-registry e2fsprogs fio fuse3 gcc iproute2 krb5-admin-server krb5-kdc krb5-user libarchive-tools libc6-dev libfuse3-dev pkg-config rsync runc skopeo umoci util-linux xfsprogs zstd
+TEST_PACKAGES := $(DEMO_PACKAGES) apache2-utils attr ceph-common ceph-mon ceph-osd chromium containerd default-jdk-headless docker-registry e2fsprogs fio fuse3 gcc iproute2 krb5-admin-server krb5-kdc krb5-user libarchive-tools libc6-dev libfuse3-dev pkg-config radosgw rsync runc skopeo umoci util-linux xfsprogs zstd
 
 # And what a Kubernetes is built and run with, most of which is unpacked and not installed.
 KUBERNETES_PACKAGES := $(TEST_PACKAGES) dpkg-dev iptables openssl

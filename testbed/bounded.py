@@ -1,5 +1,7 @@
 """Runs what reads hostile bytes in a child process of bounded memory and CPU time."""
 
+import faulthandler
+import gc
 import os
 import resource
 import sys
@@ -8,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 OK, REFUSED, BROKEN = 0, 3, 4
+_WALL_S = 200.0
 
 
 def run_bounded(
@@ -46,6 +49,10 @@ def _code_of(
     if not pid:
         status = BROKEN
         try:
+            # What the parent has dropped stays: a client that is collected waits for its threads.
+            gc.freeze()
+            # A child that waits takes no CPU time: let it show for what, and end.
+            faulthandler.dump_traceback_later(_WALL_S, exit=True)
             _limit(memory_bytes, cpu_s)
             status = _status_of(call, refusals)
         finally:

@@ -24,6 +24,7 @@ from testbed.needs import MissingError, require
 from testbed.processes import waiting_in_the_kernel
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.registry import Registry, running_registry
+from testbed.servers.s3 import make_bucket, rgw_server
 from tests.support import quarantine, scheduling
 
 if TYPE_CHECKING:
@@ -194,6 +195,15 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
 def hdfs_url(hdfs: MiniHdfs, tmp_path: Path) -> str:
     """A folder of the test's own on a real HDFS, which does not exist yet."""
     return f"{hdfs.url}/{tmp_path.parent.name}-{tmp_path.name}"
+
+
+@pytest.fixture(scope="session")
+def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a Ceph gateway that the whole session shares; it has the bucket
+    `conformance`. Tests that ask for it are marked `rgw`."""
+    with rgw_server(tmp_path_factory.mktemp("rgw")) as environment:
+        make_bucket(environment, "conformance")
+        yield environment
 
 
 @pytest.fixture(scope="module")

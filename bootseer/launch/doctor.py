@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import has_capability
 from bootseer.settings.config import Settings
 from bootseer.settings.trusted_folders import TRUSTED, fault_of_setting
-from bootseer.store.paths import local_root, split_scheme
+from bootseer.store.paths import BUCKETS, local_root, split_scheme
 
 # FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.
 _KERNEL_MINIMUM = (5, 4)
@@ -168,6 +169,18 @@ def _folders(settings: Settings) -> Iterator[Finding]:
     yield _folder("run", settings.run_dir, "set --run-dir to a writable local folder")
 
 
+_RACERS = (b"one", b"two")
+_RIGHTS = {
+    "s3": ("s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject"),
+    "gcs": (
+        "storage.objects.list",
+        "storage.objects.create",
+        "storage.objects.get",
+        "storage.objects.delete",
+    ),
+    "azure": ("list", "write", "read", "delete"),
+}
+"""What the credentials for a bucket must be allowed to, in the words of its policies."""
 _STORE_ADVICE = "check the URL (--store), the network and the permissions"
 
 
@@ -181,11 +194,46 @@ def _unwritable_store(settings: Settings, error: Exception) -> Finding:
             is_there = any(True for _ in backend.list("")) or backend.stat("").is_dir
     except (BootseerError, OSError):
         is_there = False
+    kind = BUCKETS.get(split_scheme(settings.store_url))
+    if kind and (missing := _missing_rights(settings, kind)):
+        seen = f"{public_url(settings.store_url)}: the credentials may not {', '.join(missing)}"
+        return Finding("store", Status.FAIL, seen, "docs/stores/s3.md has the least policy")
     if not is_there:
         return Finding("store", Status.FAIL, str(error), _STORE_ADVICE)
     seen = f"{public_url(settings.store_url)}: readable, not writable ({error})"
     advice = "starts replay what is there; allow writing where they are to record, too"
     return Finding("store", Status.WARN, seen, advice)
+
+
+def _missing_rights(settings: Settings, kind: str) -> list[str]:
+    """Return the rights in a bucket that the credentials lack, by trying each one."""
+    from bootseer.store import open_backend
+    from bootseer.store.abilities import delete_files
+
+    path = f"doctor/{uuid.uuid4().hex}"
+    missing = []
+    with contextlib.closing(
+        open_backend(settings.store_url, deadline_s=settings.deadline_s / 8)
+    ) as backend:
+
+        def write() -> None:
+            with backend.create(path, overwrite=True) as writer:
+                writer.write(b"x")
+
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: list(backend.list("")),
+            write,
+            lambda: backend.read(path),
+            lambda: delete_files(backend, [path]),
+        )
+        for right, call in zip(_RIGHTS[kind], calls, strict=True):
+            try:
+                call()
+            except (PermissionDeniedError, PermissionError):
+                missing.append(right)
+            except (BootseerError, OSError):
+                continue  # what is not there may be looked for
+    return missing
 
 
 def _is_of_one_node(store_url: str) -> bool:
@@ -226,11 +274,14 @@ def _store(settings: Settings) -> Iterator[Finding]:
         store = open_own_store(settings, deadline_s=settings.deadline_s / 2)
         try:
             before_s = time.time()
-            created = store.publish(key, b"first")
+            # At once, as two nodes would: exactly one may win.
+            with ThreadPoolExecutor(2) as pool:
+                won = list(pool.map(lambda data: store.publish(key, data), _RACERS))
             after_s = time.time()
-            again = store.publish(key, b"second")
             kept = store.read(key)
-            replaced = store.publish(key, b"third", replace=True) and store.read(key) == b"third"
+            is_exclusive = sum(won) == 1 and kept == _RACERS[won.index(True)]
+            again = store.publish(key, b"third")
+            replaced = store.publish(key, b"fourth", replace=True) and store.read(key) == b"fourth"
             modified_s = max(
                 (info.modified_ns / 1e9 for info in store.list("doctor/") if info.path == key),
                 default=before_s,
@@ -253,11 +304,14 @@ def _store(settings: Settings) -> Iterator[Finding]:
         advice = "set store to a shared folder, or to a URL that every node reaches"
         seen = "on a disk of this node: no other node sees what is recorded here"
         yield Finding("store shared", Status.WARN, seen, advice)
-    atomic = created and not again and kept == b"first" and replaced and lease and not second
+    atomic = is_exclusive and not again and replaced and lease and not second
     if atomic:
         yield Finding("store atomic", Status.OK, "creates, replaces and leases are atomic")
     else:
-        advice = "use a store with atomic create (file, HDFS, S3); nodes may repeat work otherwise"
+        advice = (
+            "use a store with atomic create (a folder, HDFS, S3 that heeds If-None-Match); else "
+            "nodes may repeat work"
+        )
         yield Finding("store atomic", Status.WARN, "two writers could both win", advice)
     skew_s = max(before_s - modified_s, modified_s - after_s, 0.0)
     # File systems round times down to a second, or to HDFS's millisecond.

@@ -17,7 +17,7 @@ from bootseer.settings.config import Settings
 from bootseer.store.backend import Backend, FileInfo, Space, Writer
 from bootseer.store.objects.lease import Lease, LeaseWatch
 from bootseer.store.objects.store import Store
-from bootseer.store.paths import check_deadline, split_scheme
+from bootseer.store.paths import BUCKETS, check_deadline, split_scheme
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ def _loaded(scheme: str) -> _Open:
         from bootseer.store.oci.backend import OciBackend
 
         return OciBackend
+    if scheme in BUCKETS:
+        from bootseer.store.buckets.backend import BucketBackend
+
+        return BucketBackend
     from bootseer.store.generic.backend import FsspecBackend
 
     return lambda url, *, deadline_s: FsspecBackend(url, deadline_s=deadline_s)
@@ -91,6 +95,8 @@ def load_backend(url: str) -> None:
         if scheme in _OF_HDFS_NATIVE:
             # Its first call would load this.
             import hdfs_native  # noqa: F401
+        if scheme in BUCKETS:
+            import obstore.store  # noqa: F401
 
 
 def open_store(

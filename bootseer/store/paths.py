@@ -96,6 +96,18 @@ def split_path(path: str) -> tuple[str, ...]:
     return names
 
 
+BUCKETS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
+"""The schemes of URLs of buckets, and whose storage each names."""
+
+
 class Folder:
     """A backend's root: how messages call what is in it, and which paths may be files."""
 

@@ -41,6 +41,8 @@ class Fault:
     """Send the head like that, too."""
     ignore_range: bool = False
     """Do as a server without ranges."""
+    lose: bool = False
+    """Let the request through, and close the connection instead of an answer."""
     hang_s: float = 0.0
     """Answer only then."""
 
@@ -65,6 +67,8 @@ class FaultyRelay(Closing):
         """Authorization values that are answered 401 although the registry would take them."""
         self.challenge = ""
         """What WWW-Authenticate says then."""
+        self.ignores_conditions = False
+        """Whether requests lose their `If-None-Match` and `If-Match`."""
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         relay = self
@@ -117,6 +121,9 @@ class FaultyRelay(Closing):
         if fault.status:
             handler.reply(fault.status, fault.body, **fault.headers)
             return
+        if self.ignores_conditions:
+            headers.pop("if-none-match", None)
+            headers.pop("if-match", None)
         if fault.ignore_range:
             headers.pop("range", None)
         connection = http.client.HTTPConnection(self.upstream, timeout=30)
@@ -134,6 +141,9 @@ class FaultyRelay(Closing):
     def _answer(
         self, handler: QuietHandler, answer: http.client.HTTPResponse, fault: Fault
     ) -> None:
+        if fault.lose:
+            handler.close_connection = True
+            return
         length = int(answer.headers.get("Content-Length") or 0)
         if fault.truncate_bytes >= 0:
             length = min(length, fault.truncate_bytes)

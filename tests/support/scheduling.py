@@ -2,7 +2,8 @@
 
 The unit that a worker takes is a file, or one test of a file that takes long and has no fixtures of
 its own to share. The tests on HDFS are one unit, since a cluster is a JVM of half a GiB that takes
-as much processor time as its tests; one that breaks the cluster is alone with it. The longest unit
+as much processor time as its tests; one that breaks the cluster is alone with it. So are those on
+Ceph's gateway. The longest unit
 begins first, by tests/durations.txt, so that no worker is left with it at the end. `make durations`
 writes that file anew.
 """
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
-HDFS = "hdfs"
-"""The marker of a test that needs an HDFS."""
+SERVERS = ("hdfs", "rgw")
+"""The markers of tests that share one server, and so a worker."""
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 """A line a test: its seconds and its node id."""
 # More than the cores, because the tests wait for a third of their time: for a server to be up, a
@@ -54,7 +55,9 @@ def durations_text(durations: Mapping[str, float]) -> str:
 
 def bare(node_id: str) -> str:
     """Return a test's node id without the name of a group behind it."""
-    return node_id.removesuffix(f"@{HDFS}").removesuffix(f"@{_ALONE}")
+    for group in (*SERVERS, _ALONE):
+        node_id = node_id.removesuffix(f"@{group}")
+    return node_id
 
 
 def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
@@ -66,9 +69,9 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
     units = {}
     for item in items:
         file = _file_of(item.nodeid)
-        if item.get_closest_marker(HDFS):
-            units[item] = HDFS
-            item.add_marker(pytest.mark.xdist_group(HDFS))
+        if server := _server_of(item):
+            units[item] = server
+            item.add_marker(pytest.mark.xdist_group(server))
         elif totals[file] >= _SPLIT_FROM_S and file not in shared:
             units[item] = item.nodeid
             item.add_marker(pytest.mark.xdist_group(_ALONE))
@@ -79,6 +82,10 @@ def arrange(items: list[pytest.Item], durations: Mapping[str, float]) -> None:
         lengths[units[item]] += durations.get(item.nodeid, _SHORT_S)
     # Each file's own order stays.
     items.sort(key=lambda item: -lengths[units[item]])
+
+
+def _server_of(item: pytest.Item) -> str:
+    return next((name for name in SERVERS if item.get_closest_marker(name)), "")
 
 
 def _file_of(node_id: str) -> str:
@@ -103,14 +110,16 @@ def check_groups(items: list[pytest.Item]) -> None:
     Each worker would start an HDFS of its own then, and nobody would notice.
     """
     for item in items:
-        if item.get_closest_marker(HDFS) and not item.nodeid.endswith(f"@{HDFS}"):
+        server = _server_of(item)
+        if server and not item.nodeid.endswith(f"@{server}"):
             raise pytest.UsageError("this pytest-xdist does not group tests with this pytest")
 
 
 class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
-    """By file, but for tests that are alone, and for HDFS's."""
+    """By file, but for tests that are alone, and for those on a server that is shared."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.endswith(f"@{HDFS}"):
-            return HDFS
+        for server in SERVERS:
+            if nodeid.endswith(f"@{server}"):
+                return server
         return nodeid if nodeid.endswith(f"@{_ALONE}") else _file_of(nodeid)

@@ -1,11 +1,11 @@
-"""Any other fsspec URL (`memory://`, `s3://`, ...) as a backend.
+"""Any other fsspec URL (`memory://`, `http://`, `oss://`, ...) as a backend.
 
 Owns what is promised there. An object appears whole, by the file system's own put when it is
-closed. Exclusive creation is as atomic as the file system's `create` mode (S3 and GCS:
-conditional put), and is decided by `close`. Rename is a copy and a delete, so not atomic.
+closed. Exclusive creation is as atomic as the file system's `create` mode, and is decided by
+`close`. Rename is a copy and a delete, so not atomic.
 
 Every call ends by the deadline, whatever the file system's own time-outs are: when nothing has come
-or gone for so long, or less than the floor (`bootseer.transfer.pace`, S3 and HTTP). What is sent or
+or gone for so long, or less than the floor (`bootseer.transfer.pace`, HTTP). What is sent or
 copied by one request, of which nothing is seen before its end, may take longer by
 `_SLOWEST_BYTES_PER_S`. Thread-safe as far as the fsspec file system is.
 """
@@ -20,7 +20,7 @@ from functools import partial
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from bootseer.base.redact import names_user, public_url, redact
+from bootseer.base.redact import public_url, redact
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -36,7 +36,6 @@ from bootseer.errors import (
 from bootseer.registry.transport import is_transient, retry_after_s
 from bootseer.store.backend import FileInfo, Space
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
-from bootseer.store.generic import s3
 from bootseer.store.generic.ranged import comes_in_pieces, read_pieces, read_whole
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
@@ -53,7 +52,7 @@ _THREADS_MAX = 128
 _SLOWEST_BYTES_PER_S = 1_000_000
 """What a request may be as slow as that shows nothing of its progress."""
 # Where an object appears whole, or not at all, under its name: others write files as they come.
-_OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"))
+_OBJECT_STORES = frozenset(("oss", "oci"))
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
 _MEMORY_LOCK = threading.RLock()
 
@@ -74,12 +73,6 @@ class FsspecBackend(Folder):
         self.url = public_url(url)
         protocol = split_scheme(url)
         self._is_object_store = protocol in _OBJECT_STORES
-        if protocol in ("s3", "s3a") and names_user(url):
-            # s3fs would take them for a part of the bucket's name, and say so in each message.
-            raise InvalidInputError(
-                f"cannot open {self.url}: S3 takes no credentials from a URL; use "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
-            )
         self._deadline_s = deadline_s or _DEADLINE_S
         self._stall_s = min(STALL_S, self._deadline_s)
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-fsspec")
@@ -88,7 +81,6 @@ class FsspecBackend(Folder):
         self._fs, root = self._opened(url, dict(options or {}))
         self._root = str(root).rstrip("/")
         self._comes_in_pieces = comes_in_pieces(self._fs)
-        self._is_s3 = s3.is_s3(self._fs)
         self.has_atomic_put = self._is_object_store or self._is_memory
 
     def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -134,7 +126,7 @@ class FsspecBackend(Folder):
                 with self._guard:
                     return work(call)
             except Exception as error:
-                raise self._told(error, what, path) from error
+                raise self._told(error, what) from error
 
         if self._is_memory:
             return guarded(Call(guarded))
@@ -219,9 +211,8 @@ class FsspecBackend(Folder):
         return SpoolingWriter(partial(self._put, path, overwrite=overwrite), self._name(path))
 
     def _refuse_existing(self, full: str) -> None:
-        """Before anything is sent, by one request: some gateways take no notice of the condition
-        by which the put itself decides."""
-        if s3.has_object(self._fs, full) if self._is_s3 else self._fs.exists(full):
+        """Before anything is sent: not every file system knows the mode "create"."""
+        if self._fs.exists(full):
             raise FileExistsError("it exists already")
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
@@ -269,13 +260,8 @@ class FsspecBackend(Folder):
         return iter(sorted(self._run("list", path, look), key=lambda info: info.path))
 
     def _entries(self, call: Call[Any], full: str) -> Sequence[dict[str, Any]]:
-        if not self._is_s3:
-            # refresh: a listing of a minute ago is no answer about a store that others write to.
-            entries: list[dict[str, Any]] = self._fs.ls(full, detail=True, refresh=True)
-            return entries
-        entries = list(s3.list_keys(self._fs, full, call.progress, delimiter="/"))
-        if not entries and "/" in full.strip("/"):
-            raise FileNotFoundError(full)
+        # refresh: a listing of a minute ago is no answer about a store that others write to.
+        entries: list[dict[str, Any]] = self._fs.ls(full, detail=True, refresh=True)
         return entries
 
     def mkdir(self, path: str) -> None:
@@ -296,9 +282,6 @@ class FsspecBackend(Folder):
         def delete(call: Call[Any]) -> None:
             if self._fs.info(full)["type"] != "directory":
                 self._fs.rm_file(full)
-            elif recursive and self._is_s3:
-                keys = [entry["name"] for entry in s3.list_keys(self._fs, full, call.progress)]
-                s3.delete_objects(self._fs, keys, call.progress)
             elif recursive:
                 self._fs.rm(full, recursive=True)
             elif any(
@@ -314,17 +297,6 @@ class FsspecBackend(Folder):
 
         with contextlib.suppress(NotFoundError):
             self._run("delete", path, delete)
-
-    def delete_files(self, paths: Sequence[str]) -> None:
-        """As `DeletesMany`."""
-        if self._is_s3 and paths:
-            full = [self._full(path, file=True) for path in paths]
-            self._run(
-                "delete", paths[0], lambda call: s3.delete_objects(self._fs, full, call.progress)
-            )
-            return
-        for path in paths:
-            self.delete(path)
 
     def space(self) -> Space | None:
         """None: fsspec has no call for it."""
@@ -349,7 +321,7 @@ class FsspecBackend(Folder):
         """Make the object `full` of what is in `spool`; of several senders without `overwrite` one
         succeeds. Raises: FileExistsError for the others; what the file system raises."""
         parent = full.rpartition("/")[0]
-        if parent.strip("/") and not self._is_s3:
+        if parent.strip("/"):
             self._fs.makedirs(parent, exist_ok=True)
         attempts = Attempts(REQUEST, self._deadline_s)
         while True:
@@ -398,17 +370,11 @@ class FsspecBackend(Folder):
             raise
         file.close()
 
-    def _told(self, error: Exception, what: str, path: str) -> BootseerError:
+    def _told(self, error: Exception, what: str) -> BootseerError:
         """Return `error`, which the file system raised at `path`, as one of ours."""
         if isinstance(error, BootseerError):
             return error
         status, code = _answer_of(error)
-        bucket, _, below = self._root.strip("/").partition("/")
-        is_bucket = self._is_s3 and not below and not path
-        if code == "NoSuchBucket" or (is_bucket and isinstance(error, FileNotFoundError)):
-            return InvalidInputError(
-                f"cannot {what}: there is no bucket {bucket}; create it, or correct the URL"
-            )
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"cannot {what}: it does not exist")
         if isinstance(error, FileExistsError):

@@ -1,4 +1,4 @@
-"""A range of a file over HTTP or in S3, piece by piece as it comes.
+"""A range of a file over HTTP, piece by piece as it comes.
 
 fsspec has such ranges only as a whole, and asks for the whole again where the connection breaks. A
 body that stops, or of which fewer than `FLOOR_BYTES_PER_S` come for as long as a silence may last,
@@ -17,7 +17,6 @@ from bootseer.store.deadline import Call
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import Progress
 
-_PIECE_BYTES = 64 * 1024
 _TRIES = 2
 """How often a body is begun that is wanted as a whole: fsspec's clients try heads again, not
 bodies."""
@@ -25,7 +24,7 @@ bodies."""
 
 def comes_in_pieces(fs: Any) -> bool:
     """Whether `read_pieces` knows this kind of file system."""
-    return "http" in _protocols(fs) or "s3" in _protocols(fs)
+    return "http" in _protocols(fs)
 
 
 def read_pieces(
@@ -106,8 +105,7 @@ class _Body:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield what comes, until the end or until the call was left."""
-        pieces = self._http_pieces() if "http" in _protocols(self._fs) else self._s3_pieces()
-        async for data in pieces:
+        async for data in self._http_pieces():
             if self._call.abandoned:
                 return
             yield data
@@ -124,21 +122,6 @@ class _Body:
             while data := await self._in_time(answer.content.readany()):
                 if self._brought > skip:
                     yield data[max(0, len(data) - (self._brought - skip)) :]
-
-    async def _s3_pieces(self) -> AsyncIterator[bytes]:
-        fs = self._fs
-        bucket, key, version = fs.split_path(self._path)
-        which = {"VersionId": version} if fs.version_aware and version else {}
-        answer = await fs._call_s3(
-            "get_object", Bucket=bucket, Key=key, **self._range, **which, **fs.req_kw
-        )
-        self._begin()
-        wanted = int(answer["ContentLength"])
-        async with answer["Body"] as body:
-            while data := await self._in_time(body.read(_PIECE_BYTES)):
-                yield data
-        if self._brought < wanted:
-            raise UnavailableError(f"the connection to {bucket} ended early")
 
     def _begin(self) -> None:
         self.has_begun = True

@@ -25,6 +25,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.settings.config import load_config
 from bootseer.store import Backend, open_backend
+from bootseer.store.paths import BUCKETS
 
 PROTOCOL = "bootseer"
 _LOCAL = ("file", "local")
@@ -73,7 +74,7 @@ class TargetFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no
         options.pop("fo", None)
         memory = memory_bytes or settings.memory_bytes
         self._is_local = target_protocol in _LOCAL
-        self._root_marker = fsspec.get_filesystem_class(target_protocol).root_marker
+        self._root_marker = _root_marker(target_protocol)
         self._target = target_protocol
         self._shared = shared_storage(
             (target_protocol, tokenize(options), stripes, memory),
@@ -104,7 +105,9 @@ class TargetFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no
                 if "://" in path and prefix.endswith("//"):
                     raise InvalidInputError(f"{prefix}{path}: write {PROTOCOL}::{path}")
         if "://" in path:
-            target = fsspec.core.split_protocol(path)[0]
+            target, rest = fsspec.core.split_protocol(path)
+            if target in BUCKETS:
+                return rest.rstrip("/")
             return fsspec.get_filesystem_class(target)._strip_protocol(path)
         return path.rstrip("/") or ("/" if path else "")
 
@@ -140,6 +143,14 @@ class TargetFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no
         return marker + "/".join(name for name in stripped.split("/") if name)
 
 
+def _root_marker(protocol: str) -> str:
+    # Buckets are reached without the package that fsspec has for them.
+    if protocol in BUCKETS:
+        return ""
+    marker: str = fsspec.get_filesystem_class(protocol).root_marker
+    return marker
+
+
 def _open_storage(
     protocol: str, options: dict[str, Any], stripes: StripeSettings, memory_bytes: int
 ) -> StripedStorage:
@@ -157,6 +168,10 @@ def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> 
         port = f":{options['port']}" if options.get("port") else ""
         query = f"?replication={options['replication']}" if options.get("replication") else ""
         return open_backend(f"hdfs://{user}{host}{port}/{query}", deadline_s=deadline_s)
+    if protocol in BUCKETS:
+        from bootseer.store.buckets.backend import BucketBackend
+
+        return BucketBackend(f"{protocol}://", options, deadline_s=deadline_s)
     from bootseer.store.generic.backend import FsspecBackend
 
     return FsspecBackend(f"{protocol}://", options)

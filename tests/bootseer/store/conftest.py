@@ -13,13 +13,25 @@ from bootseer.registry.reference import parse_reference
 from bootseer.store import Backend, Store, open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.servers.registry import Registry, running_registry
+from testbed.servers.s3 import make_bucket, s3_server
 
 LOCAL = pytest.param("local", id="local")
 MEMORY = pytest.param("memory", id="memory")
 LIMITED = pytest.param("limited", id="limited")
 HDFS = pytest.param("hdfs", id="hdfs", marks=pytest.mark.hdfs)
 OCI = pytest.param("oci", id="oci")
-ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI)
+MOTO = pytest.param("moto", id="moto")
+RGW = pytest.param("rgw", id="rgw", marks=pytest.mark.rgw)
+BUCKETS = (MOTO, RGW)
+ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI, *BUCKETS)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[dict[str, str]]:
+    """A server of moto, and the bucket of these tests."""
+    with s3_server() as environment:
+        make_bucket(environment, "conformance")
+        yield environment
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +76,12 @@ def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
             cluster: MiniHdfs = request.getfixturevalue("hdfs")
             # Several blocks per object, so that their borders are crossed.
             return f"{cluster.url}/{unique}?block_size_bytes=8388608"
+        case "moto" | "rgw":
+            server: dict[str, str] = request.getfixturevalue(request.param)
+            monkeypatch = request.getfixturevalue("monkeypatch")
+            for name, value in server.items():
+                monkeypatch.setenv(name, value)
+            return f"s3://conformance/{unique}"
         case "oci":
             return f"oci://{push_image(request.getfixturevalue('registry'))}"
         case _:

@@ -326,11 +326,13 @@ def test_a_file_is_no_parent(backend: Backend) -> None:
     if backend.url.startswith("memory:"):
         raise MissingError("fsspec's memory file system allows names below a file")
     put(backend, "file", b"x")
-    for call in (
-        lambda: backend.create("file/below"),
+    calls: list[Callable[[], object]] = [
         lambda: backend.mkdir("file/below"),
         lambda: backend.mkdir("file"),
-    ):
+    ]
+    if not backend.url.startswith("s3:"):  # a look would be one more request for each object
+        calls.append(lambda: backend.create("file/below"))
+    for call in calls:
         with pytest.raises(InvalidInputError):
             call()
     assert backend.read("file") == b"x"

@@ -3,7 +3,6 @@ what, and that every call ends by the deadline.
 
 The server is moto's, behind a relay that does what a test tells it."""
 
-import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from bootseer.store import Backend, Store, open_backend, open_store
 from bootseer.store.objects.lease import LeaseRenewal
 from bootseer.transfer.attempt import Attempt
 from testbed.servers.faulty_relay import Fault, FaultyRelay
-from testbed.servers.s3 import s3_server
+from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for
 from tests.bootseer.store.using import put
 
@@ -46,13 +45,8 @@ def relay(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[F
     with FaultyRelay(server["AWS_ENDPOINT_URL"].removeprefix("http://")) as running:
         for name, value in {**server, "AWS_ENDPOINT_URL": f"http://{running.host}"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs itself makes five
-        S3FileSystem = importlib.import_module("s3fs").S3FileSystem  # noqa: N806
-        S3FileSystem.clear_instance_cache()  # its clients know the relay of another test
-        S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
-        running.seen.clear()
+        make_bucket(server, "bucket")
         yield running
-        S3FileSystem.clear_instance_cache()
 
 
 def bucket_of(request: pytest.FixtureRequest) -> str:
@@ -139,25 +133,45 @@ def test_a_bucket_that_is_missing_is_no_empty_store(relay: FaultyRelay) -> None:
                 call()
             assert exit_code_of(caught.value) == 2
     with open_store("s3://no-such-bucket", deadline_s=PATIENT_S) as store:
-        with pytest.raises(InvalidInputError, match=r"bucket no-such-bucket"):
-            list(store.list())
-        with pytest.raises(InvalidInputError, match=r"bucket no-such-bucket"):
-            store.backend.stat("")
-        # Only who asks for the bucket's folder to be made makes it.
-        store.backend.mkdir("")
-        assert list(store.list()) == []
+        calls = (
+            lambda: list(store.list()),
+            lambda: store.backend.stat(""),
+            lambda: store.backend.mkdir(""),
+        )
+        for call in calls:
+            with pytest.raises(InvalidInputError, match=r"bucket no-such-bucket"):
+                call()
 
 
-def test_a_small_object_is_published_by_one_look_and_one_put(
-    relay: FaultyRelay, store: Store
-) -> None:
-    store.publish("first", b"x")  # which also looks for what dead publishers left
+def asked(relay: FaultyRelay) -> list[str]:
+    """The methods of the requests since the last time."""
+    methods = [one.method for one in relay.seen]
     relay.seen.clear()
+    return methods
+
+
+def test_what_a_small_object_and_a_lease_cost(relay: FaultyRelay, store: Store) -> None:
     assert store.publish("key", b"x")
-    # The look is for gateways that take no notice of the put's condition.
-    assert [one.method for one in relay.seen] == ["HEAD", "PUT"]
+    assert asked(relay) == ["PUT"]
     assert not store.publish("key", b"y")
+    asked(relay)
     assert store.read("key") == b"x"
+    assert asked(relay) == ["GET"]
+    held = store.lease("leases/x", ttl_s=60, owner="me")
+    assert held is not None
+    assert asked(relay) == ["PUT"]
+    assert store.lease("leases/x", ttl_s=60, owner="you") is None
+    assert asked(relay) == ["PUT", "GET", "GET"]
+    held.renew()
+    assert asked(relay) == ["PUT", "GET"]
+    held.release()
+    # And its renewal. obstore deletes by DeleteObjects.
+    assert asked(relay) == ["POST", "POST"]
+    again = store.lease("leases/x", ttl_s=60, owner="you")
+    assert again is not None
+    asked(relay)
+    again.release()
+    assert asked(relay) == ["POST"]
 
 
 def test_a_large_object_that_is_there_is_not_sent(relay: FaultyRelay, store: Store) -> None:
@@ -177,12 +191,21 @@ def test_many_objects_are_deleted_by_one_request(relay: FaultyRelay, store: Stor
     assert [one.method for one in relay.seen] == ["POST"]
     assert [info.path for info in store.list()] == ["a/starfish"]
     refused = (
-        b"<DeleteResult><Error><Key>k</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
-        b"</DeleteResult>"
+        "<DeleteResult><Error><Key>{}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+        "</DeleteResult>"
     )
-    relay.faults = [Fault("POST ", 1, status=200, body=refused)]
+    own = store.url.removeprefix("s3://bucket/") + "/a/starfish"
+    relay.faults = [Fault("POST ", 1, status=200, body=refused.format(own).encode())]
     with pytest.raises(PermissionDeniedError, match="AccessDenied"):
         store.delete_many(["a/starfish"])
+
+
+def test_an_answer_that_names_another_key_is_no_panic(relay: FaultyRelay, store: Store) -> None:
+    error = b"<Error><Key>k</Key><Code>X</Code><Message>n</Message></Error>"
+    body = b"<DeleteResult>" + error + b"</DeleteResult>"
+    relay.faults = [Fault("POST ", 1000, status=200, body=body)]
+    with pytest.raises(UnavailableError):
+        store.delete_many(["a"])
 
 
 def test_a_folder_is_deleted_with_what_is_in_it_and_nothing_else(store: Store) -> None:

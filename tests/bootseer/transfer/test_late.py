@@ -14,6 +14,7 @@ from bootseer.errors import CorruptError
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host
+from bootseer.store import open_backend
 from bootseer.store.generic.backend import FsspecBackend
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.executor import Executor
@@ -22,7 +23,7 @@ from bootseer.transfer.plan import Chunk, Priority, covering
 from bootseer.transfer.policy import Policy
 from testbed.servers.faulty_relay import Fault as Broken
 from testbed.servers.faulty_relay import FaultyRelay
-from testbed.servers.s3 import s3_server
+from testbed.servers.s3 import make_bucket, s3_server
 from testbed.servers.starving import Choose, Fault, StarvingServer
 
 MIB = 2**20
@@ -194,18 +195,16 @@ def s3() -> Iterator[dict[str, str]]:
 def test_a_range_of_s3_goes_on_behind_the_bytes_that_came(
     s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fsspec
-
     for name, value in s3.items():
         monkeypatch.setenv(name, value)
-    made = fsspec.filesystem("s3", skip_instance_cache=True)
-    made.mkdir("late")
-    made.pipe_file("late/file", DATA[: 4 * MIB])
+    make_bucket(s3, "late")
+    with open_backend("s3://late").create("file") as writer:
+        writer.write(DATA[: 4 * MIB])
     relay = FaultyRelay(s3["AWS_ENDPOINT_URL"].removeprefix("http://"))
     with relay:
         relay.faults = [Broken("GET /late/file", 1, cut_after_bytes=MIB)]
-        options = {"endpoint_url": f"http://{relay.host}", "skip_instance_cache": True}
-        backend = FsspecBackend("s3://late", options)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{relay.host}")
+        backend = open_backend("s3://late")
         found: list[bytes] = []
         with Executor(backend.read_into, policy=Policy(base_s=0.01)) as executor:
             # Of this priority nothing is late: on a busy machine the client takes a second to load.

@@ -27,11 +27,11 @@ from bootseer.profile.publish.schedule import Schedule
 from bootseer.profile.publish.worker import round_in_a_copy
 from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpack
 from bootseer.served.ready_socket import new_ready_name
-from bootseer.store import Store, open_backend, open_store
+from bootseer.store import Store, open_store
 from bootseer.timeline import Timeline
 from testbed.mounts.image_mounts import settings_at
 from testbed.node import node_at
-from testbed.servers.s3 import s3_server
+from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import pause, wait_for
 from tests.bootseer.gc.collecting import age, run_gc
 from tests.bootseer.launch.conftest import silent_url
@@ -71,7 +71,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str
         yield request.getfixturevalue("hdfs_url"), {}
     else:
         with s3_server() as environment, _variables(environment):
-            open_backend("s3://timelines").mkdir("")
+            make_bucket(environment, "timelines")
             yield "s3://timelines/store", environment
 
 

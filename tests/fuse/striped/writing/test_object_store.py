@@ -16,7 +16,7 @@ from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.store import Backend, open_backend
-from testbed.servers.s3 import s3_server
+from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.fsspec_access import OPTIONS, exercise
@@ -40,7 +40,7 @@ def s3_url(
     """A prefix of the test's own."""
     for key, value in server.items():
         monkeypatch.setenv(key, value)
-    open_backend("s3://checkpoints").mkdir("")
+    make_bucket(server, "checkpoints")
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)
     return f"s3://checkpoints/{name}"
 
@@ -181,7 +181,7 @@ def test_an_object_store_with_credentials_of_its_own(server: dict[str, str]) -> 
         "key": server["AWS_ACCESS_KEY_ID"],
         "secret": server["AWS_SECRET_ACCESS_KEY"],
     }
-    fsspec.filesystem("s3", **options).mkdir("doors")
+    make_bucket(server, "doors")
     fs, root = fsspec.url_to_fs("bootseer::s3://doors/x", s3=options, **OPTIONS)
     assert root == "doors/x"
     exercise(fs, root)

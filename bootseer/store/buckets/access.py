@@ -1,0 +1,276 @@
+"""How a bucket is reached: from a URL, the environment and `~/.aws` to a store of obstore.
+
+obstore (Rust's object_store) knows environment variables, web identities (IRSA) and the roles of
+pods and instances by itself. It knows no profiles: those are read here, in the order of Amazon's
+clients ("Configuration and credential precedence" of the AWS CLI). A profile that needs a login of
+several steps (SSO, a role of another profile) is left to boto3, if that is installed.
+"""
+
+import configparser
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from msgspec import Struct
+
+from bootseer.base.redact import names_user, public_url
+from bootseer.errors import InvalidInputError, PermissionDeniedError, UnsupportedError
+from bootseer.store.buckets.answers import NO_CREDENTIALS
+from bootseer.store.paths import BUCKETS, split_scheme
+from bootseer.transfer.policy import REQUEST
+
+_PROCESS_S = 60.0
+_CONNECT_S = 5.0
+# A request that sends so much may take a second longer per megabyte: nothing of it is seen.
+SLOWEST_BYTES_PER_S = 1_000_000
+# Which of s3fs' options mean what; `client_kwargs` are looked into.
+_KEYS = {
+    "key": "access_key_id",
+    "secret": "secret_access_key",
+    "token": "token",
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "token",
+}
+_PLACES = {"endpoint_url": "endpoint", "region_name": "region"}
+# What says nothing about where the bucket is, or who asks.
+_OF_FSSPEC = frozenset(
+    ("skip_instance_cache", "use_listings_cache", "asynchronous", "config_kwargs", "use_ssl")
+)
+
+Credentials = dict[str, Any]
+
+
+class Address(Struct, frozen=True):
+    """Whose storage a URL names, which bucket, and the keys' prefix in it; "" for none."""
+
+    kind: str
+    bucket: str
+    prefix: str
+
+
+def address_of(url: str) -> Address:
+    """Take a URL of a bucket apart. Raises: InvalidInputError."""
+    kind = BUCKETS[split_scheme(url)]
+    if names_user(url) and kind == "s3":
+        raise InvalidInputError(
+            f"cannot open {public_url(url)}: S3 takes no credentials from a URL; use "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
+        )
+    rest = url.partition("://")[2]
+    bucket, _, prefix = rest.partition("/")
+    return Address(kind, bucket, prefix.strip("/"))
+
+
+def load() -> Any:
+    """Return the package obstore, with its stores. Raises: UnsupportedError without it."""
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise UnsupportedError(
+            f"buckets need the package obstore, which cannot be loaded ({error}): "
+            "pip install bootseer[s3]"
+        ) from error
+    return obstore
+
+
+def open_bucket(
+    address: Address,
+    options: Mapping[str, Any],
+    deadline_s: float,
+    sent_bytes: int = 0,
+    *,
+    is_upload: bool = False,
+) -> Any:
+    """Return a store of obstore for one bucket; nobody is asked.
+
+    `options`: as fsspec's file system for this kind of URL takes them. `sent_bytes`: 0 for a store
+    that reads, whose bodies may take as long as bytes come; else what one request sends at most.
+    `is_upload`: for parts of an upload.
+    Raises: InvalidInputError, PermissionDeniedError; UnsupportedError without obstore.
+    """
+    stores = load().store
+    client: dict[str, Any] = {
+        "connect_timeout": _duration(min(_CONNECT_S, deadline_s)),
+        "read_timeout": _duration(deadline_s + sent_bytes / SLOWEST_BYTES_PER_S),
+        "timeout": _duration(deadline_s + sent_bytes / SLOWEST_BYTES_PER_S if sent_bytes else 7200),
+    }
+    arguments: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
+    if is_upload:
+        # A part cannot be sent again by us, and one that failed would cost all of a large object.
+        arguments["retry_config"] = {
+            "max_retries": int(REQUEST.attempts) - 1,
+            "backoff": {
+                "init_backoff": timedelta(seconds=REQUEST.base_s),
+                "max_backoff": timedelta(seconds=REQUEST.cap_s),
+            },
+            "retry_timeout": timedelta(seconds=deadline_s),
+        }
+    if address.kind == "s3":
+        config, provider = _s3_config(options, os.environ)
+        if provider is not None:
+            arguments["credential_provider"] = provider
+        client["allow_http"] = config.get("endpoint", "").startswith("http://")
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            client["root_certificate"] = _read(Path(bundle))
+        kind: Callable[..., Any] = stores.S3Store
+    else:
+        config = {name: value for name, value in options.items() if name not in _OF_FSSPEC}
+        kind = stores.GCSStore if address.kind == "gcs" else stores.AzureStore
+    bucket = address.bucket
+    if address.kind == "azure" and "@" in bucket:
+        # abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH
+        bucket, _, host = bucket.partition("@")
+        config.setdefault("account_name", host.partition(".")[0])
+    try:
+        return kind(bucket, config=config, **arguments)
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise InvalidInputError(f"cannot open the bucket {bucket}: {reason}") from error
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"
+
+
+def _endpoint_of(environ: Mapping[str, str]) -> str:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        if environ.get(name):
+            return environ[name]
+    return ""
+
+
+def _s3_config(
+    options: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
+    """Return obstore's configuration, and who brings credentials where that is not obstore."""
+    config: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    given = {**options, **dict(options.get("client_kwargs") or {})}
+    given.pop("client_kwargs", None)
+    profile = given.pop("profile", None)
+    if given.pop("anon", False) or environ.get("AWS_NO_SIGN_REQUEST", "").lower() == "true":
+        config["skip_signature"] = True
+    for name, value in given.items():
+        if name in _OF_FSSPEC or value is None:
+            continue
+        if name in _KEYS:
+            keys[_KEYS[name]] = str(value)
+        elif name in _PLACES:
+            config[_PLACES[name]] = str(value)
+        else:
+            known = ", ".join(sorted((*_KEYS, *_PLACES, "anon", "profile")))
+            raise InvalidInputError(f"the option {name!r} of s3 is not known here; known: {known}")
+    name = profile or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    found = _profile(name or "default", environ, must_exist=bool(name))
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or found.get("region")
+    if region:
+        config.setdefault("region", region)
+    if endpoint := _endpoint_of(environ) or found.get("endpoint_url"):
+        config.setdefault("endpoint", endpoint)
+    if config.get("skip_signature"):
+        return config, None
+    if "access_key_id" in keys:
+        return config, partial(_credentials, keys)
+    is_web_identity = environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and environ.get("AWS_ROLE_ARN")
+    if not profile and (environ.get("AWS_ACCESS_KEY_ID") or is_web_identity):
+        return config, None
+    provider = _of_profile(found, name or "default")
+    is_container = any(name.startswith("AWS_CONTAINER_CREDENTIALS_") for name in environ)
+    is_silent = environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if provider is None and is_silent and not is_container:
+        raise PermissionDeniedError(f"cannot open the bucket: {NO_CREDENTIALS}")
+    return config, provider
+
+
+def _credentials(keys: Mapping[str, str]) -> Credentials:
+    # Not by the configuration: a session token of the environment would be added to it.
+    return {
+        "access_key_id": keys["access_key_id"],
+        "secret_access_key": keys.get("secret_access_key", ""),
+        "token": keys.get("token"),
+        "expires_at": None,
+    }
+
+
+def _profile(name: str, environ: Mapping[str, str], *, must_exist: bool) -> dict[str, str]:
+    """Return what both files of `~/.aws` say of one profile."""
+    home = Path(environ.get("HOME") or "~").expanduser()
+    files = {
+        name: environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / ".aws/credentials",
+        f"profile {name}": environ.get("AWS_CONFIG_FILE") or home / ".aws/config",
+    }
+    found: dict[str, str] = {}
+    is_there = False
+    for section, path in files.items():
+        parser = configparser.RawConfigParser(strict=False)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidInputError(f"{path} cannot be read: {reason}") from error
+        for each in (section, "default") if name == "default" else (section,):
+            if parser.has_section(each):
+                is_there = True
+                # What the credentials say comes before what the configuration says.
+                found = {**dict(parser.items(each)), **found}
+    if must_exist and not is_there:
+        places = " or ".join(map(str, files.values()))
+        raise InvalidInputError(f"there is no profile {name!r} in {places}")
+    return found
+
+
+def _of_profile(found: Mapping[str, str], name: str) -> Callable[[], Credentials] | None:
+    """Return who brings the credentials of a profile; None where it has none."""
+    if "aws_access_key_id" in found:
+        keys = {_KEYS[key]: value for key, value in found.items() if key in _KEYS}
+        return partial(_credentials, keys)
+    if "credential_process" in found:
+        return lambda: _from_process(found["credential_process"], name)
+    if not any(key in found for key in ("role_arn", "sso_session", "sso_start_url")):
+        return None
+    try:
+        import boto3  # type: ignore[import-untyped]
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the profile {name!r} logs in by SSO or by another profile's role, which needs the "
+            "package boto3: pip install boto3"
+        ) from error
+    provider: Any = Boto3CredentialProvider(boto3.Session(profile_name=name))
+    return cast("Callable[[], Credentials]", provider)
+
+
+def _from_process(command: str, name: str) -> Credentials:
+    """Return what a profile's `credential_process` prints ("Sourcing credentials with an external
+    process" of the AWS CLI)."""
+    try:
+        # The user's own file says what is run, in a shell's words; as Amazon's clients do.
+        done = subprocess.run(
+            shlex.split(command), capture_output=True, timeout=_PROCESS_S, check=True
+        )
+        said = json.loads(done.stdout)
+        expires = said.get("Expiration")
+        return {
+            "access_key_id": said["AccessKeyId"],
+            "secret_access_key": said["SecretAccessKey"],
+            "token": said.get("SessionToken"),
+            "expires_at": datetime.fromisoformat(expires) if expires else None,
+        }
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        raise PermissionDeniedError(
+            f"the credential_process of the profile {name!r} failed: {type(error).__name__}"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"AWS_CA_BUNDLE: {path} cannot be read: {error}") from error

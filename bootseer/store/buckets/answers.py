@@ -1,0 +1,129 @@
+"""What servers of buckets answered, told as one of our errors.
+
+obstore's exceptions carry the answer in their text only; this is the one place that reads it. The
+codes are those of "Error responses" in Amazon S3's reference; Ceph RGW and MinIO send them too. A
+HEAD has no body, so that there is no code. Pure; any thread.
+"""
+
+import re
+
+from msgspec import Struct
+
+from bootseer.base.redact import redact
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnsupportedError,
+    from_oserror,
+)
+
+_HEAD = re.compile(r"Error performing (?:[A-Z]+) ((https?://[^/\s]+)\S*) in ")
+_STATUS = re.compile(r"status code: (\d{3})[^:]*:? ?(.*)", re.DOTALL)
+_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)|\"(?:reason|code)\": ?\"(\w+)\"")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
+_REQUEST_ID = re.compile(r"<RequestId>([\w/+=.-]{1,128})</RequestId>")
+_REASON = re.compile(
+    r"Connection refused|Connection reset|[Nn]etwork is unreachable|No route to host|dns error"
+    r"|operation timed out|invalid peer certificate: \w+|certificate verify failed"
+    r"|connection closed before message completed|error decoding response body|IncompleteMessage"
+)
+# Of a bucket of another region, whose answer obstore does not hand on.
+_REDIRECT = "Received redirect without LOCATION"
+_DEBUG = "\n\nDebug source"
+# Where credentials are asked for when nobody has given any.
+_METADATA = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal")
+_TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
+_BUSY_CODES = frozenset(("SlowDown", "ServiceUnavailable", "RequestTimeout", "InternalError"))
+_ADVICE = {
+    "AccessDenied": "the credentials do not allow it (docs/stores/s3.md has the least policy)",
+    "ExpiredToken": "the credentials have expired: renew them",
+    "InvalidAccessKeyId": "the server does not know this access key",
+    "InvalidToken": "the session token is wrong",
+    "RequestTimeTooSkewed": "the clock of this node is wrong: set it",
+    "SignatureDoesNotMatch": "the secret key is wrong",
+    "TokenRefreshRequired": "the credentials have expired: renew them",
+}
+NO_CREDENTIALS = (
+    "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+    "or give the node or the pod a role"
+)
+
+
+class Answer(Struct, frozen=True):
+    """What a server said; 0 and "" for what it did not, or what did not come."""
+
+    status: int = 0
+    code: str = ""
+    message: str = ""
+    request_id: str = ""
+    endpoint: str = ""
+
+    def __str__(self) -> str:
+        shown = f"{self.status} {self.code}".strip()
+        return f"{shown} (request id {self.request_id})" if self.request_id else shown
+
+
+def answer_of(error: BaseException) -> Answer:
+    """Return the answer that an exception of obstore was made of."""
+    text = str(error).partition(_DEBUG)[0]
+    head, status = _HEAD.search(text), _STATUS.search(text)
+    body = status[2] if status else text
+    code = _CODE.search(body)
+    message, request_id = _MESSAGE.search(body), _REQUEST_ID.search(body)
+    return Answer(
+        status=int(status[1]) if status else 0,
+        code=next(filter(None, code.groups())) if code else "",
+        message=message[1] if message else "",
+        request_id=request_id[1] if request_id else "",
+        endpoint=head[2] if head else "",
+    )
+
+
+def is_conflict(answer: Answer) -> bool:
+    """Tell whether another writer is at work on the same key (S3: ConditionalRequestConflict)."""
+    return answer.status == 409 and answer.code != "BucketAlreadyExists"
+
+
+def told(error: BaseException, what: str, bucket: str) -> BootseerError:
+    """Return one of our errors that says that `what` failed, as in "read s3://bucket/key"."""
+    if isinstance(error, BootseerError):
+        return error
+    answer = answer_of(error)
+    text = str(error)
+    if any(host in text for host in _METADATA):
+        return PermissionDeniedError(f"cannot {what}: {NO_CREDENTIALS}")
+    where = f"{what} at {answer.endpoint}" if answer.endpoint else what
+    name = type(error).__name__
+    if answer.code == "NoSuchBucket":
+        return InvalidInputError(
+            f"cannot {where}: there is no bucket {bucket}; create it, or correct the URL"
+        )
+    is_elsewhere = answer.status in (301, 307) or answer.code == "AuthorizationHeaderMalformed"
+    if is_elsewhere or _REDIRECT in text:
+        return InvalidInputError(
+            f"cannot {where}: the bucket {bucket} lies in another region; set AWS_REGION"
+            f" ({answer.message or answer})"
+        )
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(f"cannot {where}: it does not exist")
+    if name in ("AlreadyExistsError", "PreconditionError"):
+        return AlreadyExistsError(f"cannot {where}: it exists already")
+    if answer.status in _TRANSIENT or answer.code in _BUSY_CODES:
+        return UnavailableError(f"cannot {where}: {answer}")
+    is_refused = name in ("PermissionDeniedError", "UnauthenticatedError")
+    if is_refused or answer.status in (401, 403) or answer.code in _ADVICE:
+        advice = _ADVICE.get(answer.code) or redact(answer.message) or _ADVICE["AccessDenied"]
+        return PermissionDeniedError(f"cannot {where}: {answer}: {advice}")
+    if name in ("NotSupportedError", "NotImplementedError"):
+        return UnsupportedError(f"cannot {where}: the storage has no such call")
+    if answer.status:
+        return UnavailableError(f"cannot {where}: {answer} {redact(answer.message)}".rstrip())
+    if isinstance(error, OSError) and error.errno:
+        return from_oserror(error, what)
+    reason = _REASON.search(text)
+    first = redact(text.partition("\n")[0])[:300]
+    return UnavailableError(f"cannot {where}: {reason[0] if reason else first}")

@@ -1,0 +1,504 @@
+"""Files in a bucket of S3, Google Cloud Storage or Azure as a backend, by obstore.
+
+An object appears whole, when its writer is closed. Of several creators of a new object one wins
+(`If-None-Match: *`; see `writer` for large ones). There is no rename: it is a copy and a delete.
+Folders are prefixes of names; one that is empty is an object `_MARKER` in it, which nothing shows.
+Folders that other tools have made (an object "folder/") are seen, and cannot be deleted.
+
+Requests: what is small is read by one GET and written by one PUT. Attempts are ours (obstore makes
+one), but those of the parts of a large upload, which obstore repeats by our numbers.
+
+Every call runs in a helper thread and is left when nothing has come for the deadline. Thread-safe.
+A process that was forked from one which has used a bucket cannot use one: the threads of obstore
+stayed in its parent. It is refused at once.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from bootseer.base.redact import public_url
+from bootseer.errors import (
+    AlreadyExistsError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
+from bootseer.store.backend import FileInfo, Piece, Space
+from bootseer.store.buckets.access import (
+    SLOWEST_BYTES_PER_S,
+    Address,
+    address_of,
+    load,
+    open_bucket,
+)
+from bootseer.store.buckets.answers import answer_of, is_conflict, told
+from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
+from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
+from bootseer.store.paths import Folder, check_deadline, split_path
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import STALL_S, Progress
+from bootseer.transfer.policy import REQUEST, Attempts
+
+Result = TypeVar("Result")
+
+_MARKER = ".bootseer-folder"
+_DEADLINE_S = 60.0
+# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+_THREADS_MAX = 128
+# What is read of a body before its reader is told: a trickle is known for one after this.
+_PIECE_BYTES = 64 << 10
+# So small an object is sent without a look whether it is there: the PUT itself decides.
+_UNSEEN_BYTES = 256 << 10
+# Of what is there already after a PUT whose answer was lost: is it ours?
+_COMPARED_BYTES = 1 << 20
+
+
+class _Forks:
+    """The process that has obstore's threads."""
+
+    pid = 0
+
+
+def forbids_fork() -> bool:
+    """Tell whether this process has used a bucket, so that its forked children cannot."""
+    return _Forks.pid != 0
+
+
+class BucketBackend(Folder):
+    """Files beneath one prefix of a bucket."""
+
+    has_atomic_rename = False
+    has_atomic_put = True
+    writer_bytes = PARTS_AT_ONCE * PART_BYTES
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`options`: what fsspec's file system for this kind of URL takes. A URL without a bucket
+        stands for all of them: the first name of each path is a bucket."""
+        self.url = public_url(url)
+        self._address = address_of(url)
+        split_path(self._address.prefix)
+        self._options = dict(options or {})
+        self._deadline_s = _DEADLINE_S if deadline_s is None else deadline_s
+        check_deadline(self._deadline_s)
+        self._stall_s = min(STALL_S, self._deadline_s)
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-bucket")
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[str, int], Any] = {}
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def _bucket(self, path: str, sent_bytes: int = 0) -> tuple[Any, str, str]:
+        """Return obstore's store for a path, the path's key in it, and the bucket's name.
+
+        Raises: InvalidInputError, UnsupportedError, PermissionDeniedError.
+        """
+        names = split_path(path)
+        bucket = self._address.bucket
+        if not bucket:
+            if not names:
+                raise UnsupportedError(f"{self.url} names no bucket")
+            bucket, names = names[0], names[1:]
+        _Forks.pid = _Forks.pid or os.getpid()
+        # Before any lock, which another thread may have held when this process was forked.
+        if _Forks.pid != os.getpid():
+            raise UnsupportedError(
+                f"cannot reach {self.url} in a process that was forked from one which has used a "
+                "bucket: start it by spawn or forkserver (DataLoader: "
+                'multiprocessing_context="forkserver")'
+            )
+        with self._lock:
+            store = self._opened.get((bucket, sent_bytes))
+            if store is None:
+                address = Address(self._address.kind, bucket, self._address.prefix)
+                store = open_bucket(
+                    address,
+                    self._options,
+                    self._deadline_s,
+                    sent_bytes,
+                    is_upload=sent_bytes == PART_BYTES,
+                )
+                self._opened[bucket, sent_bytes] = store
+        return store, "/".join(filter(None, (self._address.prefix, *names))), bucket
+
+    def _run(
+        self,
+        verb: str,
+        path: str,
+        work: Callable[[Any, str, Call[Any]], Result],
+        *,
+        attempts: bool = True,
+        sent_bytes: int = 0,
+        size_bytes: int = 0,
+    ) -> Result:
+        """Return what `work` returns for the store and the key of `path`, within the deadline.
+
+        `work` is called again after a failure that may pass, unless `attempts` is False.
+        `sent_bytes`: the most that one request of this kind sends; `size_bytes`: what is sent or
+        copied now, of which nothing is seen before its end. Raises: BootseerError.
+        """
+        what = f"{verb} {self._name(path)}"
+        store, key, bucket = self._bucket(path, sent_bytes)
+        limit_s = self._deadline_s + size_bytes / SLOWEST_BYTES_PER_S
+
+        def guarded(call: Call[Any]) -> Result:
+            left = Attempts(REQUEST, limit_s)
+            while True:
+                try:
+                    return work(store, key, call)
+                except BaseException as error:
+                    # Rust's panics are none of Exception: some answers bring them about.
+                    if not isinstance(error, Exception) and not _is_panic(error):
+                        raise
+                    ours = told(error, what, bucket)
+                    pause_s = left.pause_s(ours) if attempts else None
+                    if pause_s is None or call.abandoned:
+                        raise ours from error
+                    time.sleep(pause_s)
+
+        try:
+            result: Result = self._caller.run(guarded, limit_s)
+            return result
+        except NoAnswerError as error:
+            raise DeadlineError(f"cannot {what}: {error}") from error
+
+    # ---- looking ------------------------------------------------------------------------------
+
+    def stat(self, path: str) -> FileInfo:
+        def look(store: Any, key: str, _: Call[Any]) -> FileInfo:
+            if key:
+                try:
+                    return _info(path, load().head(store, key))
+                except FileNotFoundError:
+                    pass
+            # This also tells whether the bucket is there.
+            if self._has_below(store, key) or not key:
+                return FileInfo(path, 0, 0, True)
+            raise NotFoundError(f"cannot look at {self._name(path)}: it does not exist")
+
+        return self._run("look at", path, look)
+
+    def _has_below(self, store: Any, key: str) -> bool:
+        return any(page for page in load().list(store, key or None, chunk_size=1))
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        def look(store: Any, key: str, _: Call[Any]) -> list[FileInfo]:
+            found = load().list_with_delimiter(store, key or None)
+            folder = f"{path}/" if path else ""
+            infos = [
+                FileInfo(folder + _last(prefix), 0, 0, True) for prefix in found["common_prefixes"]
+            ]
+            is_there = bool(infos) or not key
+            for meta in found["objects"]:
+                is_there = True
+                # A name equal to the folder's own is another tool's mark of the folder.
+                if meta["path"] != key and (name := _last(meta["path"])) != _MARKER:
+                    infos.append(_info(folder + name, meta))
+            if not is_there:
+                raise NotFoundError(f"cannot list {self._name(path)}: it does not exist")
+            infos.sort(key=lambda info: info.path)
+            return infos
+
+        split_path(path)
+        return iter(self._run("list", path, look))
+
+    def space(self) -> Space | None:
+        """None: a bucket has no size."""
+        return None
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if offset < 0 or (length is not None and length < 0):
+            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        if length == 0:
+            self.stat(path)
+            return b""
+        left = Attempts(REQUEST, self._deadline_s)
+        while True:
+            pieces: list[bytes] = []
+
+            def keep(data: memoryview, pieces: "list[bytes]" = pieces) -> bool:
+                pieces.append(bytes(data))
+                return True
+
+            try:
+                # All of it by one request, so that it is of one generation.
+                self._bring(path, offset, length, keep)
+                return b"".join(pieces)
+            except UnavailableError as error:
+                pause_s = left.pause_s(error)
+                if pause_s is None:
+                    raise
+                time.sleep(pause_s)
+
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        if not buffer or offset < 0:
+            data = self.read(path, offset, len(buffer))
+            (attempt or Attempt()).put(0, buffer, data)
+            return len(data)
+        reader = attempt or Attempt()
+        done = 0
+
+        def put(data: memoryview) -> bool:
+            nonlocal done
+            if not reader.put(done, buffer, data[: len(buffer) - done]):
+                return False
+            done = reader.done_bytes
+            return done < len(buffer)
+
+        try:
+            self._bring(path, offset, len(buffer), put)
+        except BaseException:
+            # Whatever still comes must not touch the buffer of who does something else with it.
+            reader.stop()
+            raise
+        return done
+
+    def _bring(
+        self, path: str, offset: int, length: int | None, take: Callable[[memoryview], bool]
+    ) -> None:
+        """Hand bytes to `take`, as they come, until their end or until it returns False.
+
+        Asks once. Raises: BootseerError; UnavailableError where the body stops or only drips.
+        """
+        options: Any = {}
+        if length is not None:
+            options["range"] = (offset, offset + length)
+        elif offset:
+            options["range"] = {"offset": offset}
+
+        def ask(store: Any, key: str, _: Call[Any]) -> Any:
+            if not key:
+                raise InvalidInputError(f"{self._name(path)} is a folder")
+            try:
+                return load().get(store, key, options=options)
+            except Exception as error:
+                if answer_of(error).status == 416:
+                    return None  # the range begins behind the end
+                raise
+
+        answer = self._run("read", path, ask, attempts=False)
+        if answer is None:
+            return
+        what = f"read {self._name(path)}"
+
+        def body(call: Call[None]) -> None:
+            progress, came = Progress(time.monotonic()), 0
+            try:
+                for chunk in answer.stream(min_chunk_size=_PIECE_BYTES):
+                    data = memoryview(chunk)
+                    came += len(data)
+                    if call.abandoned or not take(data):
+                        return
+                    silent_s = progress.silent_s(came, time.monotonic())
+                    if silent_s >= self._stall_s:
+                        raise UnavailableError(
+                            f"cannot {what}: only a trickle came for {self._stall_s:g} s"
+                        )
+                    if not silent_s:
+                        call.progress()
+            except Exception as error:
+                raise told(error, what, self._address.bucket) from error
+            start, end = answer.range
+            if came < end - start:
+                raise UnavailableError(f"cannot {what}: the connection ended early")
+
+        try:
+            self._caller.run(body, self._stall_s)
+        except NoAnswerError as error:
+            raise UnavailableError(
+                f"cannot {what}: nothing came for {self._stall_s:g} s"
+            ) from error
+
+    # ---- writing ------------------------------------------------------------------------------
+
+    def create(self, path: str, *, overwrite: bool = False) -> BucketWriter:
+        self._names_of_file(path)
+        return BucketWriter(
+            self, path, self._name(path), overwrite=overwrite, deadline_s=self._deadline_s
+        )
+
+    def refuse_existing(self, path: str) -> None:
+        """As `writer.Sends`."""
+
+        def look(store: Any, key: str, _: Call[Any]) -> None:
+            try:
+                load().head(store, key)
+            except FileNotFoundError:
+                return
+            raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
+
+        self._run("create", path, look)
+
+    def put(self, path: str, pieces: Sequence[Piece], size_bytes: int, overwrite: bool) -> None:
+        """As `writer.Sends`."""
+        if not overwrite and size_bytes > _UNSEEN_BYTES:
+            self.refuse_existing(path)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        mode: Any = "overwrite" if overwrite else "create"
+        is_again = False
+
+        def send(store: Any, key: str, _: Call[Any]) -> None:
+            nonlocal is_again
+            was_sent, is_again = is_again, True
+            try:
+                load().put(store, key, data, mode=mode, use_multipart=False)
+            except load().exceptions.AlreadyExistsError as error:
+                if overwrite or is_conflict(answer_of(error)):
+                    # Who is first is known when the other one has ended, one way or the other.
+                    raise UnavailableError(
+                        f"cannot write {self._name(path)}: another writer is at work on it"
+                    ) from error
+                # The answer of an earlier attempt may have been lost, and its object is there.
+                if not (was_sent and self._is_there(store, key, data)):
+                    raise
+
+        self._run("write", path, send, sent_bytes=SINGLE_BYTES, size_bytes=size_bytes)
+
+    def _is_there(self, store: Any, key: str, data: Piece) -> bool:
+        meta = load().head(store, key)
+        if meta["size"] != len(data) or len(data) > _COMPARED_BYTES:
+            return False
+        return bytes(load().get(store, key).bytes()) == data
+
+    def upload(self, path: str, pieces: Iterator[Piece]) -> None:
+        """As `writer.Sends`."""
+        store, key, bucket = self._bucket(path, PART_BYTES)
+        try:
+            load().put(
+                store,
+                key,
+                pieces,
+                use_multipart=True,
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+        except Exception as error:
+            raise told(error, f"write {self._name(path)}", bucket) from error
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        self._names_of_file(target)
+        info = self.stat(source)
+        if info.is_dir:
+            raise UnsupportedError(f"{self.url} cannot rename a folder in one step")
+        if not overwrite and info.size_bytes <= SINGLE_BYTES:
+            with self.create(target) as writer:
+                writer.write(self.read(source))
+        else:
+            if not overwrite:
+                self.refuse_existing(target)
+            old = self._bucket(source)[1]
+            self._run(
+                f"rename {self._name(source)} to",
+                target,
+                lambda store, key, _: load().copy(store, old, key),
+                size_bytes=info.size_bytes,
+            )
+        self.delete_files([source])
+
+    def mkdir(self, path: str) -> None:
+        if not self._bucket(path)[1]:
+            self.stat(path)  # nobody makes buckets
+            return
+        names = split_path(path)
+        for count in range(1 if self._address.bucket else 2, len(names) + 1):
+            above = "/".join(names[:count])
+            if self._is_file(above):
+                raise InvalidInputError(f"{self._name(above)} is a file and no folder")
+        self.put(f"{path}/{_MARKER}" if path else _MARKER, [b""], 0, overwrite=True)
+
+    def _is_file(self, path: str) -> bool:
+        try:
+            self.refuse_existing(path)
+        except AlreadyExistsError:
+            return True
+        return False
+
+    # ---- deleting -----------------------------------------------------------------------------
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        self._names_of_file(path)
+
+        def below(store: Any, key: str, call: Call[Any]) -> list[str]:
+            """Return the keys that are to be deleted."""
+            found: list[str] = []
+            for page in load().list(store, key, chunk_size=1000):
+                call.progress()
+                found += [meta["path"] for meta in page]
+                if not recursive and any(_last(one) != _MARKER for one in found if one != key):
+                    break
+            return found
+
+        # A file is none's folder, and the most frequent.
+        if not recursive:
+            try:
+                is_file = not self.stat(path).is_dir
+            except NotFoundError:
+                return
+            if is_file:
+                self.delete_files([path])
+                return
+        keys = self._run("delete", path, below)
+        own = self._bucket(path)[1]
+        if not recursive and any(key not in (own, f"{own}/{_MARKER}") for key in keys):
+            raise AlreadyExistsError(f"cannot delete {self._name(path)}: the folder is not empty")
+        self._delete_keys(path, [*keys, own] if recursive else keys)
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """As `DeletesMany`."""
+        by_bucket: dict[str, list[str]] = {}
+        for path in paths:
+            self._names_of_file(path)
+            by_bucket.setdefault(self._bucket(path)[2], []).append(path)
+        for some in by_bucket.values():
+            self._delete_keys(some[0], [self._bucket(path)[1] for path in some])
+
+    def _delete_keys(self, path: str, keys: Sequence[str]) -> None:
+        def delete(store: Any, _: str, call: Call[Any]) -> None:
+            for some in _batches(keys):
+                try:
+                    load().delete(store, some[0] if len(some) == 1 else some)
+                except FileNotFoundError as error:
+                    if answer_of(error).code == "NoSuchBucket":
+                        raise
+                call.progress()
+
+        if keys:
+            self._run("delete", path, delete)
+
+    def close(self) -> None:
+        """Release threads; obstore's connections end with the process."""
+        self._caller.close()
+        with self._lock:
+            self._opened.clear()
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), 1000):
+        yield list(keys[start : start + 1000])
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _info(path: str, meta: Mapping[str, Any]) -> FileInfo:
+    when = meta["last_modified"]
+    return FileInfo(path, meta["size"], int(when.timestamp() * 1e9) if when else 0, False)
