@@ -239,9 +239,11 @@ def _began_ns(timeline: str) -> int:
 
 
 @contextmanager
-def node_at(base: Path, store: str) -> Iterator[Node]:
-    """A node of which nothing is left in the end."""
-    node = Node(base, store)
+def node_at(
+    base: Path, store: str, *, variables: Mapping[str, str] | None = None
+) -> Iterator[Node]:
+    """A node of which nothing is left in the end; as `Node`."""
+    node = Node(base, store, variables=variables)
     try:
         yield node
     finally:
