@@ -4,6 +4,7 @@ Alone owns the client of hdfs-native and how its failures become ours. Any threa
 """
 
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -298,7 +299,14 @@ def _note_fork() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client.inner))
 
 
-os.register_at_fork(after_in_child=_note_fork)
+def _collect_garbage() -> None:
+    """Free what closed clients have left in circles: in the child that would wait for ever for
+    threads that stayed in the parent."""
+    if _Fork.parent_has_client:
+        gc.collect()
+
+
+os.register_at_fork(before=_collect_garbage, after_in_child=_note_fork)
 
 
 def _outlive_inherited_connections() -> None:
