@@ -36,7 +36,7 @@ from bootseer.snapshots.targets.lock import locked
 from bootseer.snapshots.targets.scan import base_digest
 from bootseer.snapshots.targets.state import remember
 from bootseer.snapshots.targets.target_users import check_unused, note_user, other_users
-from bootseer.store import LeaseWatch, Store, open_own_store, open_store
+from bootseer.store import LeaseWatch, Store, open_own_store
 from bootseer.store.objects.lease import LeaseRenewal
 
 __all__ = ["SetupResult", "run_setup"]
@@ -45,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.1
 _POLL_MAX_S = 2.0
-# What a start waits at most, once more, for a store that it has waited for in vain: long for one
-# question, and little beside a deadline.
-_PROBE_S = 2.0
 
 
 def run_setup(
@@ -58,7 +55,6 @@ def run_setup(
     wait_s: float = 1800.0,
     lease_s: float = 30.0,
     until_exit: bool = False,
-    store_is_silent: bool = False,
     forks: bool = False,
     before_own_view: Callable[[], None] = lambda: None,
     note_wait: NoteWait = no_wait,
@@ -68,8 +64,7 @@ def run_setup(
     `report` gets what happens, a sentence at a time; a warning begins with "warning: ". `wait_s`
     bounds the wait for another process or node that is running the same set-up; `lease_s` is how
     long a node that died holds the others up. `until_exit`: what is mounted goes when
-    this process ends, whatever program it is by then; else it stays. `store_is_silent`: somebody
-    has just waited for the store in vain; it is asked briefly whether it answers by now.
+    this process ends, whatever program it is by then; else it stays.
     `forks`: a server may begin as a copy of this process (see `early_server`).
     `before_own_view`: called before this process enters a mount namespace of its own, which it does
     only with `until_exit`, where another job runs on a target (see `restoring.own_view`).
@@ -83,7 +78,7 @@ def run_setup(
     sweep_covers(settings.run_dir)
     note = own_view.of_shared(remember(settings, request.root))
     attempt = Attempt(settings, request, report, started, until_exit, note, note_wait=note_wait)
-    run = _Run(attempt, wait_s, lease_s, store_is_silent, forks, before_own_view)
+    run = _Run(attempt, wait_s, lease_s, forks, before_own_view)
     try:
         resolved = resolve(request, report, settings.cache_dir / "interpreters")
     except (InvalidInputError, NotFoundError):
@@ -103,7 +98,6 @@ class _Run:
         attempt: Attempt,
         wait_s: float,
         lease_s: float,
-        store_is_silent: bool,
         forks: bool,
         before_own_view: Callable[[], None],
     ) -> None:
@@ -112,7 +106,6 @@ class _Run:
         self.report = attempt.report
         self.wait_s = wait_s
         self.lease_s = lease_s
-        self.store_is_silent = store_is_silent
         self.forks = forks
         self.before_own_view = before_own_view
         self.end = attempt.started + wait_s
@@ -141,8 +134,6 @@ class _Run:
                 self.is_locked = True
                 mounted.recover(self.settings, hosts)
                 staging.recover(hosts, attempt.note)
-                if self.store_is_silent:
-                    self._probe()
                 store = stack.enter_context(open_own_store(self.settings, self.report))
                 return self._used(self._with_servers(store, resolved, stack))
             except SetupFailedError:
@@ -189,12 +180,6 @@ class _Run:
                 "this job has its own directory there, in a mount namespace of its own"
             )
         return True
-
-    def _probe(self) -> None:
-        """Raises: DeadlineError where the store still does not answer."""
-        deadline_s = min(_PROBE_S, self.settings.deadline_s)
-        with open_store(self.settings.store_url, deadline_s=deadline_s) as store:
-            catalogue.exists(store, "0" * 64)
 
     def ordinary(self, reason: str) -> SetupResult:
         """The command, as without Bootseer."""

@@ -33,12 +33,9 @@ PACKAGE_INSIDE = Path("/run/bootseer/python/bootseer")
 """Our sources in the container, for the Python processes that are watched there."""
 
 
-def open_image(
-    settings: Settings, job: Job, timeline: Timeline, say: Say
-) -> "tuple[Container, bool]":
+def open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "Container":
     """A container of the image of `job`: a name in the store, or a source, of which what the store
-    lacks is pulled. It is published in the background, if the settings say so. Also whether the
-    store was waited for in vain.
+    lacks is pulled. It is published in the background, if the settings say so.
 
     Raises: BootseerError where the image cannot be had at all.
     """
@@ -79,7 +76,7 @@ def open_image(
             _show_timeline(container, timeline.path)
             if settings.trace_python:
                 container.bind(PACKAGE, str(PACKAGE_INSIDE), read_only=True)
-        return container, resolved.store_is_silent
+        return container
 
 
 def container_environment(container: "Container") -> dict[str, str]:

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+from bootseer.base.patience import PATIENCE
 from bootseer.errors import BootseerError
 from bootseer.launch.job import Job
 from bootseer.linux.private_files import write_private_file
@@ -26,16 +27,13 @@ _BYTES_MAX = 8 << 20
 _ASK_S = 2.0
 
 
-def begin(
-    settings: Settings, job: Job, *, is_silent: bool
-) -> tuple[dict[str, str], tuple[str, ...]]:
+def begin(settings: Settings, job: Job) -> tuple[dict[str, str], tuple[str, ...]]:
     """As `begin_preloaders`, with the records of another node where this one has none.
-    `is_silent`: somebody has just waited for the store in vain.
 
     Raises: BootseerError, OSError; then there is no preloader.
     """
     paths = record_paths(settings)
-    if not is_silent and not paths[0].exists():
+    if not PATIENCE.is_spent and not paths[0].exists():
         with (
             contextlib.suppress(BootseerError, OSError),
             contextlib.closing(open_own_store(settings, deadline_s=_ASK_S)) as store,

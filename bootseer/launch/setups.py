@@ -34,11 +34,9 @@ def set_up(
     span: "Span",
     say: Callable[[str], None],
     *,
-    store_is_silent: bool,
     before_own_view: Callable[[], None],
-) -> bool:
-    """Make the targets of one set-up of `job`; `span` is its stage, above `timeline`. Returns
-    whether the store is silent, by what is known now.
+) -> None:
+    """Make the targets of one set-up of `job`; `span` is its stage, above `timeline`.
 
     Raises: what `snapshots.run.run_setup` raises.
     """
@@ -66,7 +64,6 @@ def set_up(
         request,
         report=say,
         until_exit=True,
-        store_is_silent=store_is_silent,
         forks=True,
         before_own_view=before_own_view,
         note_wait=note_wait,
@@ -80,8 +77,6 @@ def set_up(
     is_live = result.mode and (result.how == "in place" or (container and result.was_here))
     changed = "changed: " if result.is_changed else ""
     span.set("bootseer.how", LIVE if is_live else changed + result.how)
-    # Whatever it was that kept this one from a snapshot: the next one asks briefly first.
-    return store_is_silent or result.how == "ran"
 
 
 def _inside(container: "Container", request: "Request") -> "Request":

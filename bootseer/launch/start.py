@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
+from bootseer.base.patience import PATIENCE
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.launch.checkpoints import CheckpointMounts
 from bootseer.launch.job import Job, setup_command
@@ -52,6 +53,8 @@ def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
     setups = [setup_command(line) for line in job.setups]
     try:
         with StopSignals():
+            # A store that does not answer costs a start its deadline once, and not once a stage.
+            PATIENCE.limit(settings.deadline_s)
             _Start(settings, job, setups, say).run()
     except StoppedError as stopped:
         say(f"the start was {stopped}")
@@ -66,7 +69,6 @@ class _Start:
         self._say = say
         self._checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
         self._container: Container | None = None
-        self._store_is_silent = False
         self._is_watched = False
         self._caches: KeptCaches | None = None
         self._lingering: Lingering | None = None
@@ -103,9 +105,7 @@ class _Start:
         if self._job.image:
             from bootseer.launch.image import open_image
 
-            self._container, self._store_is_silent = open_image(
-                self._settings, self._job, timeline, self._say
-            )
+            self._container = open_image(self._settings, self._job, timeline, self._say)
             # Once it is entered, no mount of the host comes in any more.
             for source, target in self._checkpoints.finish():
                 self._container.bind(source, target)
@@ -117,7 +117,7 @@ class _Start:
             self._checkpoints.check()
             name = "environment" if len(self._setups) == 1 else f"environment {number + 1}"
             with timeline.span(name) as span:
-                self._store_is_silent = set_up(
+                set_up(
                     self._settings,
                     self._job,
                     command,
@@ -125,7 +125,6 @@ class _Start:
                     timeline.below(span),
                     span,
                     self._say,
-                    store_is_silent=self._store_is_silent,
                     # In the namespace that is left nothing more is mounted for this job.
                     before_own_view=self._finish_checkpoints,
                 )
@@ -174,7 +173,7 @@ class _Start:
                 runner=container.run,
                 binds=tuple((bind.target, bind.source) for bind in container.binds),
             )
-        variables = caches.restore(timeline, job, self._container, is_silent=self._store_is_silent)
+        variables = caches.restore(timeline, job, self._container)
         caches.abandon()
         os.environ.update(variables)
 
@@ -192,8 +191,7 @@ class _Start:
         try:
             if self._container is not None or not self._is_watched:
                 raise InvalidInputError("it needs the recording of imports, and no --image")
-            is_silent = self._store_is_silent
-            added, command = begin(self._settings, self._job, is_silent=is_silent)
+            added, command = begin(self._settings, self._job)
         except (BootseerError, OSError) as error:
             self._say(f"warning: workers start without a preloader: {error}")
             return

@@ -8,6 +8,7 @@ beginning, before it has threads: a library must not copy the process that uses 
 import contextlib
 import importlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
+from bootseer.base.patience import PATIENCE
 from bootseer.linux.processes import close_descriptors, stat_fields, wait_ended
 
 _FAILED = 70  # EX_SOFTWARE of sysexits.h
@@ -90,6 +92,7 @@ def _become(
         _forget_handlers()
         os.environ.clear()
         os.environ.update(environment)
+        PATIENCE.limit(math.inf)
         command = ["python", "-m", module, *arguments]
         try:
             _show_as(command)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
+from bootseer.base.patience import PATIENCE
 from bootseer.errors import DeadlineError, UnavailableError
 
 Result = TypeVar("Result")
@@ -114,6 +115,10 @@ class DeadlineCaller:
         as late), or found no free helper for as long; UnavailableError when no helper can be
         started.
         """
+        timeout_s = min(timeout_s, PATIENCE.left_s)
+        if timeout_s <= 0:
+            raise NoAnswerError(f"no answer within {PATIENCE.limit_s:g} s, in earlier calls")
+        began_s = time.monotonic()
         call: Call[Result] = Call(function)
         self._find_helper()
         self._queue.put(call)  # type: ignore[arg-type]  # the queue never looks at the result
@@ -124,8 +129,14 @@ class DeadlineCaller:
             raise
         if not finished:
             self._abandon(call)
-            raise NoAnswerError(f"no answer within {timeout_s:g} s")
-        return call.result()
+            PATIENCE.spend(time.monotonic() - began_s)
+            shown_s = round(timeout_s, 1) if timeout_s >= 1 else timeout_s
+            raise NoAnswerError(f"no answer within {shown_s:g} s")
+        try:
+            return call.result()
+        except (DeadlineError, UnavailableError):
+            PATIENCE.spend(time.monotonic() - began_s)
+            raise
 
     def _find_helper(self) -> None:
         """Count one more call, and start a helper for it unless one is idle.

@@ -8,12 +8,10 @@ import logging
 from collections.abc import Callable
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bootseer.errors import (
     BootseerError,
     CorruptError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
 )
@@ -40,8 +38,6 @@ class ResolvedImage(Struct, frozen=True):
     """Its index lies in the node's cache; its bytes in the store, or in the node's cache."""
     streams: tuple[StreamCache, ...] = ()
     """Kept open, so that the cache does not remove what only this node has."""
-    store_is_silent: bool = False
-    """It was waited for in vain, for a whole deadline."""
 
     @property
     def record(self) -> ImageRecord:
@@ -79,7 +75,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ResolvedImage:
         if found is None:
             raise
         say(f"warning: starting image {name} with what this node has of it: {error}")
-        return replace(found, store_is_silent=isinstance(error, DeadlineError))
+        return found
 
 
 def _stored(

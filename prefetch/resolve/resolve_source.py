@@ -75,7 +75,6 @@ class _Start:
         self._timeline = timeline
         self._catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
         self._store: Store | None = None
-        self._store_is_silent = False
         self._news = ""
         self._span: Span | None = None
         self._pulled_bytes = 0
@@ -100,14 +99,13 @@ class _Start:
                 self._give_up_store(error)
             found = self._known(source) or self._pulled(source)
         remember(lambda: self._catalogue.keep_source(self._image, found.image))
-        return replace(found, store_is_silent=self._store_is_silent)
+        return found
 
     def _give_up_store(self, error: Exception) -> None:
         with self._lock:
             if self._store is None:
                 return
             self._store = None
-            self._store_is_silent = isinstance(error, DeadlineError)
         self._say(f"warning: starting without the shared store: {error}")
 
     # ---- what is known ------------------------------------------------------------------------

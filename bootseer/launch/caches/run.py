@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
+from bootseer.base.patience import PATIENCE
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
 from bootseer.launch.caches.records import (
@@ -99,19 +100,16 @@ class KeptCaches:
         return bool(self._wish.directories) or not is_default
 
     def restore(
-        self, timeline: Timeline, job: Job, container: "Container | None", *, is_silent: bool
+        self, timeline: Timeline, job: Job, container: "Container | None"
     ) -> dict[str, str]:
-        """Put what there is in place; returns the variables that the job is to have.
-
-        `is_silent`: the store was asked in vain a moment ago. Never raises.
-        """
+        """Put what there is in place; return the variables for the job. Never raises."""
         try:
             caches = find_caches(self._settings, self._wish, job)
             if not caches and not self._preloads:
                 return {}
             self.begin()
             with timeline.span(STAGE) as span:
-                kept, results = self._restore_all(caches, is_silent=is_silent)
+                kept, results = self._restore_all(caches)
                 span.set("bootseer.hit", all(one.how != MISS for one in results))
                 span.set("bootseer.bytes", sum(one.moved_bytes for one in results))
                 span.set("bootseer.files", sum(one.file_count for one in results))
@@ -129,11 +127,10 @@ class KeptCaches:
         self._say(f"warning: no kept cache is used: {reason}")
         return {}
 
-    def _restore_all(
-        self, caches: list[Cache], *, is_silent: bool
-    ) -> tuple[list[Kept], list[Restored]]:
-        if not self._publishes or is_silent:
-            return self._make_folders(caches, "the store does not answer" if is_silent else "")
+    def _restore_all(self, caches: list[Cache]) -> tuple[list[Kept], list[Restored]]:
+        if not self._publishes or PATIENCE.is_spent:
+            reason = "the store does not answer" if PATIENCE.is_spent else ""
+            return self._make_folders(caches, reason)
         # Here: most starts of what has no caches come no further than looking for them.
         from bootseer.launch.caches.restoring import restore
         from bootseer.store import open_own_store

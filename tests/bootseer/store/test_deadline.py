@@ -1,14 +1,16 @@
 """Calls that end by a deadline, whatever the called code does."""
 
 import contextlib
+import math
 import os
 import threading
 import warnings
 
 import pytest
 
+from bootseer.base.patience import Patience
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.deadline import Call, DeadlineCaller
+from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from testbed.waiting import pause, wait_for
 
 
@@ -113,4 +115,36 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
         os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
+    caller.close()
+
+
+def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start has one budget, for all calls of all its stages."""
+    patience = Patience()
+    monkeypatch.setattr("bootseer.store.deadline.PATIENCE", patience)
+    patience.limit(1.5)
+    caller = DeadlineCaller(4, "test")
+    release = threading.Event()
+
+    def hang(_: Call[None]) -> None:
+        release.wait(60)
+
+    def refuse(_: Call[None]) -> None:
+        pause(0.6)
+        raise UnavailableError("nobody is there")
+
+    with pytest.raises(UnavailableError, match="nobody"):
+        caller.run(refuse, 60)
+    assert patience.left_s < 1.0
+    # What brings something uses up nothing, however long it takes.
+    left_s = patience.left_s
+    assert caller.run(lambda _: pause(0.7), 60) is None
+    assert patience.left_s == left_s
+    with pytest.raises(NoAnswerError, match="within"):
+        caller.run(hang, 60)
+    with pytest.raises(NoAnswerError, match=r"within 1\.5 s, in earlier calls"):
+        caller.run(hang, 60)
+    patience.limit(math.inf)
+    assert caller.run(lambda _: 5, 60) == 5
+    release.set()
     caller.close()
