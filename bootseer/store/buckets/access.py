@@ -27,6 +27,8 @@ from bootseer.transfer.policy import REQUEST
 
 _PROCESS_S = 60.0
 _CONNECT_S = 5.0
+# No body takes longer; a silence ends it much earlier.
+_BODY_S = 7200.0
 # A request that sends so much may take a second longer per megabyte: nothing of it is seen.
 SLOWEST_BYTES_PER_S = 1_000_000
 # Which of s3fs' options mean what; `client_kwargs` are looked into.
@@ -96,10 +98,12 @@ def open_bucket(
     Raises: InvalidInputError, PermissionDeniedError; UnsupportedError without obstore.
     """
     stores = load().store
+    # Longer than the caller's own deadline, which says more: these end what it has left behind.
+    silent_s = 1.5 * deadline_s + 1.0 + sent_bytes / SLOWEST_BYTES_PER_S
     client: dict[str, Any] = {
         "connect_timeout": _duration(min(_CONNECT_S, deadline_s)),
-        "read_timeout": _duration(deadline_s + sent_bytes / SLOWEST_BYTES_PER_S),
-        "timeout": _duration(deadline_s + sent_bytes / SLOWEST_BYTES_PER_S if sent_bytes else 7200),
+        "read_timeout": _duration(silent_s),
+        "timeout": _duration(silent_s if sent_bytes else _BODY_S),
     }
     arguments: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
     if is_upload:

@@ -13,6 +13,7 @@ from bootseer.base.redact import redact
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
+    DeadlineError,
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
@@ -28,11 +29,12 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _REQUEST_ID = re.compile(r"<RequestId>([\w/+=.-]{1,128})</RequestId>")
 _REASON = re.compile(
     r"Connection refused|Connection reset|[Nn]etwork is unreachable|No route to host|dns error"
-    r"|operation timed out|invalid peer certificate: \w+|certificate verify failed"
+    r"|invalid peer certificate: \w+|certificate verify failed"
     r"|connection closed before message completed|error decoding response body|IncompleteMessage"
 )
 # Of a bucket of another region, whose answer obstore does not hand on.
 _REDIRECT = "Received redirect without LOCATION"
+_TIMED_OUT = re.compile(r"\bTimedOut\b|operation timed out|deadline has elapsed")
 _DEBUG = "\n\nDebug source"
 # Where credentials are asked for when nobody has given any.
 _METADATA = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal")
@@ -124,6 +126,8 @@ def told(error: BaseException, what: str, bucket: str) -> BootseerError:
         return UnavailableError(f"cannot {where}: {answer} {redact(answer.message)}".rstrip())
     if isinstance(error, OSError) and error.errno:
         return from_oserror(error, what)
+    if _TIMED_OUT.search(text):
+        return DeadlineError(f"cannot {where}: no answer in time")
     reason = _REASON.search(text)
     first = redact(text.partition("\n")[0])[:300]
     return UnavailableError(f"cannot {where}: {reason[0] if reason else first}")
