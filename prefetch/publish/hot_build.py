@@ -167,7 +167,7 @@ def _publish_bundle(
     """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
     streams = BlobStreams(
         tree.blobs,
-        store.read_into,
+        store.read_verified,
         NodeCache(settings.cache_dir),
         deadline_s=settings.deadline_s,
         workers=2,

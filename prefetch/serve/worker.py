@@ -77,7 +77,7 @@ class ImageServer:
         self._is_mounted = True
         self._streams = BlobStreams(
             tree.blobs,
-            self._store.read_into,
+            self._store.read_verified,
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,

@@ -21,7 +21,7 @@ def fetch_tree(
     with Progress(f"fetching {name}", size_bytes) as progress:
         streams = BlobStreams(
             tree.blobs,
-            store.read_into,
+            store.read_verified,
             NodeCache(settings.cache_dir),
             deadline_s=settings.deadline_s,
             on_progress=progress.advance,

@@ -62,13 +62,22 @@ class BlobStreams:
         refuse: Callable[[], None] = lambda: None,
         on_refuted: Callable[[Sequence[tuple[int, int, int]]], None] = lambda ranges: None,
     ) -> None:
-        """`read_object`: `Store.read_into`. `fill_bytes_per_s` caps what is fetched at the lowest
-        priority. `on_progress` gets the stored bytes of each part that came. `repair` is asked when
-        a frame of a blob cannot be had. `on_damage` gets chunks of which one at least came damaged,
-        whatever happens then; it must be quick. `claimant`: the image
-        for which claims are believed (`stream_keys.claimant_of`); without, all that is read is
-        proven. `is_local`: see `NodeCache.open_image`. `refuse`, `on_refuted`: see `Claims`.
-        Raises: BootseerError when the cache cannot be opened."""
+        """Open the blobs' caches.
+
+        Args:
+            read_object: `Store.read_verified`.
+            fill_bytes_per_s: Caps what is fetched at the lowest priority.
+            on_progress: Gets the stored bytes of each part that came.
+            repair: Is asked when a frame of a blob cannot be had.
+            on_damage: Gets chunks of which one at least came damaged, whatever happens then; it
+                must be quick.
+            claimant: The image for which claims are believed (`stream_keys.claimant_of`); without,
+                all that is read is proven.
+            is_local: See `NodeCache.open_image`.
+            refuse, on_refuted: See `Claims`.
+
+        Raises: BootseerError when the cache cannot be opened.
+        """
         self.blobs = blobs
         self.replay: Replay | None = None
         """Set once a bundle is known; see `replay.Replay.start`."""

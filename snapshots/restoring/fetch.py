@@ -23,7 +23,6 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
 from bootseer.store import Store
-from bootseer.store.abilities import Reader, open_reader
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.plan import Chunk, Priority, covering
@@ -143,8 +142,6 @@ class FrameSource(Closing):
         self._next = 0
         self._ahead: set[int] = set()
         self._ahead_bytes = 0
-        self._opening = threading.Lock()
-        self._readers: dict[str, Reader] = {}
         # Blobs of which something came damaged, or not at all.
         self._doubted: set[str] = set()
         self._executor = Executor(
@@ -255,20 +252,11 @@ class FrameSource(Closing):
         """The executor's reader."""
         if key in self._doubted:
             return self._store.read_into(key, offset, buffer, attempt)
-        attempt.is_checked = True
         try:
-            return self._reader(key).read_into(offset, buffer, attempt)
+            return self._store.read_verified(key, offset, buffer, attempt)
         except BaseException:
             self._doubted.add(key)
             raise
-
-    def _reader(self, key: str) -> Reader:
-        with self._opening:
-            found = self._readers.get(key)
-            if found is None:
-                found = open_reader(self._store.backend, key, is_checked=True)
-                self._readers[key] = found
-            return found
 
     def _advance(self) -> None:
         """Submit what the window has room for."""

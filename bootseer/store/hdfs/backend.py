@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 # More than a part has. Blocks are of a megabyte or more, so that the NameNode's answer stays below
 # the megabyte that is taken from it.
 _LOCATED_BYTES = 1000 << 20
+# Of blocks as most clusters have them a thousand are so much.
+_LARGE_BLOCK_BYTES = 64 << 20
+_LARGE_LOCATED_BYTES = 1000 * _LARGE_BLOCK_BYTES
 
 # A NameNode that has just become active may not have heard yet who has the latest blocks. Hadoop's
 # own client asks again for some seconds, hdfs-native does not.
@@ -131,8 +134,13 @@ class HdfsBackend(HdfsConnection):
         name_node = self._found.hurried()
         if name_node is None:
             return ()
+        full = self.full(path, file=True)
         try:
-            return name_node.stored_blocks(self.full(path, file=True), _LOCATED_BYTES)
+            blocks = name_node.stored_blocks(full, _LOCATED_BYTES)
+            has_more = blocks and blocks[-1].start + blocks[-1].length >= _LOCATED_BYTES
+            if has_more and blocks[0].length >= _LARGE_BLOCK_BYTES:
+                blocks = name_node.stored_blocks(full, _LARGE_LOCATED_BYTES)
+            return blocks
         except UNANSWERED:
             return ()
 

@@ -10,12 +10,13 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
-from bootseer.store.abilities import IsFolder, delete_files
+from bootseer.store.abilities import IsFolder, Reader, delete_files, open_reader
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.local.marked_folder import MARK, admit, remember
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 KEY_MAX_BYTES = 1024
 _DEPTH_MAX = 32
+# More blobs than an image has layers, mostly; each has a descriptor, or what a NameNode has said.
+_READERS_MAX = 64
 _HIDDEN = (TEMPORARY, MARK)
 # A publish that took longer than this is dead. Compared with the storage's own clock, so it
 # must exceed any clock skew by far.
@@ -53,6 +56,7 @@ class Store(Closing):
         self._is_admitted = False
         self._is_remembered = False
         self._swept = False
+        self._readers: OrderedDict[str, Reader] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -79,6 +83,40 @@ class Store(Closing):
         """Fill `buffer` from `offset`; the count is short only at the end of the object, or when
         `attempt` was given up."""
         return self.backend.read_into(check_key(key), offset, buffer, attempt)
+
+    def read_verified(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        """As `read_into`, for content whose digest the caller checks: the object is kept open, and
+        the storage's own checksums are asked only of an attempt that follows another one.
+
+        On HDFS the first read of an object asks the NameNode, and the others go straight to its
+        DataNodes. For objects that are never replaced.
+        """
+        if attempt.is_second:
+            self._drop_reader(key)
+            return self.read_into(key, offset, buffer, attempt)
+        attempt.is_checked = True
+        try:
+            return self._reader(key).read_into(offset, buffer, attempt)
+        except BaseException:
+            self._drop_reader(key)
+            raise
+
+    def _reader(self, key: str) -> Reader:
+        with self._lock:
+            if (found := self._readers.get(key)) is not None:
+                self._readers.move_to_end(key)
+                return found
+        # Without the lock: the storage is asked. Of two that open it at once one is kept.
+        opened = open_reader(self.backend, check_key(key), is_checked=True)
+        with self._lock:
+            self._readers[key] = opened
+            while len(self._readers) > _READERS_MAX:
+                self._readers.popitem(last=False)
+        return opened
+
+    def _drop_reader(self, key: str) -> None:
+        with self._lock:
+            self._readers.pop(key, None)
 
     def info(self, key: str) -> FileInfo:
         """Size and time of an object. Raises: NotFoundError."""
@@ -231,6 +269,8 @@ class Store(Closing):
 
     def close(self) -> None:
         """Release the backend. Idempotent."""
+        with self._lock:
+            self._readers.clear()
         self.backend.close()
 
 

@@ -12,12 +12,15 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import UnavailableError
+from bootseer.store import open_store
 from bootseer.store.backend import Writer
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.direct.checksums import crc32c
 from bootseer.store.hdfs.direct.direct_writer import DirectFile
 from bootseer.store.hdfs.rpc.protobuf import Message, delimited, take_delimited
 from bootseer.store.hdfs.writer import HdfsWriter
+from bootseer.transfer.attempt import Attempt
+from testbed.hdfs.cluster import MiniHdfs
 from testbed.waiting import wait_for
 from tests.bootseer.store.hdfs import protobuf as pb
 
@@ -188,3 +191,28 @@ def test_a_user_without_a_name_writes_under_the_number(hdfs_url: str) -> None:
 def test_crc32c() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
+
+
+def test_an_object_that_is_kept_open_is_read_without_the_namenode(
+    hdfs: MiniHdfs, hdfs_url: str
+) -> None:
+    data = os.urandom(3 << 20)
+    with open_store(hdfs_url) as store:
+        store.publish("blobs/x", data)
+
+        def read(offset: int, length: int, *, is_second: bool = False) -> bytes:
+            buffer, attempt = bytearray(length), Attempt()
+            attempt.is_second = is_second
+            count = store.read_verified("blobs/x", offset, memoryview(buffer), attempt)
+            return bytes(buffer[:count])
+
+        assert read(0, 1000) == data[:1000]
+        hdfs.stop_namenode()
+        try:
+            assert read(1, 2 << 20) == data[1 : (2 << 20) + 1]
+            assert read(2 << 20, 1 << 20) == data[2 << 20 :]
+        finally:
+            hdfs.start_namenode()
+        # Who doubts the bytes has HDFS check them.
+        assert read(5, 100, is_second=True) == data[5:105]
+        assert read(7, 100) == data[7:107]
