@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from bootseer.base.redact import public_url
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
@@ -95,24 +96,14 @@ def read_account(path: Path) -> Account:
     return Account(bytes_read, bytes_written, requests)
 
 
-class LimitedBackend:
+class LimitedBackend(Backend):
     """`inner`, slower, and counted."""
 
     def __init__(self, inner: Backend, limits: Limits, deadline_s: float | None = None) -> None:
+        self.url = inner.url
+        self.traits = replace(inner.traits, can_place=False)
         self._inner = inner
         self._meter = Meter(limits, deadline_s)
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def has_atomic_rename(self) -> bool:
-        return self._inner.has_atomic_rename
-
-    @property
-    def has_atomic_put(self) -> bool:
-        return self._inner.has_atomic_put
 
     def stat(self, path: str) -> FileInfo:
         self._meter.request()

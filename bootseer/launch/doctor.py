@@ -208,7 +208,6 @@ def _unwritable_store(settings: Settings, error: Exception) -> Finding:
 def _missing_rights(settings: Settings, kind: str) -> list[str]:
     """Return the rights in a bucket that the credentials lack, by trying each one."""
     from bootseer.store import open_backend
-    from bootseer.store.abilities import delete_files
 
     path = f"doctor/{uuid.uuid4().hex}"
     missing = []
@@ -224,7 +223,7 @@ def _missing_rights(settings: Settings, kind: str) -> list[str]:
             lambda: list(backend.list("")),
             write,
             lambda: backend.read(path),
-            lambda: delete_files(backend, [path]),
+            lambda: backend.delete_files([path]),
         )
         for right, call in zip(_RIGHTS[kind], calls, strict=True):
             try:

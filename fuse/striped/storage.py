@@ -14,7 +14,6 @@ from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
-from bootseer.store.abilities import WaitsForServers
 from bootseer.store.backend import Backend
 
 DEFAULT_GRACE_S = 30.0
@@ -44,8 +43,7 @@ class StripedStorage(Closing):
                 f"{settings.stripe_unit_bytes} bytes; give at least {least}"
             )
         self.backend = backend
-        if isinstance(backend, WaitsForServers):
-            backend.wait_for_servers(settings.patience_s)
+        backend.wait_for_servers(settings.patience_s)
         self.settings = settings
         self.budget = MemoryBudget(memory_bytes)
         self.counters = Counters()

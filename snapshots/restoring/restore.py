@@ -27,7 +27,7 @@ from bootseer.snapshots.setup.fingerprint import base_part_name
 from bootseer.snapshots.targets.paths import text_of
 from bootseer.snapshots.targets.scan import NOTHING, Scan, base_digest
 from bootseer.store import Store
-from bootseer.store.abilities import HasDescriptor, open_reader
+from bootseer.store.backend import HasDescriptor
 from bootseer.transfer.attempt import Attempt
 
 # Names whose directory knows its own path: such a tree stagings nowhere else.
@@ -223,7 +223,7 @@ def find_local_blobs(store: Store, tree: Tree) -> LocalBlobs | None:
     readers: list[HasDescriptor] = []
     devices = {one.device for one in mounts.mount_points() if one.kind in LOCAL_KINDS}
     for blob in tree.blobs:
-        reader = open_reader(store.backend, blob_key(blob.digest))
+        reader = store.backend.open_reader(blob_key(blob.digest))
         if not isinstance(reader, HasDescriptor):
             return None
         if os.fstat(reader.fileno()).st_dev not in devices:

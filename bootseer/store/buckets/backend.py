@@ -28,7 +28,7 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.store.backend import FileInfo, Piece, Space
+from bootseer.store.backend import Backend, FileInfo, Piece, Space, Traits
 from bootseer.store.buckets.access import (
     SLOWEST_BYTES_PER_S,
     Address,
@@ -69,11 +69,10 @@ def forbids_fork() -> bool:
     return _Forks.pid != 0
 
 
-class BucketBackend(Folder):
+class BucketBackend(Folder, Backend):
     """Files beneath one prefix of a bucket."""
 
-    has_atomic_rename = False
-    has_atomic_put = True
+    traits = Traits(one_step_replace=True)
     writer_bytes = PARTS_AT_ONCE * PART_BYTES
 
     def __init__(
@@ -458,7 +457,7 @@ class BucketBackend(Folder):
         self._delete_keys(path, [*keys, own] if recursive else keys)
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """As `DeletesMany`."""
+        """As `Backend.delete_files`."""
         by_bucket: dict[str, list[str]] = {}
         for path in paths:
             self._names_of_file(path)

@@ -34,7 +34,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.registry.transport import is_transient, retry_after_s
-from bootseer.store.backend import FileInfo, Space
+from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.generic.ranged import comes_in_pieces, read_pieces, read_whole
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
@@ -57,10 +57,8 @@ _OBJECT_STORES = frozenset(("oss", "oci"))
 _MEMORY_LOCK = threading.RLock()
 
 
-class FsspecBackend(Folder):
+class FsspecBackend(Folder, Backend):
     """Files beneath one prefix of an fsspec file system."""
-
-    has_atomic_rename = False
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class FsspecBackend(Folder):
         self._fs, root = self._opened(url, dict(options or {}))
         self._root = str(root).rstrip("/")
         self._comes_in_pieces = comes_in_pieces(self._fs)
-        self.has_atomic_put = self._is_object_store or self._is_memory
+        self.traits = Traits(one_step_replace=self._is_object_store or self._is_memory)
 
     def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
         """Return fsspec's file system for `url`, and the path of the root in it."""

@@ -21,7 +21,7 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.store.backend import FileInfo, Space
+from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.connection import HdfsConnection
 from bootseer.store.hdfs.errors import translate
@@ -48,11 +48,10 @@ _LARGE_LOCATED_BYTES = 1000 * _LARGE_BLOCK_BYTES
 _UNPLACED = "All DataNodes failed: []"
 
 
-class HdfsBackend(HdfsConnection):
+class HdfsBackend(HdfsConnection, Backend):
     """Files beneath one folder of an HDFS."""
 
-    has_atomic_rename = True
-    has_atomic_put = False
+    traits = Traits(one_step_rename=True, can_place=True)
     # A pipeline of hdfs-native: 100 packets of 64 KiB to be sent and 100 to be confirmed; measured
     # 12.4 to 13.4 MiB.
     writer_bytes = 13 << 20
@@ -94,7 +93,7 @@ class HdfsBackend(HdfsConnection):
         return self.fill(lambda: self.client().read(full), path, offset, buffer, attempt)
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
-        """As `OpensReaders.open_reader`: the NameNode is asked once for all reads, and again for
+        """As `Backend.open_reader`: the NameNode is asked once for all reads, and again for
         each reader."""
         reader = HdfsReader(self, path, self.stored_blocks(path) if is_checked else ())
         if not reader.blocks:
@@ -191,46 +190,38 @@ class HdfsBackend(HdfsConnection):
         infos.sort(key=lambda info: info.path)
         return iter(infos)
 
-    def is_closed(self, path: str) -> bool:
-        """As `KnowsClosed.is_closed`.
-
-        With Kerberos the NameNode takes no such question from us, and is asked to let us append: it
-        refuses while a writer lives, and else the file's time changes.
-        """
-        full = self.full(path, file=True)
-        what = f"look at {self.name(path)}"
+    def is_being_written(self, path: str) -> bool:
+        """As `Backend.is_being_written`. With Kerberos the NameNode takes no such question from us:
+        it cannot be told."""
         name_node = self._found.get()
         if name_node is None:
-            self.call(lambda client: client.inner.append(full).close(), "append to", path)
             return True
         try:
-            return not name_node.is_being_written(full)
+            return name_node.is_being_written(self.full(path, file=True))
         except UNANSWERED as error:
-            if "FileNotFoundException" in str(error):
-                raise NotFoundError(f"cannot {what}: {error}") from error
-            raise translate(error, what) from error
+            return "FileNotFoundException" not in str(error)
 
     def can_join(self) -> bool:
         """Whether the NameNode lets us call `concat`."""
         return self._found.get() is not None
 
     def join(self, target: str, sources: Sequence[str]) -> None:
-        """As `JoinsFiles.join`."""
+        """As `Backend.join`."""
         full = self.full(target, file=True)
         others = [self.full(source, file=True) for source in sources]
         join_files(self._found.patient(), full, others, f"join files to {self.name(target)}")
 
     @property
     def is_one_rack(self) -> bool:
-        """As `PlacesFiles.is_one_rack`."""
+        """As `Backend.is_one_rack`."""
         return self._placer.is_one_rack
 
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """As `PlacesFiles.place`."""
+        """As `Backend.place`."""
         return self._placer.place(self.full(path, file=True), avoid)
 
     def servers_of(self, path: str) -> tuple[str, ...]:
-        """As `PlacesFiles.servers_of`."""
+        """As `Backend.servers_of`."""
         return self._placer.servers_of(self.full(path, file=True))
 
     def mkdir(self, path: str) -> None:

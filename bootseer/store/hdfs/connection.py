@@ -75,7 +75,7 @@ class HdfsConnection(HdfsFolder):
         self._patience_s = 0.0
 
     def wait_for_servers(self, patience_s: float) -> None:
-        """As `WaitsForServers.wait_for_servers`."""
+        """As `Backend.wait_for_servers`."""
         self._patience_s = patience_s
 
     def _connect(self) -> None:

@@ -1,4 +1,4 @@
-"""A file of HDFS that is kept open for many reads; see `abilities.open_reader`. Thread-safe."""
+"""A file of HDFS that is kept open for many reads; see `Backend.open_reader`. Thread-safe."""
 
 import contextlib
 import threading

@@ -22,8 +22,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.removal import remove_tree
-from bootseer.store.abilities import HasDescriptor
-from bootseer.store.backend import FileInfo, Space, Writer
+from bootseer.store.backend import Backend, FileInfo, HasDescriptor, Space, Traits, Writer
 from bootseer.store.deadline import note_progress
 from bootseer.store.local.beneath import (
     make_directory,
@@ -42,11 +41,10 @@ Result = TypeVar("Result")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class LocalBackend(Folder):
+class LocalBackend(Folder, Backend):
     """Files beneath one folder, which is made when something is first written."""
 
-    has_atomic_rename = True
-    has_atomic_put = True
+    traits = Traits(one_step_rename=True, one_step_replace=True)
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.normpath(root)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
-from bootseer.store.abilities import HasDescriptor
-from bootseer.store.backend import FileInfo, Piece, Space, Writer
+from bootseer.store.backend import FileInfo, HasDescriptor, Piece, Space, Writer
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.local.backend import LocalBackend, check_range
 from bootseer.store.local.files import LocalWriter

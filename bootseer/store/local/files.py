@@ -120,7 +120,7 @@ class LocalWriter(Writer):
 
 
 class LocalReader:
-    """An open file (see `abilities.open_reader`). Its descriptor is closed after the last use."""
+    """An open file (see `Backend.open_reader`). Its descriptor is closed after the last use."""
 
     block_bytes = 0
     can_stop = True

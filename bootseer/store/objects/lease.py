@@ -42,7 +42,6 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.store.abilities import delete_files
 from bootseer.store.backend import Backend
 from bootseer.store.objects.publish import TEMPORARY, publish_object
 
@@ -151,12 +150,12 @@ class Lease:
                 return
             # Elsewhere a request costs money, and a person who broke this lease has read there that
             # its end may break the next one, too.
-            is_ours = not self._backend.has_atomic_rename or self._is_at_key()
+            is_ours = not self._backend.traits.one_step_rename or self._is_at_key()
             if is_ours and self.remaining_s > _spare_s(self._record):
-                delete_files(self._backend, [self.key])
+                self._backend.delete_files([self.key])
             self._released = True
             if self._has_renewal:
-                delete_files(self._backend, [_renewal(self._record.token)])
+                self._backend.delete_files([_renewal(self._record.token)])
 
     def _is_at_key(self) -> bool:
         """Tell whether the key has this lease: a person may have broken it by deleting the key."""

@@ -28,7 +28,7 @@ def publish_object(
     A backend without an atomic rename shows a created file only when it is closed, so there the
     file is written in place.
     """
-    if not backend.has_atomic_rename:
+    if not backend.traits.one_step_rename:
         try:
             _write(backend, path, data, overwrite=replace)
         except AlreadyExistsError:

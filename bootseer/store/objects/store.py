@@ -16,8 +16,7 @@ from pathlib import Path
 
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
-from bootseer.store.abilities import IsFolder, Reader, delete_files, open_reader
-from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.backend import Backend, FileInfo, IsFolder, Reader
 from bootseer.store.local.marked_folder import MARK, admit, remember
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
 from bootseer.store.objects.publish import TEMPORARY, publish_object
@@ -107,7 +106,7 @@ class Store(Closing):
                 self._readers.move_to_end(key)
                 return found
         # Without the lock: the storage is asked. Of two that open it at once one is kept.
-        opened = open_reader(self.backend, check_key(key), is_checked=True)
+        opened = self.backend.open_reader(check_key(key), is_checked=True)
         with self._lock:
             self._readers[key] = opened
             while len(self._readers) > _READERS_MAX:
@@ -151,7 +150,9 @@ class Store(Closing):
         """
         check_key(key)
         # In an object store the creation itself looks, and decides.
-        creates_whole = self.backend.has_atomic_put and not self.backend.has_atomic_rename
+        creates_whole = (
+            self.backend.traits.one_step_replace and not self.backend.traits.one_step_rename
+        )
         if not replace and not creates_whole and self._occupied(key):
             return False
         self._admit_once()
@@ -208,7 +209,7 @@ class Store(Closing):
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove objects, by as few requests as the storage can. Missing ones are no error; after
         an error some are gone and some are not."""
-        delete_files(self.backend, [check_key(key) for key in keys])
+        self.backend.delete_files([check_key(key) for key in keys])
 
     def lease(
         self, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
@@ -256,7 +257,7 @@ class Store(Closing):
                 self._say(sentence)
 
     def _sweep_once(self) -> None:
-        if not self.backend.has_atomic_rename:
+        if not self.backend.traits.one_step_rename:
             return  # nothing is published by way of a temporary
         with self._lock:
             if self._swept:

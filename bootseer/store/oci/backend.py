@@ -25,7 +25,7 @@ from bootseer.errors import (
 from bootseer.registry.client import open_registry_client
 from bootseer.registry.reference import parse_reference
 from bootseer.settings.config import load_settings
-from bootseer.store.backend import FileInfo, Space
+from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.oci.object_list import ObjectList
 from bootseer.store.oci.objects import StoredObject
@@ -36,11 +36,10 @@ PREFIX = "oci://"
 _PIECE_BYTES = 4 << 20
 
 
-class OciBackend(Folder):
+class OciBackend(Folder, Backend):
     """The objects beside one image."""
 
-    has_atomic_rename = False
-    has_atomic_put = False
+    traits = Traits()
 
     def __init__(self, url: str, deadline_s: float | None = None) -> None:
         settings = load_settings()

@@ -126,7 +126,7 @@ def copy_tree(
         if not target.is_dir():
             raise AlreadyExistsError(f"{target} is not a directory")
         return _copy_files(source, target, sizes, on_progress)
-    if target.storage is not None and not target.storage.backend.has_atomic_rename:
+    if target.storage is not None and not target.storage.backend.traits.one_step_rename:
         return _copy_files(source, target, sizes, on_progress)
     building = target.beside(f".bootseer-copy-{secrets.token_hex(8)}")
     try:

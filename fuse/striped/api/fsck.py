@@ -18,7 +18,6 @@ from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
-from bootseer.store.abilities import is_being_written
 from bootseer.store.backend import Backend, FileInfo
 from bootseer.store.objects.store import storage_time_ns
 
@@ -192,7 +191,7 @@ def _named_now(storage: StripedStorage, folder: str) -> set[str]:
 def _is_open(backend: Backend, garbage: Garbage) -> bool:
     info = FileInfo(garbage.path, garbage.size_bytes, garbage.modified_ns, garbage.is_dir)
     return any(
-        is_being_written(backend, one.path)
+        backend.is_being_written(one.path)
         for one in _with_all_below(backend, info)
         if not one.is_dir
     )

@@ -33,7 +33,6 @@ from bootseer.fuse.striped.view import FileView, generation_folder
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.fuse.striped.writing.parts.placement import Placement
-from bootseer.store.abilities import joiner
 from bootseer.store.backend import Backend, FileInfo, Piece
 from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 
@@ -110,12 +109,12 @@ class Publishing:
         folder = generation_folder(directory_of(path), layout.segments[-1].generation)
         temporary = f"{folder}/layout"
         data = encode_layout(layout)
-        if self.backend.has_atomic_rename:
+        if self.backend.traits.one_step_rename:
             self._store(temporary, [data])
 
         def commit() -> None:
             before_commit()
-            if self.backend.has_atomic_rename:
+            if self.backend.traits.one_step_rename:
                 self._move(temporary, path, overwrite=True)
             else:
                 self._store(path, [data], overwrite=True)
@@ -126,7 +125,7 @@ class Publishing:
 
     def publish_plain(self, path: str, pieces: list[Piece], expected: str | None) -> FileView:
         """Make an ordinary file of `pieces` the file at `path`, in one step."""
-        if not self.backend.has_atomic_rename:
+        if not self.backend.traits.one_step_rename:
             return self._commit_plain(
                 path, expected, lambda: self._store(path, pieces, overwrite=True)
             )
@@ -167,13 +166,11 @@ class Publishing:
         return self._commit_plain(path, expected, commit)
 
     def _join(self, path: str, run: str) -> None:
-        able = joiner(self.backend)
-        assert able is not None, "a body that adds has made sure"
         # HDFS joins files of one directory only; the name says that nobody else's file it is.
         beside = run_name(directory_of(path), new_generation())
         self._move(run, beside)
         try:
-            able.join(path, [beside])
+            self.backend.join(path, [beside])
         except BootseerError:
             # Where the answer was lost it may have been joined: then it is not there any more.
             with contextlib.suppress(BootseerError):
@@ -273,7 +270,7 @@ class Publishing:
         if old is None or old.layout is None:
             return
         generations = {segment.generation for segment in old.layout.segments} - keep
-        if generations and not self.backend.has_atomic_rename:
+        if generations and not self.backend.traits.one_step_rename:
             # Where a rename is a copy and a delete, one that was cut short left two names.
             generations -= self._named_in(old.directory, generations)
         self._retired_parts.retire(old.directory, generations)

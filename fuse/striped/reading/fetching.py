@@ -22,8 +22,7 @@ from bootseer.fuse.striped.reading.late import LateWatch
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import Span
-from bootseer.store.abilities import Reader
-from bootseer.store.backend import Backend
+from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.pace import Progress
 from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE, Attempts
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from bootseer.store.abilities import Reader
+from bootseer.store.backend import Reader
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import LOOK_S, Pace, Progress
 

@@ -19,8 +19,7 @@ from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.reading.window import Window
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView
-from bootseer.store.abilities import HasDescriptor
-from bootseer.store.backend import Backend
+from bootseer.store.backend import Backend, HasDescriptor
 
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0

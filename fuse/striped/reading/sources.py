@@ -9,8 +9,7 @@ import itertools
 import threading
 from collections import OrderedDict
 
-from bootseer.store.abilities import HasDescriptor, Reader, open_reader
-from bootseer.store.backend import Backend
+from bootseer.store.backend import Backend, HasDescriptor, Reader
 
 # Each one is a new chance of another replica; a block rarely has more than three.
 _READERS_MAX = 5
@@ -81,7 +80,7 @@ class Source:
         return offset // self._block_bytes
 
     def _open(self) -> tuple[int, Reader]:
-        reader = open_reader(self._backend, self._path, is_checked=self._is_checked)
+        reader = self._backend.open_reader(self._path, is_checked=self._is_checked)
         with self._lock:
             number = next(self._numbers)
             self._readers[number] = reader

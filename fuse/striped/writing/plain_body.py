@@ -14,7 +14,6 @@ from bootseer.fuse.striped.writing.body import Body, begin_segment
 from bootseer.fuse.striped.writing.parts.unit_assignment import UnitAssignment
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
-from bootseer.store.abilities import joiner
 from bootseer.store.backend import Piece
 
 RUN_UNITS = 8
@@ -34,7 +33,7 @@ class PlainBody(Body):
         self.path = path
         self._settings = settings
         self._base = base
-        self._joiner = joiner(tree.backend)
+        self._can_join = tree.backend.can_join()
         self._check_can_add()
         self._sent_bytes = base.size_bytes if base else 0
         self._segment: SegmentWriter | None = None
@@ -61,8 +60,8 @@ class PlainBody(Body):
         return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
-            settings.stripe_count if self._joiner else 1,
-            run_units=RUN_UNITS if self._joiner else None,
+            settings.stripe_count if self._can_join else 1,
+            run_units=RUN_UNITS if self._can_join else None,
         )
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
@@ -87,15 +86,14 @@ class PlainBody(Body):
         self._segment = None
         self._tree.open_parts.end_file()
         if len(runs) > 1:
-            assert self._joiner is not None, "else there is one run"
-            self._joiner.join(runs[0], runs[1:])
+            self._tree.backend.join(runs[0], runs[1:])
         return runs[0], generation
 
     def _forget(self) -> None:
         self._unpublished = ""
 
     def _check_can_add(self) -> None:
-        if self._base is not None and self._joiner is None:
+        if self._base is not None and not self._can_join:
             raise UnsupportedError(
                 f"{self.path} is an ordinary file on a storage that cannot join files; it can be "
                 "replaced, not appended to"

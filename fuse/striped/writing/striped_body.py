@@ -71,7 +71,7 @@ class StripedBody(Body):
         if not self._is_counted:
             self._is_counted = True
             self._tree.open_parts.begin_file()
-        is_object_store = not self._tree.backend.has_atomic_rename
+        is_object_store = not self._tree.backend.traits.one_step_rename
         return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,

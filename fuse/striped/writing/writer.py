@@ -44,7 +44,7 @@ class FileWriter:
         nothing could appear whole or not at all.
         """
         backend = tree.backend
-        if not (backend.has_atomic_rename or backend.has_atomic_put):
+        if not (backend.traits.one_step_rename or backend.traits.one_step_replace):
             raise UnsupportedError(
                 f"{backend.url} cannot replace a file in one step, which a safe commit needs: "
                 "mount it with --read-only"

@@ -229,7 +229,7 @@ def test_renames_a_folder(backend: Backend) -> None:
     try:
         backend.rename("a", "c")
     except UnsupportedError:
-        assert not backend.has_atomic_rename
+        assert not backend.traits.one_step_rename
         return
     assert backend.read("c/b/file") == b"1"
     with pytest.raises(NotFoundError):
@@ -254,7 +254,7 @@ def test_only_one_of_many_renames_to_a_new_name(backend: Backend) -> None:
 
 
 def test_only_one_of_many_renames_a_file_away(backend: Backend) -> None:
-    if not backend.has_atomic_rename:
+    if not backend.traits.one_step_rename:
         raise MissingError("this backend has no atomic rename")
     put(backend, "only", b"x")
 
@@ -271,7 +271,7 @@ def test_only_one_of_many_renames_a_file_away(backend: Backend) -> None:
 
 def test_a_reader_sees_one_whole_version(backend: Backend) -> None:
     """Replacing by rename while others read: never half, never mixed, never missing."""
-    if not backend.has_atomic_rename:
+    if not backend.traits.one_step_rename:
         raise MissingError("this backend has no atomic rename")
     size = 300_000
     put(backend, "file", bytes(size))

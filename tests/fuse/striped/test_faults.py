@@ -19,6 +19,7 @@ from bootseer.errors import (
 )
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.store.backend import Traits
 from bootseer.store.local.backend import LocalBackend
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
@@ -327,7 +328,7 @@ def test_a_backend_without_append_is_not_asked_to(tmp_path: Path) -> None:
 
 
 def test_a_storage_without_atomic_rename_is_read_only(world: World) -> None:
-    world.backend.has_atomic_rename = world.backend.has_atomic_put = False
+    world.backend.traits = Traits()
     world.fails_with(errno.EOPNOTSUPP, lambda: world.driver.write("f", NEW))
     world.assert_old_is_whole()
     assert world.driver.read("f") == OLD

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from bootseer.snapshots.restoring import fetch, restore
 from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
 from bootseer.snapshots.restoring.restore import fetch_tree
 from bootseer.store import Store, open_store
-from bootseer.store.backend import Backend
+from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.attempt import Attempt
 from testbed.needs import MissingError
 from tests.bootseer.blob.trees import state
@@ -34,9 +34,10 @@ class _DamagingBackend:
         self.unchecked_count = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "open_reader":
-            raise AttributeError(name)
         return getattr(self._backend, name)
+
+    def open_reader(self, path: str, *, is_checked: bool = False) -> Reader:
+        return Backend.open_reader(cast("Backend", self), path, is_checked=is_checked)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         data = bytearray(self._backend.read(path, offset, length))
@@ -134,14 +135,14 @@ def test_what_came_damaged_is_read_with_the_storages_checks(
     damaging = _DamagingBackend(store.backend)
     end = tree.blobs[0].frames[-1].offset
     plan = plan_frames(tree)
-    with FrameSource(Store(damaging), plan, deadline_s=20) as source:
+    with FrameSource(Store(cast("Backend", damaging)), plan, deadline_s=20) as source:
         assert _read(source, 0, end) == content[:end]
     assert 0 < damaging.unchecked_count < len(plan.runs)
 
 
 def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> None:
     store, _, tree, _ = packed
-    damaging = Store(_DamagingBackend(store.backend, always=True))
+    damaging = Store(cast("Backend", _DamagingBackend(store.backend, always=True)))
     with (
         FrameSource(damaging, plan_frames(tree), deadline_s=5) as source,
         pytest.raises(CorruptError),

@@ -36,7 +36,7 @@ class HdfsPlacer:
 
     @property
     def is_one_rack(self) -> bool:
-        """As `PlacesFiles.is_one_rack`, of the DataNodes that were chosen before."""
+        """As `Backend.is_one_rack`, of the DataNodes that were chosen before."""
         with self._lock:
             return len({server.rack for server in self._seen.values()}) <= 1
 
@@ -51,7 +51,7 @@ class HdfsPlacer:
             return self._awaited.pop(path, None)
 
     def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """As `PlacesFiles.place`, of an absolute path."""
+        """As `Backend.place`, of an absolute path."""
         name_node = self._found.hurried()
         if name_node is None:
             return ()
@@ -85,7 +85,7 @@ class HdfsPlacer:
         return tuple(added.servers)
 
     def servers_of(self, path: str) -> tuple[str, ...]:
-        """As `PlacesFiles.servers_of`, of an absolute path."""
+        """As `Backend.servers_of`, of an absolute path."""
         name_node = self._found.hurried()
         if name_node is None:
             return ()

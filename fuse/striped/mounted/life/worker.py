@@ -260,7 +260,9 @@ def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
     Raises: BootseerError; NotFoundError where the folder above is missing, too.
     """
     backend = storage.backend
-    if not spec.read_only and not (backend.has_atomic_rename or backend.has_atomic_put):
+    if not spec.read_only and not (
+        backend.traits.one_step_rename or backend.traits.one_step_replace
+    ):
         raise UnsupportedError(
             f"{public_url(spec.url)} cannot replace a file in one step, which a safe commit needs: "
             "mount it with --read-only"
@@ -273,7 +275,7 @@ def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
     except NotFoundError:
         if spec.read_only:
             raise
-        above = folder_above(spec.url) if backend.has_atomic_rename else None
+        above = folder_above(spec.url) if backend.traits.one_step_rename else None
         if above is not None and not _exists(above, spec.deadline_s):
             raise NotFoundError(
                 f"{public_url(spec.url)} is not there, nor is the folder above it: check the URL, "

@@ -18,7 +18,7 @@ from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
-from bootseer.store.abilities import HasDescriptor
+from bootseer.store.backend import HasDescriptor
 
 
 class Node(Struct, eq=False):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.writing.kept_units import KeptUnits
-from bootseer.store.abilities import BuffersWrites
 from bootseer.store.backend import Backend
 
 # Of a part that is written well: one that is sent, one in its queue, and one that is being filled.
@@ -23,7 +22,7 @@ class OpenParts:
     """Parts that are being written."""
 
     def __init__(self, backend: Backend, budget: MemoryBudget, kept: KeptUnits) -> None:
-        self._writer_bytes = backend.writer_bytes if isinstance(backend, BuffersWrites) else 0
+        self._writer_bytes = backend.writer_bytes
         self._part_bytes = self._writer_bytes
         """What the next part will take: as much as the one that was begun last."""
         self._budget = budget

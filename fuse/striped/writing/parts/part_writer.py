@@ -32,7 +32,6 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.placement import Placement
-from bootseer.store.abilities import PlacesFiles
 from bootseer.store.backend import KEEP_ALIVE_S, Backend, Piece, Writer
 from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 
@@ -264,7 +263,7 @@ class PartWriter:
         self._writer = writer = group.backend.create(path)
         if group.has_checksums and not self._failed_names:
             writer.expect_checksums()
-        if isinstance(group.backend, PlacesFiles):
+        if group.backend.traits.can_place:
             self._servers = group.placement.choose(
                 partial(group.backend.place, path), is_one_rack=group.backend.is_one_rack
             )
@@ -274,7 +273,7 @@ class PartWriter:
         """Look where the file has come to lie: a server may be dead unnoticed."""
         group = self._group
         backend, path = group.backend, f"{group.folder}/{self.name}"
-        if not isinstance(backend, PlacesFiles):
+        if not backend.traits.can_place:
             return
         if not group.placement.block_bytes:
             group.placement.block_bytes = backend.stat(path).block_bytes

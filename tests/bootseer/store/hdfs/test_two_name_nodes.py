@@ -13,7 +13,6 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
-from bootseer.store.abilities import joiner
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.cluster import MiniHdfs
@@ -103,13 +102,12 @@ def test_who_answered_last_is_asked_first(
         url = configure(monkeypatch, tmp_path / "conf", silent, urlsplit(hdfs.url).netloc)
         backend = open_backend(url + "?deadline_s=12")
         try:
-            able = joiner(backend)
-            assert able is not None
+            assert backend.can_join()
             count = len(came)
             assert count
             for number in range(3):
                 put(backend, f"{number}", b"x" * 100_000)
-            able.join("0", ["1", "2"])
+            backend.join("0", ["1", "2"])
             assert backend.space() is not None
             assert len(came) == count
         finally:

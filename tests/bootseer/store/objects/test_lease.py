@@ -60,7 +60,7 @@ def test_is_held_by_one_until_released(store: Store) -> None:
     hold(store, owner="third").release()
     other.release()
     assert list(store.list()) == []
-    if store.backend.has_atomic_rename:
+    if store.backend.traits.one_step_rename:
         assert list(store.backend.list(".tmp")) == []
 
 
@@ -178,7 +178,7 @@ def test_a_lost_lease_is_not_renewed(store: Store) -> None:
 
 
 def test_releasing_a_broken_lease_leaves_the_next_one(store: Store) -> None:
-    if not store.backend.has_atomic_rename:
+    if not store.backend.traits.one_step_rename:
         raise MissingError("looks for a broken lease with each renewal only")
     held = hold(store)
     store.delete("leases/x")  # an operator breaks it

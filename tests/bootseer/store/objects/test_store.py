@@ -30,7 +30,7 @@ from tests.bootseer.store.using import race
 
 def left_behind(store: Store) -> list[str]:
     """What lies in the hidden folder, which some backends do not need and so do not have."""
-    if not store.backend.has_atomic_rename:
+    if not store.backend.traits.one_step_rename:
         return []
     return [info.path for info in store.backend.list(".tmp")]
 
@@ -172,7 +172,7 @@ def test_a_folder_of_objects_is_no_object(store: Store) -> None:
 
 
 def test_sweeps_only_what_is_old(store: Store) -> None:
-    if not store.backend.has_atomic_rename:
+    if not store.backend.traits.one_step_rename:
         raise MissingError("this backend has no temporaries")
     with store.backend.create(".tmp/left-behind") as writer:
         writer.write(b"x")
@@ -218,7 +218,7 @@ def test_a_publisher_that_is_killed_shows_nothing(backend_url: str, how: str) ->
         # The next run is not hindered, and the sweep finds the remains, where there can be any.
         assert store.publish("killed", b"whole", replace=True)
         assert store.read("killed") == b"whole"
-        assert store.sweep(older_than_s=-5) == int(store.backend.has_atomic_rename)
+        assert store.sweep(older_than_s=-5) == int(store.backend.traits.one_step_rename)
 
 
 class StoreModel(RuleBasedStateMachine):

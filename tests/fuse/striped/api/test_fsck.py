@@ -17,7 +17,6 @@ from bootseer.fuse.striped.api.verify import verify_file
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout, encode_layout
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store import open_backend
-from bootseer.store.abilities import is_being_written
 from bootseer.store.local.backend import LocalBackend
 from testbed.trees import nest
 from testbed.waiting import wait_for
@@ -124,10 +123,10 @@ def test_looking_for_writers_changes_nothing(hdfs_url: str) -> None:
     backend = open_backend(hdfs_url)
     with backend.create("f") as writer:
         writer.write(DATA)
-        assert is_being_written(backend, "f")
+        assert backend.is_being_written("f")
     before = backend.stat("f")
-    assert not is_being_written(backend, "f")
-    assert not is_being_written(backend, "missing")
+    assert not backend.is_being_written("f")
+    assert not backend.is_being_written("missing")
     assert backend.stat("f") == before
     backend.close()
 

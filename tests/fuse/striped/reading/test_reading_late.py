@@ -12,8 +12,7 @@ from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reading.buffers import BufferPool
 from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.store.abilities import Reader
-from bootseer.store.backend import FileInfo
+from bootseer.store.backend import FileInfo, Reader
 from bootseer.store.local.backend import LocalBackend
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import Pace

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 from bootseer.transfer.attempt import Attempt
@@ -11,14 +13,13 @@ Rule = Callable[[str, str], None]
 """Called with (operation, path) before it; raises, waits, or does nothing."""
 
 
-class FaultyBackend:
+class FaultyBackend(Backend):
     """`rules` are asked before every operation; `corrupt` may change what a read returns."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.url = inner.url
-        self.has_atomic_rename = inner.has_atomic_rename
-        self.has_atomic_put = inner.has_atomic_put
+        self.traits = replace(inner.traits, can_place=False)
         self.rules: list[Rule] = []
         self.after: list[Rule] = []
         self.corrupt: Callable[[str, int, memoryview], None] = lambda path, offset, data: None

@@ -13,7 +13,6 @@ from bootseer.fuse.striped.layout import MAGIC
 from bootseer.fuse.striped.names.retired_parts import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.store import Backend, open_backend
-from bootseer.store.abilities import joiner
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.needs import MissingError
 from tests.fuse.striped.support.harness import CALLER, Driver, refused_with, storage_on
@@ -65,7 +64,7 @@ def test_a_plain_file_can_be_appended_to_where_files_can_be_joined(
     driver: Driver, backend: Backend
 ) -> None:
     driver.write("f", DATA[: 2 * UNIT], step=50_000)
-    if joiner(backend) is None:
+    if not backend.can_join():
         with pytest.raises(UnsupportedError, match="not appended"):
             driver.write("f", b"more", flags=os.O_APPEND)
         return
@@ -82,7 +81,7 @@ def test_fsync_in_the_middle_of_a_plain_file(driver: Driver, backend: Backend) -
     driver.fs.fsync(CALLER, *file, False)
     assert backend.read("f") == DATA[: 3 * UNIT]
     driver.pwrite(file, 3 * UNIT, DATA[3 * UNIT : 4 * UNIT])
-    if joiner(backend) is None:
+    if not backend.can_join():
         with pytest.raises(UnsupportedError, match="not appended"):
             driver.close(file)
         assert backend.read("f") == DATA[: 3 * UNIT]
@@ -94,7 +93,7 @@ def test_fsync_in_the_middle_of_a_plain_file(driver: Driver, backend: Backend) -
 def test_a_plain_file_that_somebody_replaced_is_not_added_to(
     driver: Driver, backend: Backend
 ) -> None:
-    if joiner(backend) is None:
+    if not backend.can_join():
         raise MissingError("this storage cannot join files")
     driver.write("f", DATA[: 3 * UNIT], step=50_000)
     file = driver.open("f", os.O_WRONLY | os.O_APPEND)
@@ -148,15 +147,14 @@ def test_a_namenode_that_restarts_under_the_join(
     for name in ("a", "b", "c"):
         with backend.create(name) as writer:
             writer.write(name.encode() * 100_000)
-    able = joiner(backend)
-    assert able is not None
+    assert backend.can_join()
     hdfs.stop_namenode()
     hdfs.start_namenode()
     hdfs.wait_for_datanodes(hdfs.datanode_count)
-    able.join("a", ["b", "c"])
+    backend.join("a", ["b", "c"])
     assert backend.read("a") == b"a" * 100_000 + b"b" * 100_000 + b"c" * 100_000
     with pytest.raises(NotFoundError):
-        able.join("a", ["b"])
+        backend.join("a", ["b"])
     backend.close()
 
 
@@ -168,9 +166,9 @@ def test_a_cluster_that_wants_kerberos_is_not_asked(
         "<value>kerberos</value></property></configuration>"
     )
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
-    assert joiner(open_backend("hdfs://127.0.0.1:1/x?deadline_s=1")) is None
+    assert not open_backend("hdfs://127.0.0.1:1/x?deadline_s=1").can_join()
 
 
 def test_nobody_at_the_namenodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
-    assert joiner(open_backend("hdfs://127.0.0.1:1/x?deadline_s=0.5")) is None
+    assert not open_backend("hdfs://127.0.0.1:1/x?deadline_s=0.5").can_join()
