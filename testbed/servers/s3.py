@@ -138,7 +138,8 @@ def rgw_server(base: Path) -> Iterator[dict[str, str]]:
 
 _FSID = "11111111-2222-3333-4444-555555555555"
 _OSD = "22222222-3333-4444-5555-666666666666"
-# Nothing is replicated, encrypted or kept; Nagle's algorithm would add 40 ms to each answer.
+# Nothing is replicated, encrypted or kept, and what is deleted is freed at once. Nagle's algorithm
+# would add 40 ms to each answer.
 _CONFIGURATION = """[global]
 fsid = 11111111-2222-3333-4444-555555555555
 mon host = v2:127.0.0.1:{mon},v1:127.0.0.1:{v1}
@@ -150,7 +151,7 @@ osd pool default min size = 1
 osd crush chooseleaf type = 0
 mon allow pool size one = true
 osd objectstore = memstore
-memstore device bytes = 4294967296
+memstore device bytes = 8589934592
 ms bind ipv4 = true
 public addr = 127.0.0.1
 cluster addr = 127.0.0.1
@@ -174,4 +175,7 @@ osd data = {base}/osd
 [client.rgw]
 rgw frontends = beast endpoint=127.0.0.1:{rgw} tcp_nodelay=1
 rgw thread pool size = 64
+rgw gc obj min wait = 1
+rgw gc processor period = 2
+rgw gc processor max time = 60
 """
