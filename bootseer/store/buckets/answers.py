@@ -35,6 +35,7 @@ _REASON = re.compile(
 # Of a bucket of another region, whose answer obstore does not hand on.
 _REDIRECT = "Received redirect without LOCATION"
 _TIMED_OUT = re.compile(r"\bTimedOut\b|operation timed out|deadline has elapsed")
+_ODD_NAME = re.compile("Encountered object with invalid path: ")
 _DEBUG = "\n\nDebug source"
 # Where credentials are asked for when nobody has given any.
 _METADATA = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal")
@@ -90,6 +91,12 @@ def is_conflict(answer: Answer) -> bool:
     return answer.status == 409 and answer.code != "BucketAlreadyExists"
 
 
+def is_odd_name(error: BaseException) -> bool:
+    """Tell whether a listing met a key that obstore takes for no path: it has an empty component,
+    "." or "..", or control characters."""
+    return _ODD_NAME.search(str(error)) is not None
+
+
 def told(error: BaseException, what: str, bucket: str) -> BootseerError:
     """Return one of our errors that says that `what` failed, as in "read s3://bucket/key"."""
     if isinstance(error, BootseerError):
@@ -109,6 +116,12 @@ def told(error: BaseException, what: str, bucket: str) -> BootseerError:
         return InvalidInputError(
             f"cannot {where}: the bucket {bucket} lies in another region; set AWS_REGION"
             f" ({answer.message or answer})"
+        )
+    if is_odd_name(error):
+        odd = _ODD_NAME.split(text.partition("\n")[0])[-1]
+        return UnsupportedError(
+            f"cannot {where}: an object there has a name that no path can have, which ends the "
+            f"listing; rename or delete it ({redact(odd)[:200]!r})"
         )
     if isinstance(error, FileNotFoundError):
         return NotFoundError(f"cannot {where}: it does not exist")

@@ -36,7 +36,7 @@ from bootseer.store.buckets.access import (
     load,
     open_bucket,
 )
-from bootseer.store.buckets.answers import answer_of, is_conflict, told
+from bootseer.store.buckets.answers import answer_of, is_conflict, is_odd_name, told
 from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.paths import Folder, check_deadline, split_path
@@ -188,20 +188,28 @@ class BucketBackend(Folder, Backend):
         return self._run("look at", path, look)
 
     def _has_below(self, store: Any, key: str) -> bool:
-        return any(page for page in load().list(store, key or None, chunk_size=1))
+        try:
+            return any(page for page in load().list(store, key or None, chunk_size=1))
+        except Exception as error:
+            if is_odd_name(error):
+                return True
+            raise
 
     def list(self, path: str) -> Iterator[FileInfo]:
         def look(store: Any, key: str, _: Call[Any]) -> list[FileInfo]:
             found = load().list_with_delimiter(store, key or None)
             folder = f"{path}/" if path else ""
             infos = [
-                FileInfo(folder + _last(prefix), 0, 0, True) for prefix in found["common_prefixes"]
+                FileInfo(folder + name, 0, 0, True)
+                for name in map(_last, found["common_prefixes"])
+                if _is_name(name)
             ]
             is_there = bool(infos) or not key
             for meta in found["objects"]:
                 is_there = True
+                name = _last(meta["path"])
                 # A name equal to the folder's own is another tool's mark of the folder.
-                if meta["path"] != key and (name := _last(meta["path"])) != _MARKER:
+                if meta["path"] != key and name != _MARKER and _is_name(name):
                     infos.append(_info(folder + name, meta))
             if not is_there:
                 raise NotFoundError(f"cannot list {self._name(path)}: it does not exist")
@@ -492,6 +500,14 @@ def _is_panic(error: BaseException) -> bool:
 def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
     for start in range(0, len(keys), 1000):
         yield list(keys[start : start + 1000])
+
+
+def _is_name(name: str) -> bool:
+    """Tell whether a name that a server sent can be one of a path."""
+    try:
+        return len(split_path(name)) == 1
+    except InvalidInputError:
+        return False
 
 
 def _last(path: str) -> str:

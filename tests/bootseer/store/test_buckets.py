@@ -117,6 +117,25 @@ def test_a_folder_of_another_tool_is_one(backend: Backend, backend_url: str) -> 
     assert [(info.path, info.is_dir) for info in backend.list("")] == [("theirs", True)]
 
 
+def test_names_that_no_path_can_have(moto: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes into the bucket chooses them: none leaves its folder, and each is named."""
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    client = client_of(moto)
+    for number, name in enumerate(("../x", "./y", "a//b", "..", "ctrl\x01", "/lead")):
+        client.put_object(Bucket="conformance", Key=f"odd{number}/{name}", Body=b"x")
+        client.put_object(Bucket="conformance", Key=f"odd{number}/good", Body=b"x")
+        backend = open_backend(f"s3://conformance/odd{number}")
+        assert backend.stat("").is_dir
+        assert backend.read("good") == b"x"
+        with pytest.raises(UnsupportedError, match="rename or delete it"):
+            # A folder's own listing sees the names in it only.
+            list(Store(backend).list())
+    client.put_object(Bucket="conformance", Key=f"long/{'n' * 300}", Body=b"x")
+    client.put_object(Bucket="conformance", Key="long/good", Body=b"x")
+    assert [info.path for info in open_backend("s3://conformance/long").list("")] == ["good"]
+
+
 @on_buckets
 def test_an_upload_that_is_killed_is_not_seen(backend: Backend, backend_url: str) -> None:
     code = """

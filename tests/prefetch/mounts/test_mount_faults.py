@@ -32,7 +32,9 @@ def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
 
 
 def test_store_goes_away_under_a_reader(node: Node) -> None:
-    settings = replace(node.settings, deadline_s=5.0)
+    # By the simulated network: a blob of a folder that is open is read wherever the folder is.
+    url = f"limit+{node.settings.store_url}"
+    settings = replace(node.settings, deadline_s=5.0, store_url=url)
     with mounted(settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
         (node.base / "store").rename(node.base / "elsewhere")

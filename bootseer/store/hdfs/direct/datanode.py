@@ -50,9 +50,10 @@ class Connection:
         self.address = address
         self.socket = connected
         self.socket.setblocking(False)
-        # Else Nagle's algorithm holds the next request back until the DataNode has acknowledged the
-        # status of the last one, which it delays by 40 ms.
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.socket.family in (socket.AF_INET, socket.AF_INET6):
+            # Else Nagle's algorithm holds the next request back until the DataNode has acknowledged
+            # the status of the last one, which it delays by 40 ms.
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.poll = select.poll()
         self.poll.register(self.socket, select.POLLIN)
         self.idle_since_s = 0.0
