@@ -64,11 +64,6 @@ class _Forks:
     pid = 0
 
 
-def forbids_fork() -> bool:
-    """Tell whether this process has used a bucket, so that its forked children cannot."""
-    return _Forks.pid != 0
-
-
 class BucketBackend(Folder, Backend):
     """Files beneath one prefix of a bucket."""
 

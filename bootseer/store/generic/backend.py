@@ -52,7 +52,7 @@ _THREADS_MAX = 128
 _SLOWEST_BYTES_PER_S = 1_000_000
 """What a request may be as slow as that shows nothing of its progress."""
 # Where an object appears whole, or not at all, under its name: others write files as they come.
-_OBJECT_STORES = frozenset(("oss", "oci"))
+_OBJECT_STORES = frozenset(("oss",))
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
 _MEMORY_LOCK = threading.RLock()
 

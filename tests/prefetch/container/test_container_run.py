@@ -209,7 +209,9 @@ def stop(number, frame):
     sys.exit(9)
 signal.signal(signal.SIGTERM, stop)
 os.write(1, b"up\\n")
-time.sleep(60)
+while True:
+    # A signal that comes just before a sleep is told behind it.
+    time.sleep(0.02)
 """
     with start_bootseer(
         node.settings, "image", "run", "--runtime", runtime, "py:1", "--", "python3", "-c", code
