@@ -27,7 +27,8 @@ from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import is_loopback
 from bootseer.registry.tokens import Authorizer
-from bootseer.registry.transport import Response, Transport, is_transient, retry_after_s
+from bootseer.registry.transport import Response, Transport, retry_after_s
+from bootseer.transfer.policy import is_transient
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))

@@ -29,8 +29,8 @@ from bootseer.errors import (
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
 from bootseer.registry.reference import is_loopback
-from bootseer.registry.transport import Response, Transport, is_transient
-from bootseer.transfer.policy import fresh_copy
+from bootseer.registry.transport import Response, Transport
+from bootseer.transfer.policy import fresh_copy, is_transient
 
 _ANSWER_BYTES_MAX = 2**20
 _Token = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{0,65536}\Z")]

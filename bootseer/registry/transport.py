@@ -62,7 +62,6 @@ _PIECE_BYTES = 2**20
 _AT_ONCE_BYTES = 64 * 1024
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _IPv4_BITS = 0xFFFFFFFF
-_TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
 class Response:
@@ -351,11 +350,6 @@ def may_lead(registry: Reach, target: Reach) -> bool:
     if target is Reach.NETWORK:
         return registry is not Reach.EVERYBODY
     return target in (Reach.EVERYBODY, registry)
-
-
-def is_transient(status: int) -> bool:
-    """Whether the same request may succeed later."""
-    return status in _TRANSIENT
 
 
 def retry_after_s(header: str | None, now: datetime) -> float:

@@ -48,6 +48,14 @@ def is_retryable(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
 
 
+_TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
+
+
+def is_transient(status: int) -> bool:
+    """Whether the same request may succeed later, by the status of an HTTP answer."""
+    return status in _TRANSIENT_STATUSES
+
+
 WRONG_ATTEMPTS = 4
 """How often bytes are read that do not match their checksum: HDFS has three replicas, of which each
 may be damaged by itself, and a bit may flip on its way."""

@@ -6,6 +6,8 @@ HEAD has no body, so that there is no code. Pure; any thread.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from msgspec import Struct
 
@@ -21,6 +23,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
+from bootseer.transfer.policy import is_transient
 
 _HEAD = re.compile(r"Error performing (?:[A-Z]+) ((https?://[^/\s]+)\S*) in ")
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:? ?(.*)", re.DOTALL)
@@ -39,7 +42,6 @@ _ODD_NAME = re.compile("Encountered object with invalid path: ")
 _DEBUG = "\n\nDebug source"
 # Where credentials are asked for when nobody has given any.
 _METADATA = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal")
-_TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
 _BUSY_CODES = frozenset(("SlowDown", "ServiceUnavailable", "RequestTimeout", "InternalError"))
 _ADVICE = {
     "AccessDenied": "the credentials do not allow it (docs/stores/s3.md has the least policy)",
@@ -97,10 +99,24 @@ def is_odd_name(error: BaseException) -> bool:
     return _ODD_NAME.search(str(error)) is not None
 
 
+@contextmanager
+def telling(what: str, bucket: str) -> Iterator[None]:
+    """Raise what obstore raises in the block as one of our errors (see `told`).
+
+    Rust's panics are none of Exception, and some answers bring them about.
+    """
+    try:
+        yield
+    except BootseerError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise told(error, what, bucket) from error
+        raise
+
+
 def told(error: BaseException, what: str, bucket: str) -> BootseerError:
     """Return one of our errors that says that `what` failed, as in "read s3://bucket/key"."""
-    if isinstance(error, BootseerError):
-        return error
     answer = answer_of(error)
     text = str(error)
     if any(host in text for host in _METADATA):
@@ -127,7 +143,7 @@ def told(error: BaseException, what: str, bucket: str) -> BootseerError:
         return NotFoundError(f"cannot {where}: it does not exist")
     if name in ("AlreadyExistsError", "PreconditionError"):
         return AlreadyExistsError(f"cannot {where}: it exists already")
-    if answer.status in _TRANSIENT or answer.code in _BUSY_CODES:
+    if is_transient(answer.status) or answer.code in _BUSY_CODES:
         return UnavailableError(f"cannot {where}: {answer}")
     is_refused = name in ("PermissionDeniedError", "UnauthenticatedError")
     if is_refused or answer.status in (401, 403) or answer.code in _ADVICE:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from bootseer.base.redact import public_url
 from bootseer.errors import (
     AlreadyExistsError,
+    BootseerError,
     DeadlineError,
     InvalidInputError,
     NotFoundError,
@@ -36,7 +37,7 @@ from bootseer.store.buckets.access import (
     load,
     open_bucket,
 )
-from bootseer.store.buckets.answers import answer_of, is_conflict, is_odd_name, told
+from bootseer.store.buckets.answers import answer_of, is_conflict, is_odd_name, telling
 from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.paths import Folder, check_deadline, split_path
@@ -149,15 +150,12 @@ class BucketBackend(Folder, Backend):
             left = Attempts(REQUEST, limit_s)
             while True:
                 try:
-                    return work(store, key, call)
-                except BaseException as error:
-                    # Rust's panics are none of Exception: some answers bring them about.
-                    if not isinstance(error, Exception) and not _is_panic(error):
-                        raise
-                    ours = told(error, what, bucket)
-                    pause_s = left.pause_s(ours) if attempts else None
+                    with telling(what, bucket):
+                        return work(store, key, call)
+                except BootseerError as error:
+                    pause_s = left.pause_s(error) if attempts else None
                     if pause_s is None or call.abandoned:
-                        raise ours from error
+                        raise
                     time.sleep(pause_s)
 
         try:
@@ -299,7 +297,7 @@ class BucketBackend(Folder, Backend):
 
         def body(call: Call[None]) -> None:
             progress, came = Progress(time.monotonic()), 0
-            try:
+            with telling(what, self._bucket(path)[2]):
                 for chunk in answer.stream(min_chunk_size=_PIECE_BYTES):
                     data = memoryview(chunk)
                     came += len(data)
@@ -312,8 +310,6 @@ class BucketBackend(Folder, Backend):
                         )
                     if not silent_s:
                         call.progress()
-            except Exception as error:
-                raise told(error, what, self._address.bucket) from error
             start, end = answer.range
             if came < end - start:
                 raise UnavailableError(f"cannot {what}: the connection ended early")
@@ -379,7 +375,7 @@ class BucketBackend(Folder, Backend):
     def upload(self, path: str, pieces: Iterator[Piece]) -> None:
         """As `writer.Sends`."""
         store, key, bucket = self._bucket(path, PART_BYTES)
-        try:
+        with telling(f"write {self._name(path)}", bucket):
             load().put(
                 store,
                 key,
@@ -388,8 +384,6 @@ class BucketBackend(Folder, Backend):
                 chunk_size=PART_BYTES,
                 max_concurrency=PARTS_AT_ONCE,
             )
-        except Exception as error:
-            raise told(error, f"write {self._name(path)}", bucket) from error
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         self._names_of_file(target)
@@ -461,12 +455,13 @@ class BucketBackend(Folder, Backend):
 
     def delete_files(self, paths: Sequence[str]) -> None:
         """As `Backend.delete_files`."""
-        by_bucket: dict[str, list[str]] = {}
+        by_bucket: dict[str, tuple[str, list[str]]] = {}
         for path in paths:
             self._names_of_file(path)
-            by_bucket.setdefault(self._bucket(path)[2], []).append(path)
-        for some in by_bucket.values():
-            self._delete_keys(some[0], [self._bucket(path)[1] for path in some])
+            _, key, bucket = self._bucket(path)
+            by_bucket.setdefault(bucket, (path, []))[1].append(key)
+        for first, keys in by_bucket.values():
+            self._delete_keys(first, keys)
 
     def _delete_keys(self, path: str, keys: Sequence[str]) -> None:
         def delete(store: Any, _: str, call: Call[Any]) -> None:
@@ -486,10 +481,6 @@ class BucketBackend(Folder, Backend):
         self._caller.close()
         with self._lock:
             self._opened.clear()
-
-
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"
 
 
 def _batches(keys: Sequence[str]) -> Iterator[list[str]]:

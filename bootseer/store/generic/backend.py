@@ -33,7 +33,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.registry.transport import is_transient, retry_after_s
+from bootseer.registry.transport import retry_after_s
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.generic.ranged import comes_in_pieces, read_pieces, read_whole
@@ -41,7 +41,7 @@ from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S
-from bootseer.transfer.policy import REQUEST, Attempts
+from bootseer.transfer.policy import REQUEST, Attempts, is_transient
 
 Result = TypeVar("Result")
 
@@ -197,7 +197,7 @@ class FsspecBackend(Folder, Backend):
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:
-            status, _ = _answer_of(error)
+            status = _status_of(error)
             may_be_behind = status == 416 or (offset and not is_transient(status))
             if not may_be_behind or offset < self._fs.info(full)["size"]:
                 raise
@@ -328,7 +328,7 @@ class FsspecBackend(Folder, Backend):
                 self._send_once(call, full, spool, size_bytes, overwrite=overwrite)
                 return
             except Exception as error:
-                status, _ = _answer_of(error)
+                status = _status_of(error)
                 if overwrite or status not in (409, 412):
                     raise
                 if status == 412:
@@ -372,17 +372,17 @@ class FsspecBackend(Folder, Backend):
         """Return `error`, which the file system raised at `path`, as one of ours."""
         if isinstance(error, BootseerError):
             return error
-        status, code = _answer_of(error)
+        status = _status_of(error)
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"cannot {what}: it does not exist")
         if isinstance(error, FileExistsError):
             return AlreadyExistsError(f"cannot {what}: it exists already")
         reason = redact(str(error)) or type(error).__name__
-        if is_transient(status) or code in _BUSY_CODES:
-            busy = UnavailableError(f"cannot {what}: the server answered {status} {code}".rstrip())
+        if is_transient(status):
+            busy = UnavailableError(f"cannot {what}: the server answered {status}")
             busy.retry_after_s = retry_after_s(_header_of(error, "retry-after"), datetime.now(UTC))
             return busy
-        if isinstance(error, PermissionError) or status in (401, 403) or _lacks_login(error):
+        if isinstance(error, PermissionError) or status in (401, 403):
             return PermissionDeniedError(f"cannot {what}: {reason}")
         if isinstance(error, IsADirectoryError):
             return InvalidInputError(f"cannot {what}: it is a folder")
@@ -400,7 +400,6 @@ class FsspecBackend(Folder, Backend):
         return "/".join((self._root, *names))
 
 
-_BUSY_CODES = frozenset(("SlowDown", "ServiceUnavailable", "RequestTimeout", "InternalError"))
 _CAUSES_MAX = 10
 
 
@@ -414,39 +413,23 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _answer_of(error: BaseException) -> tuple[int, str]:
-    """Return the HTTP status and S3's code of the answer that an error was made of; 0 and "" where
-    there was none. By the attributes of botocore's ClientError, aiohttp's ClientResponseError and
-    gcsfs' HttpError, none of which need be installed."""
+def _status_of(error: BaseException) -> int:
+    """Return the HTTP status of the answer that an error was made of; 0 where there was none. By
+    the attributes of aiohttp's ClientResponseError and its like, which need not be installed."""
     for cause in _causes(error):
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            code = str(response.get("Error", {}).get("Code", ""))
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return (status if isinstance(status, int) else 0), code
         for name in ("status", "code"):
             if isinstance(status := getattr(cause, name, None), int):
-                return status, ""
-    return 0, ""
+                return status
+    return 0
 
 
 def _header_of(error: BaseException, name: str) -> str | None:
     """Return a header of the answer that an error was made of."""
     for cause in _causes(error):
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-        else:
-            headers = getattr(cause, "headers", None)
+        headers = getattr(cause, "headers", None)
         if headers and (value := headers.get(name)):
             return str(value)
     return None
-
-
-def _lacks_login(error: BaseException) -> bool:
-    """Return whether a client found no credentials to send."""
-    names = ("NoCredentialsError", "PartialCredentialsError")
-    return any(type(cause).__name__ in names for cause in _causes(error))
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:
