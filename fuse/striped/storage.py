@@ -13,6 +13,10 @@ from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writing.kept_units import KeptUnits
+from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
+from bootseer.fuse.striped.writing.parts.placement import Placement
+from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.backend import Backend
 
@@ -54,15 +58,37 @@ class StripedStorage(Closing):
         self.tree = StripedTree(
             backend,
             self.reader,
-            self.budget,
             self.counters,
             grace_s=grace_s,
             patience_s=settings.patience_s,
         )
+        self.kept = KeptUnits(self.budget)
+        self._for_writers = WriterResources(
+            backend,
+            self.tree,
+            self.budget,
+            self.kept,
+            OpenParts(backend, self.budget, self.kept),
+            Placement(),
+            self.counters,
+        )
 
-    def writer(self, path: str, base: FileView | None = None) -> FileWriter:
-        """A writer of `path`: of a new content, or from `base` on."""
-        return FileWriter(self.tree, path, self.budget, self.settings, base=base)
+    def writer(
+        self,
+        path: str,
+        base: FileView | None = None,
+        *,
+        expected: str | None = None,
+        settings: StripeSettings | None = None,
+    ) -> FileWriter:
+        """Return a writer of the file `path` that starts empty, or appends to `base`.
+
+        `expected`: the identity of the file that it may replace; any file by default. `settings`:
+        how the file is stored; as the storage's settings say by default.
+        """
+        return FileWriter(
+            self._for_writers, path, settings or self.settings, base=base, expected=expected
+        )
 
     def close(self) -> None:
         """Delete what was replaced and is not open; stop the threads; close the backend."""

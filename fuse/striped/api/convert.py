@@ -14,7 +14,6 @@ from bootseer.fuse.striped.layout import Layout
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.backend import Backend
 
 
@@ -67,7 +66,7 @@ def convert_file(
     )
     opened = storage.reader.open(view)
     try:
-        writer = FileWriter(storage.tree, path, storage.budget, exactly, expected=view.identity)
+        writer = storage.writer(path, expected=view.identity, settings=exactly)
         try:
 
             def write(piece: memoryview) -> None:

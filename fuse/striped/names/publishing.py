@@ -22,7 +22,6 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.fuse.striped.layout import Layout, encode_layout, may_be_layout
-from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.open_readers import OpenReaders
 from bootseer.fuse.striped.names.retired_parts import RetiredParts, run_name
 from bootseer.fuse.striped.names.stored import StoredFiles, new_generation, plain_view, refuse
@@ -30,9 +29,6 @@ from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder
-from bootseer.fuse.striped.writing.kept_units import KeptUnits
-from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
-from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store.backend import Backend, FileInfo, Piece
 from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 
@@ -55,7 +51,6 @@ class Publishing:
         self,
         backend: Backend,
         reader: StripedReader,
-        budget: MemoryBudget,
         counters: Counters,
         *,
         grace_s: float,
@@ -63,11 +58,7 @@ class Publishing:
     ) -> None:
         self.backend = backend
         self.reader = reader
-        self.budget = budget
-        self.kept = KeptUnits(budget)
-        self.open_parts = OpenParts(backend, budget, self.kept)
-        self.placement = Placement()
-        self.counters = counters
+        self._counters = counters
         self._patience_s = patience_s
         self.stored = StoredFiles(backend)
         self._open_readers = OpenReaders(backend, reader)
@@ -193,7 +184,7 @@ class Publishing:
                 raise refuse(errno.ESTALE, path)
             self._open_readers.keep(old)
             commit()
-            self.counters.add(published_count=1)
+            self._counters.add(published_count=1)
             self.stored.forget(path)
             self._retire(old, keep=named)
             return self._until_answered(lambda: self.backend.stat(path))

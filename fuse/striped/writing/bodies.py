@@ -4,27 +4,27 @@ Owns no state.
 """
 
 from bootseer.fuse.striped.layout import HEADER_BYTES, MAGIC
-from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body
 from bootseer.fuse.striped.writing.plain_body import PlainBody
+from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.striped_body import StripedBody
 from bootseer.fuse.striped.writing.tail import Tail
 
 
-def begin_body(tree: StripedTree, path: str, settings: StripeSettings, start: Tail) -> Body:
+def begin_body(shared: WriterResources, path: str, settings: StripeSettings, start: Tail) -> Body:
     """The form of a new large file that begins with `start`."""
     # Whatever looks like a layout must not be stored as an ordinary file.
     if not looks_like_layout(start):
         directory = path.rpartition("/")[0]
-        if settings.layout_in(tree.backend, directory) == "plain":
-            return PlainBody(tree, path, settings)
-    return StripedBody(tree, path, settings)
+        if settings.layout_in(shared.backend, directory) == "plain":
+            return PlainBody(shared, path, settings)
+    return StripedBody(shared, path, settings)
 
 
 def continue_body(
-    tree: StripedTree, path: str, settings: StripeSettings, base: FileView
+    shared: WriterResources, path: str, settings: StripeSettings, base: FileView
 ) -> tuple[Body | None, Tail]:
     """What is kept of an existing file that is appended to, and its last bytes where they are few
     enough to be written again.
@@ -39,18 +39,19 @@ def continue_body(
         if kept[-1].size_bytes < unit_bytes:
             start -= kept.pop().size_bytes
         if kept:
-            body = StripedBody(tree, path, settings, tuple(kept))
+            body = StripedBody(shared, path, settings, tuple(kept))
     elif base.size_bytes > unit_bytes:
-        body = PlainBody(tree, path, settings, base)
+        body = PlainBody(shared, path, settings, base)
     else:
         start = 0
     if start == base.size_bytes:
         return body, Tail()
-    file = tree.reader.open(base)
+    reader = shared.tree.reader
+    file = reader.open(base)
     try:
-        return body, Tail(tree.reader.read_bytes(file, start, base.size_bytes - start))
+        return body, Tail(reader.read_bytes(file, start, base.size_bytes - start))
     finally:
-        tree.reader.close(file)
+        reader.close(file)
 
 
 def looks_like_layout(start: Tail) -> bool:

@@ -7,10 +7,10 @@ Owns the choice between the two forms: `striped_body` and `plain_body`. A body b
 from collections.abc import Callable
 from typing import Protocol
 
-from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.parts.unit_assignment import UnitAssignment
+from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece
@@ -53,7 +53,7 @@ class Body(Protocol):
 
 
 def begin_segment(
-    tree: StripedTree,
+    shared: WriterResources,
     path: str,
     settings: StripeSettings,
     assignment: UnitAssignment,
@@ -61,13 +61,13 @@ def begin_segment(
 ) -> SegmentWriter:
     """A new segment of the file at `path`; it `follows` one that is sealed."""
     return SegmentWriter(
-        tree.backend,
+        shared.backend,
         path.rpartition("/")[0],
-        tree.kept,
-        tree.open_parts,
-        tree.placement,
-        tree.budget,
-        tree.counters,
+        shared.kept,
+        shared.open_parts,
+        shared.placement,
+        shared.budget,
+        shared.counters,
         assignment,
         settings.patience_s,
         follows,

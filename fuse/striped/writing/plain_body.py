@@ -7,11 +7,11 @@ own, and joined in one step; elsewhere there is one run. Either way the name get
 from collections.abc import Callable
 
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
 from bootseer.fuse.striped.writing.parts.unit_assignment import UnitAssignment
+from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece
@@ -26,14 +26,18 @@ class PlainBody(Body):
     """The runs of one ordinary file, or what is added to one."""
 
     def __init__(
-        self, tree: StripedTree, path: str, settings: StripeSettings, base: FileView | None = None
+        self,
+        shared: WriterResources,
+        path: str,
+        settings: StripeSettings,
+        base: FileView | None = None,
     ) -> None:
         """`base`: the stored file to add to. Raises UnsupportedError where that cannot be done."""
-        self._tree = tree
+        self._shared = shared
         self.path = path
         self._settings = settings
         self._base = base
-        self._can_join = tree.backend.can_join()
+        self._can_join = shared.backend.can_join()
         self._check_can_add()
         self._sent_bytes = base.size_bytes if base else 0
         self._segment: SegmentWriter | None = None
@@ -50,13 +54,15 @@ class PlainBody(Body):
     def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
         self._check_can_add()
         if self._segment is None:
-            self._segment = begin_segment(self._tree, self.path, self._settings, self._assignment())
+            self._segment = begin_segment(
+                self._shared, self.path, self._settings, self._assignment()
+            )
         self._segment.send(pieces, length, cancelled)
         self._sent_bytes += length
 
     def _assignment(self) -> UnitAssignment:
         settings = self._settings
-        self._tree.open_parts.begin_file()
+        self._shared.open_parts.begin_file()
         return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
@@ -66,10 +72,10 @@ class PlainBody(Body):
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
         run, generation = self._finish(tail, cancelled)
-        self._base = self._tree.publish_run(
+        self._base = self._shared.tree.publish_run(
             self.path, run, expected, adds=self._base is not None, before_commit=self._forget
         )
-        self._tree.discard(self.path, {generation})
+        self._shared.tree.discard(self.path, {generation})
         return self._base
 
     def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> None:
@@ -84,9 +90,9 @@ class PlainBody(Body):
         runs = self._segment.finish_parts()
         generation = self._unpublished = self._segment.generation
         self._segment = None
-        self._tree.open_parts.end_file()
+        self._shared.open_parts.end_file()
         if len(runs) > 1:
-            self._tree.backend.join(runs[0], runs[1:])
+            self._shared.backend.join(runs[0], runs[1:])
         return runs[0], generation
 
     def _forget(self) -> None:
@@ -103,7 +109,7 @@ class PlainBody(Body):
         if self._segment is not None:
             self._segment.abort(wait_s)
             self._segment = None
-            self._tree.open_parts.end_file()
+            self._shared.open_parts.end_file()
         if self._unpublished:
-            self._tree.discard(self.path, {self._unpublished})
+            self._shared.tree.discard(self.path, {self._unpublished})
             self._forget()

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from bootseer.fuse.striped.layout import MAX_PART_COUNT, MAX_SEGMENT_COUNT, Layout, Segment
 from bootseer.fuse.striped.names.stored import new_generation
-from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.body import Body, begin_segment
 from bootseer.fuse.striped.writing.parts.unit_assignment import UnitAssignment
+from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.segment_writer import SegmentWriter
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.backend import Piece
@@ -27,13 +27,13 @@ class StripedBody(Body):
 
     def __init__(
         self,
-        tree: StripedTree,
+        shared: WriterResources,
         path: str,
         settings: StripeSettings,
         segments: tuple[Segment, ...] = (),
     ) -> None:
         """`segments` are stored already, in the same directory."""
-        self._tree = tree
+        self._shared = shared
         self.path = path
         self._settings = settings
         self._segments = list(segments)
@@ -57,7 +57,7 @@ class StripedBody(Body):
             if sealed is not None:
                 sealed.seal()
             segment = begin_segment(
-                self._tree, self.path, self._settings, self._assignment(), sealed
+                self._shared, self.path, self._settings, self._assignment(), sealed
             )
             self._open.append(segment)
             self._unpublished.add(segment.generation)
@@ -70,8 +70,8 @@ class StripedBody(Body):
         settings = self._settings
         if not self._is_counted:
             self._is_counted = True
-            self._tree.open_parts.begin_file()
-        is_object_store = not self._tree.backend.traits.one_step_rename
+            self._shared.open_parts.begin_file()
+        is_object_store = not self._shared.backend.traits.one_step_rename
         return UnitAssignment(
             settings.stripe_unit_bytes,
             settings.block_bytes,
@@ -84,11 +84,11 @@ class StripedBody(Body):
     def _end_counting(self) -> None:
         if self._is_counted:
             self._is_counted = False
-            self._tree.open_parts.end_file()
+            self._shared.open_parts.end_file()
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
         layout, kept = self._finish(tail, cancelled)
-        view = self._tree.publish_layout(
+        view = self._shared.tree.publish_layout(
             self.path, layout, expected, before_commit=self._unpublished.clear
         )
         self._keep(kept, tail)
@@ -128,5 +128,5 @@ class StripedBody(Body):
         self._open.clear()
         self._end_counting()
         if self._unpublished:
-            self._tree.discard(self.path, set(self._unpublished))
+            self._shared.tree.discard(self.path, set(self._unpublished))
             self._unpublished.clear()

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable
 
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView, moved_identity
 from bootseer.fuse.striped.writing.bodies import begin_body, continue_body, looks_like_layout
 from bootseer.fuse.striped.writing.body import Body
+from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.striped_body import StripedBody
 from bootseer.fuse.striped.writing.tail import Data, Tail
 
@@ -29,9 +28,8 @@ class FileWriter:
 
     def __init__(
         self,
-        tree: StripedTree,
+        shared: WriterResources,
         path: str,
-        budget: MemoryBudget,
         settings: StripeSettings,
         *,
         base: FileView | None = None,
@@ -43,7 +41,7 @@ class FileWriter:
         Raises UnsupportedError for a base that cannot be appended to, and on a storage where
         nothing could appear whole or not at all.
         """
-        backend = tree.backend
+        backend = shared.backend
         if not (backend.traits.one_step_rename or backend.traits.one_step_replace):
             raise UnsupportedError(
                 f"{backend.url} cannot replace a file in one step, which a safe commit needs: "
@@ -55,7 +53,7 @@ class FileWriter:
         name any more, what `publish` stored of it."""
         self._unchanged_bytes = base.size_bytes if base is not None else 0
         """How much of the beginning of `view` the file still begins with."""
-        self._tree = tree
+        self._shared = shared
         self._settings = settings
         self._lock = threading.RLock()
         self._body: Body | None = None
@@ -68,7 +66,7 @@ class FileWriter:
         self._error: BaseException | None = None
         self._is_detached = False
         if base is not None:
-            self._body, self._tail = continue_body(tree, path, settings, base)
+            self._body, self._tail = continue_body(shared, path, settings, base)
 
     @property
     def path(self) -> str:
@@ -250,7 +248,7 @@ class FileWriter:
     def _publish(self, cancelled: Callable[[], bool]) -> None:
         self._fill_up(cancelled)
         if self._fits_a_plain_file():
-            view = self._tree.publish_plain(self.path, self._tail.pieces(), self._expected)
+            view = self._shared.tree.publish_plain(self.path, self._tail.pieces(), self._expected)
         else:
             body = self._body or self._begin_body()
             view = body.publish(self._tail, self._expected, cancelled)
@@ -342,9 +340,9 @@ class FileWriter:
     def _begin_body(self) -> Body:
         if self._is_detached:
             # No other tool will see it, and parts can be read back without a name.
-            self._body = StripedBody(self._tree, self._path, self._settings)
+            self._body = StripedBody(self._shared, self._path, self._settings)
         else:
-            self._body = begin_body(self._tree, self._path, self._settings, self._tail)
+            self._body = begin_body(self._shared, self._path, self._settings, self._tail)
         return self._body
 
     def _fits_a_plain_file(self) -> bool:

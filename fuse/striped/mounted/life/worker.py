@@ -111,9 +111,7 @@ class MountedFileSystem(StripedFileSystem):
             uid = os.geteuid() if spec.uid is None else spec.uid
             gid = os.getegid() if spec.gid is None else spec.gid
             super().__init__(
-                storage.tree,
-                storage.budget,
-                spec.stripe_settings,
+                storage,
                 owner=Ownership(uid, gid, spec.umask),
                 journal=Journal(path),
                 passes_files=passes_files,
@@ -123,7 +121,6 @@ class MountedFileSystem(StripedFileSystem):
         except BaseException:
             storage.close()
             raise
-        self._storage = storage
 
     # ---- the process's life ---------------------------------------------------------------
 

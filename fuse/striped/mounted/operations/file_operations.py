@@ -64,7 +64,7 @@ class FileOperations(CloseOperations):
             self._nodes.note_node(node)
             handle = self._nodes.open(node, flags, caller.request)
             handle.opener = process_of(caller)
-            handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+            handle.writer = self._storage.writer(path)
             self._nodes.note(handle)
             return self._entry(node), opened_of(handle)
 
@@ -167,7 +167,7 @@ class FileOperations(CloseOperations):
             handle = self._nodes.open(node, flags, caller.request)
             handle.opener = process_of(caller)
             if base is None:
-                handle.writer = FileWriter(self._tree, path, self._budget, self._settings)
+                handle.writer = self._storage.writer(path)
             elif node.writer() is None:
                 node.status = status_of(base)
             handle.base, handle.file = base, file
@@ -284,7 +284,7 @@ class FileOperations(CloseOperations):
         if view.size_bytes == size_bytes:
             return
         base = view if size_bytes else None
-        writer = FileWriter(self._tree, path, self._budget, self._settings, base=base)
+        writer = self._storage.writer(path, base)
         try:
             writer.truncate(size_bytes)
             writer.publish()

@@ -14,7 +14,6 @@ from bootseer.fuse.striped.mounted.life.journal import Record
 from bootseer.fuse.striped.mounted.life.resumption import resume
 from bootseer.fuse.striped.mounted.operations.file_operations import FileOperations
 from bootseer.fuse.striped.mounted.operations.name_operations import NameOperations
-from bootseer.fuse.striped.writing.writer import FileWriter
 
 _log = logging.getLogger(__name__)
 
@@ -28,13 +27,7 @@ class StripedFileSystem(NameOperations, FileOperations):
     def begin(self, records: Sequence[Record] = ()) -> None:
         """Before the first request: go on from a predecessor's journal, and start one's own."""
         try:
-            resume(
-                self._nodes,
-                records,
-                self._reader,
-                lambda path: FileWriter(self._tree, path, self._budget, self._settings),
-                self._clock(),
-            )
+            resume(self._nodes, records, self._reader, self._storage.writer, self._clock())
         except (BootseerError, LookupError, TypeError, ValueError) as error:
             _log.error("what was open is not known any more: %s", error)
             self._nodes.continue_from([], [], {})

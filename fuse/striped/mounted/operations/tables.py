@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Caller, Entry, Operations
-from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.mounted.life.journal import Journal
 from bootseer.fuse.striped.mounted.life.status import OpenFigures
 from bootseer.fuse.striped.mounted.operations.node_table import NodeTable
@@ -30,9 +29,7 @@ from bootseer.fuse.striped.mounted.operations.presentation import (
 from bootseer.fuse.striped.names.listing import Listings
 from bootseer.fuse.striped.names.retired_parts import is_hidden
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
-from bootseer.fuse.striped.names.tree import StripedTree
-from bootseer.fuse.striped.reading.reader import StripedReader
-from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.paths import PATH_MAX_BYTES
@@ -51,9 +48,7 @@ class MountTables(Operations):
 
     def __init__(
         self,
-        tree: StripedTree,
-        budget: MemoryBudget,
-        settings: StripeSettings,
+        storage: StripedStorage,
         *,
         owner: Ownership | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,10 +63,9 @@ class MountTables(Operations):
         """
         self.unwritten: list[str] = []
         """Files whose last bytes were lost because the mount ended while they were open."""
-        self._tree = tree
-        self._reader: StripedReader = tree.reader
-        self._budget = budget
-        self._settings = settings
+        self._storage = storage
+        self._tree = storage.tree
+        self._reader = storage.reader
         self._owner = owner or Ownership(os.geteuid(), os.getegid())
         self._passes_files = passes_files
         self._maps_direct_io = maps_direct_io
@@ -238,7 +232,7 @@ class MountTables(Operations):
         stale = base is not None and not self._is_current(base.renamed(path))
         if stale:
             base = None
-        writer = FileWriter(self._tree, path, self._budget, self._settings, base=base)
+        writer = self._storage.writer(path, base)
         if stale:
             # What it would be added to was replaced, or removed.
             writer.fail(refuse(errno.ESTALE, path))

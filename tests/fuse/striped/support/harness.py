@@ -51,7 +51,7 @@ class Driver:
         self, storage: StripedStorage, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.storage = storage
-        self.fs = StripedFileSystem(storage.tree, storage.budget, storage.settings, clock=clock)
+        self.fs = StripedFileSystem(storage, clock=clock)
 
     def node(self, path: str) -> int:
         node = ROOT_NODE
@@ -172,7 +172,5 @@ class Restartable(Driver):
         super().__init__(storage_on(root / "backend"))
         path = root / "journal"
         self.journal = Journal(path, retry_s=retry_s)
-        self.fs = StripedFileSystem(
-            self.storage.tree, self.storage.budget, self.storage.settings, journal=self.journal
-        )
+        self.fs = StripedFileSystem(self.storage, journal=self.journal)
         self.fs.begin(read_journal(path))

@@ -92,7 +92,7 @@ def test_a_part_that_fails_once_is_written_again(
 def test_what_memory_has_not_kept_is_read_back_from_the_failed_part(
     saving: Saving, operation: str, after: int
 ) -> None:
-    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.backend.rules.append(lambda *_: saving.storage.kept.reclaim(10**9))
     saving.fails(operation, after, lambda: UnavailableError("reset"))
     saving.driver.write("f", DATA)
     assert saving.retry_count() == 1
@@ -106,7 +106,7 @@ def test_what_is_read_back_is_checked(saving: Saving) -> None:
         if PARTS_FOLDER in path and len(data):
             data[0] ^= 1
 
-    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.backend.rules.append(lambda *_: saving.storage.kept.reclaim(10**9))
     saving.fails("write", 30, lambda: OSError(errno.ENOTCONN, "107"))
     saving.backend.corrupt = flip
     with refused_with(errno.ENOTCONN):
@@ -139,7 +139,7 @@ def test_a_storage_that_takes_nothing_for_a_while_is_waited_for(
 
 
 def test_what_an_outage_kept_from_being_read_back_is_asked_for_again(saving: Saving) -> None:
-    saving.backend.rules.append(lambda *_: saving.storage.tree.kept.reclaim(10**9))
+    saving.backend.rules.append(lambda *_: saving.storage.kept.reclaim(10**9))
     saving.fails("write", 30, lambda: UnavailableError("reset"))
     for operation in ("abandon", "read"):
         saving.backend.rules.append(
@@ -228,7 +228,7 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         driver.write("alone", data * 24, step=UNIT)
         layout = decode_layout((tmp_path / "alone").read_bytes(), "")
         assert len(layout.segments[0].parts) == 3
-        storage.tree.kept.reclaim(budget.limit_bytes)
+        storage.kept.reclaim(budget.limit_bytes)
         assert budget.used_bytes == 0
 
 
@@ -244,7 +244,7 @@ def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
         Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
         layout = decode_layout((tmp_path / "f").read_bytes(), "")
         assert len(layout.segments[0].parts) == 8
-        storage.tree.kept.reclaim(storage.budget.limit_bytes)
+        storage.kept.reclaim(storage.budget.limit_bytes)
         assert storage.budget.used_bytes == 0
 
 
