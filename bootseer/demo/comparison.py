@@ -61,31 +61,30 @@ def _until_ready(launch: Launch) -> float:
 
 # An image costs what it takes to open it and what its files then cost the program that uses them:
 # a lazy image moves work from the one to the other. The same holds for a checkpoint.
-_STAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "image": (("image", "import"), ("image pull", "image served")),
-    "environment": (("environment",), ("environment",)),
-    "checkpoint": (("checkpoint", "load"), ()),
+_TIMED = {
+    "image": ("image", "import"),
+    "environment": ("environment",),
+    "checkpoint": ("checkpoint", "load"),
 }
 
 
-def _moved(launch: Launch, counted: tuple[str, ...]) -> int:
-    if counted:
-        return _bytes(launch, *counted)
-    # What the other stages did not read.
-    others = sum(_bytes(launch, *names) for _, names in _STAGES.values())
-    return max(launch.bytes_read - others, 0)
+def _moved(launch: Launch, name: str) -> int:
+    if name == "checkpoint":
+        return launch.checkpoint_bytes_read
+    counted = ("image pull", "image served") if name == "image" else (name,)
+    return _bytes(launch, *counted)
 
 
 def compare(first: Launch, second: Launch, *, image_bytes: int, published_bytes: int) -> Comparison:
     """Stages that neither launch had are left out."""
     rows: dict[str, Row] = {}
-    for name, (timed, counted) in _STAGES.items():
+    for name, timed in _TIMED.items():
         if any(stage.name == timed[0] for stage in first.stages):
             rows[name] = Row(
                 _seconds(first, *timed),
                 _seconds(second, *timed),
-                _moved(first, counted),
-                _moved(second, counted),
+                _moved(first, name),
+                _moved(second, name),
             )
     total = Row(_until_ready(first), _until_ready(second), first.bytes_read, second.bytes_read)
     return Comparison(

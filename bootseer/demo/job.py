@@ -64,6 +64,8 @@ class Launch(Struct, frozen=True):
     """What the training job printed."""
     bytes_read: int
     """Over the "network", until the job had ended."""
+    checkpoint_bytes_read: int
+    """Of these, from the folder of the checkpoints."""
     wall_s: float
     machine_cpu_s: float
     """CPU seconds of the whole machine: servers are not children of this process."""
@@ -78,6 +80,7 @@ class World:
         self.layout = plan.folder / "images" / "demo"
         self.wheels = plan.folder / "wheels"
         self.account = plan.folder / "account"
+        self._tally = plan.folder / "checkpoints.account"
         self.requirements: list[str] = []
         self.image_bytes = 0
         """Compressed, as the registry stores it."""
@@ -120,11 +123,12 @@ class World:
 
     # ---- launching --------------------------------------------------------------------------
 
-    def _limited(self, folder: Path) -> str:
+    def _limited(self, folder: Path, **more: str) -> str:
         query = {
             "node_bytes_per_s": self.plan.network.node_bytes_per_s,
             "stream_bytes_per_s": self.plan.network.file_bytes_per_s,
             "account": str(self.account),
+            **more,
         }
         return f"limit+{folder.as_uri()}?{urlencode(query)}"
 
@@ -149,7 +153,7 @@ class World:
         folder = str(plan.folder / "empty")
         if plan.with_checkpoint:
             folder = _CHECKPOINTS if plan.with_image else str(plan.folder / "mount")
-            url = self._limited(plan.folder / "checkpoints")
+            url = self._limited(plan.folder / "checkpoints", tally=str(self._tally))
             arguments += ["--checkpoint", f"{url}:{folder}"]
         python = f"{environment}/bin/python" if plan.with_environment else interpreter
         return [*arguments, "--", python, "-m", "bootseer.demo.trainer", folder]
@@ -197,7 +201,7 @@ class World:
             *("run", *self._arguments()),
         ]
         drop_page_cache()
-        before = read_account(self.account)
+        before, tally = read_account(self.account), read_account(self._tally)
         begin_s, begin_cpu_s = time.monotonic(), _machine_cpu_s()
         try:
             result = subprocess.run(
@@ -221,6 +225,7 @@ class World:
             stages=tuple(read_start(Folder(timeline), "demo", number)),
             trainer=from_line(lines[-1], dict[str, Any]),
             bytes_read=after.bytes_read - before.bytes_read,
+            checkpoint_bytes_read=read_account(self._tally).bytes_read - tally.bytes_read,
             wall_s=wall_s,
             machine_cpu_s=cpu_s,
         )

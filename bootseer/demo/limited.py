@@ -60,11 +60,13 @@ class Limits(Struct, frozen=True):
     node_bytes_per_s: _Rate | None = None
     latency_s: Annotated[float, Meta(ge=0, lt=_LATENCY_MAX_S)] = 0.0
     account: str = ""
+    tally: str = ""
+    """A second account, which only counts what this URL moves."""
 
 
 def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBackend":
     """The limited backend of
-    `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH`.
+    `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH&tally=PATH`.
 
     Other options of the query are the inner URL's. Raises: InvalidInputError.
     """
@@ -181,13 +183,8 @@ class Meter:
         self._deadline_s = _LATENCY_MAX_S if deadline_s is None else deadline_s
         self._lock = threading.Lock()
         self._free_ns: OrderedDict[tuple[str, str], int] = OrderedDict()
-        self._account_fd = -1
-        if limits.account:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            try:
-                self._account_fd = os.open(limits.account, flags, 0o600)
-            except OSError as error:
-                raise from_oserror(error, f"open the account {limits.account}") from error
+        self._account = _AccountFile(limits.account) if limits.account else None
+        self._tally = _AccountFile(limits.tally) if limits.tally else None
 
     def request(self) -> None:
         """Count one request and wait its latency. Raises: DeadlineError."""
@@ -225,32 +222,55 @@ class Meter:
             return end_ns
 
     def _reserve_node(self, read: int, written: int, requests: int) -> int:
-        fd, path = self._account_fd, self._limits.account
-        if fd < 0:
-            return 0
-        rate = self._limits.node_bytes_per_s
-        # The lock of the file excludes other processes, not other threads of this one.
+        # The lock of an account excludes other processes, not other threads of this one.
         with self._lock:
-            lock_within(fd, _ACCOUNT_LOCK_S)
-            try:
-                data = os.pread(fd, _ACCOUNT.size, 0)
-                free_ns, *counts = _parse(data, path) if data else (0, 0, 0, 0)
-                now_ns = time.monotonic_ns()
-                if rate is not None and read + written:
-                    start_ns = max(free_ns, now_ns) if free_ns < now_ns + _AHEAD_MAX_NS else now_ns
-                    free_ns = start_ns + int((read + written) / rate * 1e9)
-                counts = [counts[0] + read, counts[1] + written, counts[2] + requests]
-                os.pwrite(fd, _ACCOUNT.pack(_MAGIC, free_ns, *counts), 0)
-            finally:
-                unlock(fd)
-        return free_ns if rate is not None and read + written else 0
+            if self._tally:
+                self._tally.add(read, written, requests, None)
+            if not self._account:
+                return 0
+            return self._account.add(read, written, requests, self._limits.node_bytes_per_s)
 
     def close(self) -> None:
-        """Close the account. Idempotent."""
+        """Close the accounts. Idempotent."""
         with self._lock:
-            fd, self._account_fd = self._account_fd, -1
-        if fd >= 0:
-            os.close(fd)
+            accounts, self._account, self._tally = (self._account, self._tally), None, None
+        for account in accounts:
+            if account:
+                account.close()
+
+
+class _AccountFile:
+    """An account that several processes share. Not thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """Raises: BootseerError for a file that cannot be opened."""
+        self._path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise from_oserror(error, f"open the account {path}") from error
+
+    def add(self, read: int, written: int, requests: int, rate: float | None) -> int:
+        """Add to the counts. Return when the bytes have passed (CLOCK_MONOTONIC, ns), at `rate`
+        bytes per second; 0 without a rate, and for no bytes."""
+        is_limited = rate is not None and read + written > 0
+        lock_within(self._fd, _ACCOUNT_LOCK_S)
+        try:
+            data = os.pread(self._fd, _ACCOUNT.size, 0)
+            free_ns, *counts = _parse(data, self._path) if data else (0, 0, 0, 0)
+            if rate is not None and is_limited:
+                now_ns = time.monotonic_ns()
+                start_ns = max(free_ns, now_ns) if free_ns < now_ns + _AHEAD_MAX_NS else now_ns
+                free_ns = start_ns + int((read + written) / rate * 1e9)
+            counts = [counts[0] + read, counts[1] + written, counts[2] + requests]
+            os.pwrite(self._fd, _ACCOUNT.pack(_MAGIC, free_ns, *counts), 0)
+        finally:
+            unlock(self._fd)
+        return free_ns if is_limited else 0
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _parse(data: bytes, path: Path | str) -> tuple[int, int, int, int]:

@@ -58,6 +58,18 @@ def test_counts_what_is_moved(tmp_path: Path) -> None:
     assert read_account(tmp_path / "account") == Account(400, 1500, 4)
 
 
+def test_a_tally_counts_one_url_alone(tmp_path: Path) -> None:
+    counted = open_backend(limited(tmp_path, tally=tmp_path / "tally"))
+    other = open_backend(limited(tmp_path))
+    with other.create("x") as writer:
+        writer.write(b"a" * 1000)
+    assert len(counted.read("x")) == 1000
+    for backend in (counted, other):
+        backend.close()
+    assert read_account(tmp_path / "account") == Account(1000, 1000, 2)
+    assert read_account(tmp_path / "tally") == Account(1000, 0, 1)
+
+
 def test_counts_the_whole_node(tmp_path: Path) -> None:
     url = limited(tmp_path)
     code = "import sys; from bootseer.store import open_store; open_store(sys.argv[1]).read('x')"
