@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from bootseer.base.redact import public_url
 from bootseer.errors import (
@@ -55,6 +55,9 @@ _THREADS_MAX = 128
 _PIECE_BYTES = 64 << 10
 # So small an object is sent without a look whether it is there: the PUT itself decides.
 _UNSEEN_BYTES = 256 << 10
+_Kind = Literal["read", "put", "upload"]
+# The most that one request of a kind sends: which limits it has (`access.open_bucket`).
+_SENT_BYTES: dict[_Kind, int] = {"read": 0, "put": SINGLE_BYTES, "upload": PART_BYTES}
 # Of what is there already after a PUT whose answer was lost: is it ours?
 _COMPARED_BYTES = 1 << 20
 
@@ -89,12 +92,13 @@ class BucketBackend(Folder, Backend):
         self._stall_s = min(STALL_S, self._deadline_s)
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-bucket")
         self._lock = threading.Lock()
-        self._opened: dict[tuple[str, int], Any] = {}
+        self._opened: dict[tuple[str, _Kind], Any] = {}
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def _bucket(self, path: str, sent_bytes: int = 0) -> tuple[Any, str, str]:
-        """Return obstore's store for a path, the path's key in it, and the bucket's name.
+    def _bucket(self, path: str, kind: _Kind = "read") -> tuple[Any, str, str]:
+        """Return obstore's store for a path and a kind of requests, the path's key in it, and the
+        bucket's name.
 
         Raises: InvalidInputError, UnsupportedError, PermissionDeniedError.
         """
@@ -113,17 +117,17 @@ class BucketBackend(Folder, Backend):
                 'multiprocessing_context="forkserver")'
             )
         with self._lock:
-            store = self._opened.get((bucket, sent_bytes))
+            store = self._opened.get((bucket, kind))
             if store is None:
                 address = Address(self._address.kind, bucket, self._address.prefix)
                 store = open_bucket(
                     address,
                     self._options,
                     self._deadline_s,
-                    sent_bytes,
-                    is_upload=sent_bytes == PART_BYTES,
+                    _SENT_BYTES[kind],
+                    is_upload=kind == "upload",
                 )
-                self._opened[bucket, sent_bytes] = store
+                self._opened[bucket, kind] = store
         return store, "/".join(filter(None, (self._address.prefix, *names))), bucket
 
     def _run(
@@ -133,17 +137,17 @@ class BucketBackend(Folder, Backend):
         work: Callable[[Any, str, Call[Any]], Result],
         *,
         attempts: bool = True,
-        sent_bytes: int = 0,
+        kind: _Kind = "read",
         size_bytes: int = 0,
     ) -> Result:
         """Return what `work` returns for the store and the key of `path`, within the deadline.
 
         `work` is called again after a failure that may pass, unless `attempts` is False.
-        `sent_bytes`: the most that one request of this kind sends; `size_bytes`: what is sent or
-        copied now, of which nothing is seen before its end. Raises: BootseerError.
+        `size_bytes`: what is sent or copied now, of which nothing is seen before its end.
+        Raises: BootseerError.
         """
         what = f"{verb} {self._name(path)}"
-        store, key, bucket = self._bucket(path, sent_bytes)
+        store, key, bucket = self._bucket(path, kind)
         limit_s = self._deadline_s + size_bytes / SLOWEST_BYTES_PER_S
 
         def guarded(call: Call[Any]) -> Result:
@@ -364,7 +368,7 @@ class BucketBackend(Folder, Backend):
                 if not (was_sent and self._is_there(store, key, data)):
                     raise
 
-        self._run("write", path, send, sent_bytes=SINGLE_BYTES, size_bytes=size_bytes)
+        self._run("write", path, send, kind="put", size_bytes=size_bytes)
 
     def _is_there(self, store: Any, key: str, data: Piece) -> bool:
         meta = load().head(store, key)
@@ -374,7 +378,7 @@ class BucketBackend(Folder, Backend):
 
     def upload(self, path: str, pieces: Iterator[Piece]) -> None:
         """As `writer.Sends`."""
-        store, key, bucket = self._bucket(path, PART_BYTES)
+        store, key, bucket = self._bucket(path, "upload")
         with telling(f"write {self._name(path)}", bucket):
             load().put(
                 store,

@@ -415,12 +415,29 @@ def test_fsspec_needs_no_other_package_for_a_bucket(moto: dict[str, str]) -> Non
     code = (
         "import sys; sys.modules['s3fs'] = None\n"
         "import fsspec\n"
-        "fs = fsspec.filesystem('bootseer', target_protocol='s3')\n"
-        "fs.pipe_file('conformance/fsspec/x', b'abc')\n"
-        "print(fs.ls('conformance/fsspec', detail=False))"
+        "with fsspec.open('bootseer::s3://conformance/fsspec/x', 'wb') as file:\n"
+        "    file.write(b'abc')\n"
+        "fs, path = fsspec.url_to_fs('bootseer::s3a://conformance/fsspec')\n"
+        "print(fs.ls(path, detail=False), fs.cat(path + '/x'))"
     )
     done = run_python(code, **moto)
-    assert done.stdout == "['conformance/fsspec/x']\n", done.stderr
+    assert done.stdout == "['conformance/fsspec/x'] b'abc'\n", done.stderr
+
+
+def test_fsspec_has_its_own_file_system_for_buckets(tmp_path: Path) -> None:
+    """Our entry points for the schemes of buckets change nothing where the package is installed,
+    and name it where it is not."""
+    (tmp_path / "gcsfs.py").write_text("class GCSFileSystem: protocol = 'gs', 'gcs'")
+    code = (
+        f"import sys; sys.modules['s3fs'] = None; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import fsspec\n"
+        "print(fsspec.get_filesystem_class('gs'))\n"
+        "fsspec.open('s3://bucket/x')"
+    )
+    done = run_python(code)
+    assert done.stdout == "<class 'gcsfs.GCSFileSystem'>\n", done.stderr
+    assert "ImportError: fsspec opens s3:// by the package s3fs" in done.stderr.splitlines()[-1]
+    assert "bootseer" in done.stderr.splitlines()[-1]
 
 
 def test_without_obstore_the_package_is_named() -> None:

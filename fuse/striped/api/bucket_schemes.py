@@ -1,0 +1,50 @@
+"""Schemes of buckets for fsspec, so that `bootseer::s3://bucket/x` needs no package but `obstore`.
+
+fsspec takes the last URL of a chain apart by the scheme's own file system (s3fs, gcsfs, adlfs), and
+only then asks `CheckpointFileSystem`, which never opens that file system. The entry points of these
+schemes name the attributes of this module. Each is the class that fsspec has for the scheme, if its
+package is installed; else a class that takes URLs apart, and tells which package is missing when
+it is opened.
+"""
+
+import importlib
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+_S3 = ("s3fs", "S3FileSystem")
+_GCS = ("gcsfs", "GCSFileSystem")
+_AZURE = ("adlfs", "AzureBlobFileSystem")
+# fsspec's own table (`fsspec.registry.known_implementations`), which the entry points replace.
+_CLASSES = {
+    **dict.fromkeys(("s3", "s3a"), _S3),
+    **dict.fromkeys(("gs", "gcs"), _GCS),
+    **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
+}
+
+
+def __getattr__(scheme: str) -> Any:
+    """Return the class of fsspec's file system for a scheme."""
+    if scheme not in _CLASSES:
+        raise AttributeError(scheme)
+    package, name = _CLASSES[scheme]
+    try:
+        return getattr(importlib.import_module(package), name)
+    except ImportError as error:
+        return _without(scheme, package, error)
+
+
+def _without(scheme: str, package: str, error: ImportError) -> type:
+    """Return a file system that takes URLs of `scheme` apart, and cannot be opened."""
+    reason = (
+        f"fsspec opens {scheme}:// by the package {package}, which cannot be loaded ({error}): "
+        f"pip install {package} (bootseer::{scheme}:// does without)"
+    )
+
+    class Unopened(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = scheme
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            raise ImportError(reason)
+
+    return Unopened
