@@ -1,4 +1,4 @@
-"""Any other fsspec URL (`memory://`, `http://`, `oss://`, ...) as a backend.
+"""Any other fsspec URL (`memory://`, `http://`, `sftp://`, ...) as a backend.
 
 Owns what is promised there. An object appears whole, by the file system's own put when it is
 closed. Exclusive creation is as atomic as the file system's `create` mode, and is decided by
@@ -13,7 +13,6 @@ copied by one request, of which nothing is seen before its end, may take longer 
 import contextlib
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -41,7 +40,7 @@ from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S
-from bootseer.transfer.policy import REQUEST, Attempts, is_transient
+from bootseer.transfer.policy import is_transient
 
 Result = TypeVar("Result")
 
@@ -51,8 +50,6 @@ _DEADLINE_S = 60.0
 _THREADS_MAX = 128
 _SLOWEST_BYTES_PER_S = 1_000_000
 """What a request may be as slow as that shows nothing of its progress."""
-# Where an object appears whole, or not at all, under its name: others write files as they come.
-_OBJECT_STORES = frozenset(("oss",))
 # fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
 _MEMORY_LOCK = threading.RLock()
 
@@ -70,7 +67,6 @@ class FsspecBackend(Folder, Backend):
         """`options`: what fsspec passes to the file system besides the URL."""
         self.url = public_url(url)
         protocol = split_scheme(url)
-        self._is_object_store = protocol in _OBJECT_STORES
         self._deadline_s = deadline_s or _DEADLINE_S
         self._stall_s = min(STALL_S, self._deadline_s)
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-fsspec")
@@ -79,16 +75,13 @@ class FsspecBackend(Folder, Backend):
         self._fs, root = self._opened(url, dict(options or {}))
         self._root = str(root).rstrip("/")
         self._comes_in_pieces = comes_in_pieces(self._fs)
-        self.traits = Traits(one_step_replace=self._is_object_store or self._is_memory)
+        self.traits = Traits(one_step_replace=self._is_memory)
 
     def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
         """Return fsspec's file system for `url`, and the path of the root in it."""
         import fsspec
 
         what = f"open {self.url}"
-        if self._is_object_store:
-            # Others write there too: what was listed a minute ago is no answer.
-            options.setdefault("use_listings_cache", False)
         try:
             # aiohttp would find it out with the first request.
             urlsplit(url)
@@ -264,15 +257,7 @@ class FsspecBackend(Folder, Backend):
 
     def mkdir(self, path: str) -> None:
         full = self._full(path)
-
-        def make(call: Call[Any]) -> None:
-            if self._is_object_store and "/" in full.strip("/"):
-                # There are no folders: an empty object of this name makes one seen everywhere.
-                self._fs.pipe_file(f"{full}/", b"")
-            else:
-                self._fs.makedirs(full, exist_ok=True)
-
-        self._run("create", path, make)
+        self._run("create", path, lambda _: self._fs.makedirs(full, exist_ok=True))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         full = self._full(path, file=True)
@@ -288,8 +273,6 @@ class FsspecBackend(Folder, Backend):
                 raise AlreadyExistsError(
                     f"cannot delete {self._name(path)}: the folder is not empty"
                 )
-            elif self._is_object_store:
-                self._fs.rm_file(f"{full}/")
             else:
                 self._fs.rmdir(full)
 
@@ -321,30 +304,6 @@ class FsspecBackend(Folder, Backend):
         parent = full.rpartition("/")[0]
         if parent.strip("/"):
             self._fs.makedirs(parent, exist_ok=True)
-        attempts = Attempts(REQUEST, self._deadline_s)
-        while True:
-            spool.seek(0)
-            try:
-                self._send_once(call, full, spool, size_bytes, overwrite=overwrite)
-                return
-            except Exception as error:
-                status = _status_of(error)
-                if overwrite or status not in (409, 412):
-                    raise
-                if status == 412:
-                    # Not every gateway sends the code by which s3fs knows it.
-                    raise FileExistsError("it exists already") from error
-                # Another one is writing it (S3: ConditionalRequestConflict): who was first is
-                # known when that has ended, one way or the other.
-                conflict = UnavailableError("another writer is at work on it")
-                pause_s = attempts.pause_s(conflict)
-                if pause_s is None or call.abandoned:
-                    raise conflict from error
-                time.sleep(pause_s)
-
-    def _send_once(
-        self, call: Call[Any], full: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool
-    ) -> None:
         if size_bytes <= SPOOL_BYTES:
             self._fs.pipe_file(full, spool.read(), mode="overwrite" if overwrite else "create")
             return
