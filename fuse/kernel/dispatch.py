@@ -150,7 +150,7 @@ class Dispatcher:
         opened = self.operations.open(caller, node, flags)
         return Answer(
             self._opened(node, opened),
-            undelivered=lambda: self._close(node, opened.handle, flags),
+            undelivered=lambda: self._cancel_open(node, opened.handle, flags),
         )
 
     def _create(self, caller: Caller, node: int, body: memoryview) -> Answer:
@@ -171,15 +171,15 @@ class Dispatcher:
         answer.body += self._opened(created, opened)
 
         def undo() -> None:
-            self._close(created, opened.handle, flags)
+            self._cancel_open(created, opened.handle, flags)
             if uncount is not None:
                 uncount()
 
         answer.undelivered = undo
         return answer
 
-    def _close(self, node: int, handle: int, flags: int) -> None:
-        self.operations.release(node, handle, flags)
+    def _cancel_open(self, node: int, handle: int, flags: int) -> None:
+        self.operations.cancel_open(node, handle, flags)
         if self.backing is not None:
             self.backing.release(node)
 

@@ -285,6 +285,10 @@ class Operations:
     def release(self, node: int, handle: int, flags: int) -> None:
         """The last descriptor of this open is gone. No process sees an error."""
 
+    def cancel_open(self, node: int, handle: int, flags: int) -> None:
+        """Undo an open or create whose reply the kernel did not take: no process has the file."""
+        self.release(node, handle, flags)
+
     def fallocate(
         self, caller: Caller, node: int, handle: int, offset: int, length: int, mode: int
     ) -> None:

@@ -89,6 +89,13 @@ class CloseOperations(MountTables):
         finally:
             self._forget_open(opened)
 
+    def cancel_open(self, node: int, handle: int, flags: int) -> None:
+        with self._lock:
+            opened = self._nodes.handles.get(handle)
+        if opened is not None:
+            # With O_TRUNC, release would empty a file that no process has opened.
+            self._forget_open(opened)
+
     def _forget_open(self, handle: Handle) -> None:
         """Forget an open file."""
         node = handle.node

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
+from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.operations import Caller, Opened
 from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
@@ -307,6 +310,40 @@ def test_a_hung_storage_ends_in_an_error_and_its_readers_can_be_killed(
     finally:
         released.set()
         driver.storage.close()
+
+
+def test_a_file_whose_open_was_not_answered_is_not_emptied(
+    tmp_path: Path, mountpoint: Path
+) -> None:
+    """With O_TRUNC: unmounting under load emptied a file now and then."""
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    (stored / "f").write_text("old")
+    with storage_on(stored) as storage:
+        fs = Driver(storage).fs
+        open_now = fs.open
+        opening, released = threading.Event(), threading.Event()
+
+        def open_late(caller: Caller, node: int, flags: int) -> Opened:
+            opened = open_now(caller, node, flags)
+            opening.set()
+            released.wait(60)
+            return opened
+
+        fs.open = open_late  # type: ignore[method-assign]
+        with mounted(fs, mountpoint, MountOptions(atomic_truncate=True)):
+            code = "import sys; open(sys.argv[1] + '/f', 'wb')"
+            writer = subprocess.Popen(
+                [sys.executable, "-c", code, mountpoint], stderr=subprocess.DEVNULL
+            )
+            try:
+                assert opening.wait(60)
+                assert mounts.abort(mountpoint)
+                assert writer.wait(60) == 1
+            finally:
+                released.set()
+                end(writer)
+    assert (stored / "f").read_text() == "old"
 
 
 LOAD = """
