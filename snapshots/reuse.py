@@ -10,8 +10,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, SetupFailedError
-from bootseer.fuse.kernel.mounting.mount import can_mount_directly
-from bootseer.fuse.kernel.mounting.mounts import mount_points
+from bootseer.fuse.kernel.mount import can_mount_directly
+from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import empty_directory
 from bootseer.settings.config import Settings
 from bootseer.snapshots.attempt import Attempt, SetupResult

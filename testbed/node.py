@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from testbed import waiting
 from testbed.mounts.sweeping import sweep
 from testbed.paths import REPOSITORY
@@ -117,8 +117,8 @@ class Node:
                 continue
         return found
 
-    def mounts(self) -> list[mounts.Mount]:
-        return [one for one in mounts.fuse_mounts() if one.path.is_relative_to(self.base)]
+    def mounts(self) -> list[mount_table.Mount]:
+        return [one for one in mount_table.fuse_mounts() if one.path.is_relative_to(self.base)]
 
     def wait_clean(self) -> None:
         """Until nothing of any start is left: no process, no mount, no folder of a container."""

@@ -8,7 +8,8 @@ Serves in the foreground until unmounted or terminated.
 import argparse
 from pathlib import Path
 
-from bootseer.fuse.kernel import MountOptions, serve
+from bootseer.fuse.kernel.foreground import serve
+from bootseer.fuse.kernel.options import MountOptions
 from testbed.mounts.flat_directory import FlatDirectory, Mode
 
 

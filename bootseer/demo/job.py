@@ -21,6 +21,7 @@ from bootseer.base.documents import from_line
 from bootseer.demo import image, limited, root_file_system, wheels
 from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
+from bootseer.linux.mount_table import mount_points
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.profile.files import Folder, read_start
 from bootseer.settings.config import load_settings
@@ -262,8 +263,8 @@ class World:
         shutil.rmtree(self.plan.folder, ignore_errors=True)
 
     def _mounted(self) -> list[str]:
-        points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        return [point for point in points if point.startswith(str(self.plan.folder))]
+        points = [Path(os.fsdecode(point.path)) for point in mount_points()]
+        return [str(point) for point in points if point.is_relative_to(self.plan.folder)]
 
 
 def _write_random(path: Path, size_bytes: int) -> None:

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bootseer.errors import BootseerError, from_oserror
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux import namespaces
+from bootseer.linux import mount_table, namespaces
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import ProcessId, be_subreaper, child_processes
 from bootseer.linux.scripts import python_environment
@@ -228,13 +227,13 @@ class Spawner:
                 _log.warning("process %d has not ended after %g s", process.pid, wait_s)
 
 
-def _take_off(servers: Iterable[MountState], lies_over: Callable[[mounts.Line], bool]) -> None:
+def _take_off(servers: Iterable[MountState], lies_over: Callable[[mount_table.Line], bool]) -> None:
     """Take off what shows the mounts of these servers, such as pods' volumes, and what lies over
     them, the newest first. Files that are open there live on until they are closed."""
-    found = (mounts.find_mount(Path(state.directory)) for state in servers)
+    found = (mount_table.find_mount(Path(state.directory)) for state in servers)
     minors = {mount.device_minor for mount in found if mount is not None}
     text = Path("/proc/self/mountinfo").read_bytes()
-    for line in reversed(list(mounts.parse_lines(text))):
+    for line in reversed(list(mount_table.parse_lines(text))):
         is_served = line.kind.startswith(b"fuse.bootseer") and line.minor in minors
         if is_served or lies_over(line):
             with contextlib.suppress(OSError):

@@ -249,7 +249,7 @@ def _file_system_of(path: Path) -> str:
     """The kind of the mount that `path` is on, or would be."""
     while not path.exists() and path != path.parent:
         path = path.parent
-    from bootseer.fuse.kernel.mounting.mounts import mount_points
+    from bootseer.linux.mount_table import mount_points
 
     device = os.stat(path).st_dev
     kinds = {point.device: os.fsdecode(point.kind) for point in mount_points()}

@@ -16,8 +16,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux import namespaces
+from bootseer.fuse.kernel.unmount import detach
+from bootseer.linux import mount_table, namespaces
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def container_source(scratch: Path) -> str:
 
 def parse_covers(mountinfo: bytes) -> list[Cover]:
     """The covers in the text of a mountinfo file, oldest first. Pure."""
-    lines = list(mounts.parse_lines(mountinfo))
+    lines = list(mount_table.parse_lines(mountinfo))
     # The path of each mount that lies on another one, with that one's number. Their order does not
     # tell: what comes in from another namespace lies below what is there already.
     covered = {(line.parent, line.path) for line in lines}
@@ -81,7 +81,7 @@ def uncover(cover: Cover, *, lazy: bool = True) -> None:
         return
     if not cover.is_topmost:
         raise BusyError(f"cannot unmount {cover.path}: something else is mounted on top of it")
-    mounts.detach(cover.path, lazy=lazy)
+    detach(cover.path, lazy=lazy)
 
 
 def uncover_all(identity: str) -> None:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux import namespaces
+from bootseer.fuse.kernel.unmount import detach, unmount
+from bootseer.linux import mount_table, namespaces
 from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own, write_private_file
 from bootseer.linux.processes import ProcessId, name_of, notes, wait_readable
@@ -54,11 +54,11 @@ def end_server(directory: Path, state: MountState, timeout_s: float) -> None:
     """Unmount what a server serves and wait for its end. Raises: BootseerError."""
     path = Path(state.directory)
     try:
-        mounts.unmount(path, timeout_s=timeout_s)
+        unmount(path, timeout_s=timeout_s)
     except InvalidInputError:
         pass  # Detached, or unmounted by another process: the server ends by itself.
     if not wait_released(directory, timeout_s):
-        if mounts.find_mount(path) is not None:
+        if mount_table.find_mount(path) is not None:
             raise DeadlineError(
                 f"the server of {path} (process {state.pid}) did not end in {timeout_s:g} s"
             )
@@ -73,7 +73,7 @@ def give_up(directory: Path, wait_s: float = _FAILED_END_S) -> None:
         state = read_state(directory)
         if state is not None:
             try:
-                mounts.unmount(Path(state.directory), timeout_s=1.0)
+                unmount(Path(state.directory), timeout_s=1.0)
             except BootseerError:
                 # It has mounted nothing, or holds something else.
                 with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ def _age_s(path: Path) -> float:
 
 def _is_wanted(state: MountState, path: Path) -> bool:
     """Whether a user may still ask what became of a checkpoint folder."""
-    if mounts.find_mount(Path(state.directory)) is not None:
+    if mount_table.find_mount(Path(state.directory)) is not None:
         return True
     return bool(state.unwritten) and _age_s(path) < _ENDED_KEPT_S
 
@@ -272,11 +272,11 @@ def _is_in_use(path: Path) -> bool:
 
 def _unmount_left_over(path: Path) -> None:
     """Unmount our dead file system there; a live one of another server stays."""
-    mount = mounts.find_mount(path)
+    mount = mount_table.find_mount(path)
     if mount is None or not mount.subtype.startswith("bootseer"):
         return
     try:
-        mounts.detach(path, lazy=True)
+        detach(path, lazy=True)
     except BootseerError as error:
         _log.warning("cannot unmount %s, which a dead server left: %s", path, error)
 

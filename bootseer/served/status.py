@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own
 from bootseer.linux.processes import living_ids
@@ -150,7 +150,7 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
     shown = tuple(str(cover.path) for cover in covers() if cover.id == state.id)
     if not shown and kind in ("image", "containerd image", "checkpoints", "volume"):
         shown = (state.directory,)
-    if kind == "container" and mounts.find_mount(Path(state.directory)) is not None:
+    if kind == "container" and mount_table.find_mount(Path(state.directory)) is not None:
         shown = (state.directory,)  # it lingers
     log = log_path(run_dir, state.id)
     health, problem, remedy = _health(known, kind, log)
@@ -200,7 +200,7 @@ def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str]:
     problem = _problem_of(answer, kind)
     if problem:
         return "degraded", problem, f"see {log}"
-    if kind in ("image", "checkpoints") and mounts.find_mount(Path(directory)) is None:
+    if kind in ("image", "checkpoints") and mount_table.find_mount(Path(directory)) is None:
         what = "it was taken off while files in it were open"
         return "degraded", what, "it ends when they are closed"
     return "ok", "", ""
@@ -228,7 +228,7 @@ def foreign_entries(known: Iterable[Known], run_dir: Path) -> Iterator[Entry]:
     containers', or dead ones whose folder is gone."""
     servers = list(known)
     directories = {one.state.directory for one in servers}
-    for mount in mounts.find_mounts("bootseer"):
+    for mount in mount_table.find_mounts("bootseer"):
         if str(mount.path) not in directories:
             kind, command = "image", "image unmount"
             if mount.subtype.endswith("-stripe"):

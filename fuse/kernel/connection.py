@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.options import MountOptions
 
 
 class InitRequest(Struct, frozen=True):

@@ -18,11 +18,12 @@ from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import BackingFiles, new_table
 from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
 from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.mount import mount, set_readahead
-from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.mount import mount, set_readahead
 from bootseer.fuse.kernel.operations import Buffer, Operations
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.session import Session
+from bootseer.fuse.kernel.unmount import abort_connection, detach
+from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_readable
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
     Raises:
         BootseerError: see `mount`; UnavailableError if the kernel says nothing.
     """
-    path = mounts.absolute(mountpoint)
+    path = mount_table.absolute(mountpoint)
     device = mount(mountpoint, options)
     try:
         # The kernel sends INIT by itself, right after the mount.
@@ -59,7 +60,7 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
         connection, body = negotiate(request, options)
         size = wire.OUT_HEADER_BYTES + len(body)
         os.write(device, wire.OUT_HEADER.pack(size, 0, request.unique) + body)
-        mounted = mounts.find_mount(path) or mounts.find_mount(path.resolve())
+        mounted = mount_table.find_mount(path) or mount_table.find_mount(path.resolve())
         if mounted is None:
             raise UnavailableError(f"the mount on {path} is gone again: somebody unmounted it")
         path = mounted.path
@@ -69,7 +70,7 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
         return Attached(device, mounted.device_minor, path, connection, table)
     except BaseException as error:
         try:
-            mounts.detach(path, lazy=True)
+            detach(path, lazy=True)
         except Exception:
             log.debug("cannot unmount %s after a failed start", path, exc_info=True)
         os.close(device)
@@ -255,14 +256,14 @@ class Server:
     def abort(self) -> bool:
         """Fail every request now and for ever. False where it is not possible."""
         attached = self.attached
-        return mounts.abort_connection(attached.device_minor, attached.path)
+        return abort_connection(attached.device_minor, attached.path)
 
     def detach(self) -> None:
         """Take the mount off its path, if it is still ours; open files live on."""
         attached = self.attached
-        mounted = mounts.find_mount(attached.path)
+        mounted = mount_table.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
-            mounts.detach(attached.path, lazy=True)
+            detach(attached.path, lazy=True)
 
     def unmount(self, *, timeout_s: float | None = None) -> None:
         """End serving: detach, give open files `timeout_s` (default: `shutdown_s`), abort what

@@ -25,7 +25,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.fuse.kernel.mounting.mount import can_mount_directly
+from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux import namespaces
 from bootseer.linux.private_files import make_private_directory, private_directory
 from bootseer.linux.root_paths import resolve_in_root

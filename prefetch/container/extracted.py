@@ -28,7 +28,7 @@ from bootseer.errors import (
     NotFoundError,
     from_oserror,
 )
-from bootseer.fuse.kernel.mounting.mount import can_mount_directly
+from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux.locks import lock_within, try_lock
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import boot_id

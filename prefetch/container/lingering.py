@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bootseer.base.documents import to_line
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting.mounts import find_mount
+from bootseer.linux.mount_table import find_mount
 from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
 from bootseer.prefetch.resolve.mount import MountedImage
 from bootseer.served.control import ask

@@ -15,7 +15,8 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import unmount
+from bootseer.linux import mount_table
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
 from bootseer.prefetch.resolve.resolve import resolve_image
@@ -109,7 +110,7 @@ def mount_image(
 
 def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:
     """(state folder, state) of what is mounted on `directory`. Raises: NotFoundError."""
-    path = str(mounts.absolute(directory))
+    path = str(mount_table.absolute(directory))
     for state_dir, state in live_mounts(settings.run_dir):
         if state.directory == path and state.purpose != CHECKPOINT:
             return state_dir, state
@@ -126,10 +127,10 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
     try:
         state_dir, state = find_live_mount(settings, directory)
     except NotFoundError:
-        left_over = mounts.find_mount(directory)
+        left_over = mount_table.find_mount(directory)
         if left_over is None:
             # A container's own tree went with its mount namespace; what its server left did not.
-            if not sweep_dead(settings.run_dir, mounts.absolute(directory)):
+            if not sweep_dead(settings.run_dir, mount_table.absolute(directory)):
                 raise
             return
         if left_over.subtype != SUBTYPE:
@@ -138,7 +139,7 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
                 "image; checkpoint folders are unmounted by `bootseer checkpoint unmount`"
             ) from None
         # Its server died: the mount answers nothing but can be taken off.
-        mounts.unmount(directory, timeout_s=timeout_s)
+        unmount(directory, timeout_s=timeout_s)
         sweep_dead(settings.run_dir, left_over.path)
         return
     end_server(state_dir, state, timeout_s)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.fuse.kernel.mounting.options import KERNEL_DEADLINE_MAX_S, MountOptions
+from bootseer.fuse.kernel.options import KERNEL_DEADLINE_MAX_S, MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree, remove_spare_indexes
 from bootseer.prefetch.cache.node_cache import NodeCache

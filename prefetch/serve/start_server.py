@@ -14,7 +14,7 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.serve.serve_plan import (
     DEFAULTS,
@@ -112,8 +112,8 @@ def begin_serving(
 
 def check_mount_point(directory: Path) -> Path:
     """The directory's absolute path. Raises: BusyError, NotFoundError, InvalidInputError."""
-    path = mounts.absolute(directory)
-    if mounts.find_mount(path) is not None:
+    path = mount_table.absolute(directory)
+    if mount_table.find_mount(path) is not None:
         raise BusyError(
             f"cannot mount on {path}: a FUSE file system is mounted there; unmount it first (an "
             f"image: `bootseer image unmount {path}`)"

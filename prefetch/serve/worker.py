@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
 from bootseer.prefetch.cache.damage import note_damage
@@ -177,7 +177,7 @@ class ImageServer:
             self._detach_command()
             return
         try:
-            mounts.unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
+            unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
         except InvalidInputError:
             # Taken off already: it lives on in a container's mounts only.
             _log.debug("%s is not mounted any more", self._plan.state.directory)
@@ -187,7 +187,7 @@ class ImageServer:
         it, and with the last of those the kernel ends the connection."""
         # Nothing there: it is off already, which is all that was asked for.
         with contextlib.suppress(InvalidInputError):
-            mounts.detach(Path(self._plan.state.directory), lazy=True)
+            detach(Path(self._plan.state.directory), lazy=True)
         return {"detached": True}
 
     def _note_use(self) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, UnavailableError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
+from bootseer.linux import mount_table
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
@@ -43,7 +44,7 @@ class LazyTrees:
     ) -> None:
         self._purpose = purpose
         self._settings = settings
-        self._folder = mounts.absolute(folder)
+        self._folder = mount_table.absolute(folder)
         self._window_s = window_s
         self._lock = threading.Lock()
         self._key_locks: dict[TreeKey, threading.Lock] = defaultdict(threading.Lock)
@@ -116,14 +117,14 @@ class LazyTrees:
             if key in in_use():
                 return
             try:
-                mounts.detach(path, lazy=True)
+                detach(path, lazy=True)
                 _log.info("took %s off %s", key.index_digest, path)
             except BootseerError as error:
                 _log.warning("cannot unmount %s, which no snapshot uses: %s", path, error)
 
     def mounted(self) -> dict[TreeKey, Path]:
         """What is mounted and served now."""
-        there = {mount.path for mount in mounts.find_mounts("bootseer-image")}
+        there = {mount.path for mount in mount_table.find_mounts("bootseer-image")}
         found: dict[TreeKey, Path] = {}
         for _, state in live_mounts(self._settings.run_dir):
             path = Path(state.directory)
@@ -171,7 +172,7 @@ class LazyTrees:
         with self._lock:
             unmounted = set(self._folder.iterdir()) - self._mounting
         # In this order: what was being mounted when we looked is not among them.
-        for path in unmounted - {mount.path for mount in mounts.fuse_mounts()}:
+        for path in unmounted - {mount.path for mount in mount_table.fuse_mounts()}:
             with contextlib.suppress(OSError):
                 path.rmdir()
 

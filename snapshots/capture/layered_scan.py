@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.snapshots.targets.scan import STAGING_PREFIX, Entry, Scan, entry_of, open_below, scan
 from bootseer.snapshots.targets.upper_layer import CannotTellError, Layers, check_directory
 
@@ -170,7 +170,7 @@ def _check_mounts(layers: Layers, below: bytes) -> None:
     """Whether the target shows the overlay and nothing else. Raises: CannotTellError."""
     root = os.fsencode(os.path.realpath(layers.root))
     target = os.path.join(root, below) if below else root
-    for point in (mount.path for mount in mounts.mount_points()):
+    for point in (mount.path for mount in mount_table.mount_points()):
         if point == root or not point.startswith(root + b"/"):
             continue
         if point == target or point.startswith(target + b"/") or target.startswith(point + b"/"):

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 
 
 def is_mount_point(target: Path) -> bool:
@@ -15,7 +15,7 @@ def is_mount_point(target: Path) -> bool:
         return True
     # A bind mount of the same file system shows only in the table of mounts.
     with contextlib.suppress(OSError):
-        return any(one.path == os.fsencode(target) for one in mounts.mount_points())
+        return any(one.path == os.fsencode(target) for one in mount_table.mount_points())
     return False
 
 

@@ -17,7 +17,7 @@ from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
 )
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.snapshots.catalogue.admission import admit_tree
 from bootseer.snapshots.catalogue.catalogue import load_encoded_tree, load_tree
@@ -221,7 +221,7 @@ def find_local_blobs(store: Store, tree: Tree) -> LocalBlobs | None:
     the store is a folder there; else None, and the store is asked, in parallel and with deadlines.
     Raises: NotFoundError, UnavailableError."""
     readers: list[HasDescriptor] = []
-    devices = {one.device for one in mounts.mount_points() if one.kind in LOCAL_KINDS}
+    devices = {one.device for one in mount_table.mount_points() if one.kind in LOCAL_KINDS}
     for blob in tree.blobs:
         reader = store.backend.open_reader(blob_key(blob.digest))
         if not isinstance(reader, HasDescriptor):

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.mount import DEVICE, can_mount_directly
+from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
+from bootseer.linux import mount_table
 from bootseer.linux.processes import is_in_user_namespace
 from bootseer.served.background import ServerProcess
 from bootseer.settings.config import Settings
@@ -187,7 +187,7 @@ def find_facts(
 ) -> Facts:
     """Returns the facts that choose the way of restoring a snapshot. Raises: OSError."""
     trees = NodeTrees(settings)
-    table = mounts.mount_points()
+    table = mount_table.mount_points()
     paths = [item.path for item in placed]
     places = [existing_parent(path) for path in paths]
     return Facts(
@@ -217,6 +217,6 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def _kind_of(directory: Path, table: Sequence[mounts.MountPoint]) -> bytes:
+def _kind_of(directory: Path, table: Sequence[mount_table.MountPoint]) -> bytes:
     device = os.stat(directory).st_dev
     return next((one.kind for one in table if one.device == device), b"")

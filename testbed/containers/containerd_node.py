@@ -23,7 +23,8 @@ from msgspec.structs import replace
 
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
+from bootseer.linux import mount_table
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.snapshotter.wire import MESSAGES, METHODS, SERVICE
 from bootseer.served.control import ask
@@ -359,7 +360,7 @@ class Node(Closing):
 
     def trees(self) -> list[Path]:
         """The FUSE mounts of images."""
-        return [m.path for m in mounts.find_mounts("bootseer") if self._is_ours(m.path)]
+        return [m.path for m in mount_table.find_mounts("bootseer") if self._is_ours(m.path)]
 
     def _is_ours(self, path: Path) -> bool:
         return path.is_relative_to(self.base)
@@ -412,4 +413,4 @@ def _unmount_below(base: Path) -> None:
     paths = [Path(line.split()[4]) for line in lines]
     for path in reversed([path for path in paths if path.is_relative_to(base)]):
         with contextlib.suppress(BootseerError):
-            mounts.detach(path, lazy=True)
+            detach(path, lazy=True)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from bootseer.fuse.kernel import serve
 from bootseer.fuse.kernel.dispatch import Dispatcher
+from bootseer.fuse.kernel.foreground import serve
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy

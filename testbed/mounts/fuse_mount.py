@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Server
+from bootseer.fuse.kernel.unmount import abort_connection, detach
+from bootseer.linux import mount_table
 from testbed.needs import require
 from testbed.paths import REPOSITORY
 
@@ -28,12 +29,18 @@ _REAP_S = 5.0
 _left_behind: list["subprocess.Popen[str]"] = []
 
 
+def abort(path: Path) -> bool:
+    """Abort the connection of the FUSE mount on `path`; False if there is none."""
+    mount = mount_table.find_mount(path)
+    return mount is not None and abort_connection(mount.device_minor, mount.path)
+
+
 def clear_mount(path: Path) -> None:
     """Abort and detach whatever FUSE mounts are on `path`, and see those end who waited for it."""
-    while (mount := mounts.find_mount(path)) is not None:
-        mounts.abort_connection(mount.device_minor, mount.path)
+    while (mount := mount_table.find_mount(path)) is not None:
+        abort_connection(mount.device_minor, mount.path)
         try:
-            mounts.detach(mount.path, lazy=True)
+            detach(mount.path, lazy=True)
         except BootseerError:
             break
     for process in list(_left_behind):

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.fuse.kernel import MountOptions, serve
+from bootseer.fuse.kernel.foreground import serve
 from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
+from bootseer.fuse.kernel.options import MountOptions
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 from testbed.waiting import pause
 

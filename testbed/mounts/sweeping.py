@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.covers import covers, uncover
 from bootseer.served.folders import live_mounts
@@ -27,7 +27,7 @@ def sweep(top: Path, *nodes: Settings) -> None:
         if cover.path.is_relative_to(top):
             with contextlib.suppress(BootseerError):
                 uncover(cover)
-    for mount in reversed(mounts.fuse_mounts()):
+    for mount in reversed(mount_table.fuse_mounts()):
         if mount.path.is_relative_to(top):
             clear_mount(mount.path)
     for node in nodes:

@@ -144,7 +144,7 @@ def _stay(settings: Settings, directory: Path) -> None:
 @json_option
 def unmount(directory: Path, timeout_s: float, as_json: bool) -> None:
     """Unmount an image from DIR, whatever state its server is in."""
-    from bootseer.fuse.kernel.mounting.mounts import absolute
+    from bootseer.linux.mount_table import absolute
     from bootseer.prefetch.resolve.mount import unmount_image
 
     unmount_image(current_settings(), directory, timeout_s=timeout_s)

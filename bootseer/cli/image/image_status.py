@@ -33,7 +33,7 @@ def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
     With DIR its figures at length; with --json all figures of each mount. Precision is the share of
     the prefetched bytes that was used, recall the share of the bytes read that had been prefetched.
     """
-    from bootseer.fuse.kernel.mounting import mounts
+    from bootseer.linux import mount_table
     from bootseer.prefetch.publish.publishing import wait_published
     from bootseer.prefetch.resolve.mount import find_live_mount
     from bootseer.served.status import IMAGES, known_servers
@@ -43,7 +43,7 @@ def status(directory: Path | None, wait_s: float | None, as_json: bool) -> None:
         raise DeadlineError(f"a record was still being published after {wait_s:g} s")
     found = [one for one in known_servers(settings.run_dir) if one.kind in IMAGES]
     if directory is not None:
-        path = str(mounts.absolute(directory))
+        path = str(mount_table.absolute(directory))
         found = [one for one in found if one.state.directory == path]
         if not found:
             find_live_mount(settings, directory)  # says that there is none

@@ -16,8 +16,8 @@ from bootseer.errors import (
     InvalidInputError,
     from_oserror,
 )
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux import namespaces
+from bootseer.fuse.kernel.unmount import detach, is_disconnected
+from bootseer.linux import mount_table, namespaces
 
 _USAGE_S = 5.0
 _MODE = 0o750
@@ -30,7 +30,7 @@ def checked_target(kubelet_dir: Path, target: str) -> Path:
     if not is_plain or "\0" in target or len(path.parts) < len(kubelet_dir.parts) + 2:
         raise InvalidInputError(f"the target path {target[:200]!r} is none of a kubelet's")
     # A link above it would lead elsewhere; it itself may be a mount that answers nothing.
-    if not path.is_relative_to(kubelet_dir) or mounts.absolute(path) != path:
+    if not path.is_relative_to(kubelet_dir) or mount_table.absolute(path) != path:
         raise InvalidInputError(
             f"the target path {target[:200]!r} does not lie in {kubelet_dir}, the kubelet's folder"
         )
@@ -50,7 +50,7 @@ def make_target(target: Path) -> None:
 def minor_at(target: Path) -> int | None:
     """The device number of what is mounted there, topmost; None where nothing is."""
     encoded = os.fsencode(target)
-    found = [point.device for point in mounts.mount_points() if point.path == encoded]
+    found = [point.device for point in mount_table.mount_points() if point.path == encoded]
     return os.minor(found[-1]) if found else None
 
 
@@ -75,13 +75,13 @@ def free_target(target: Path) -> None:
     where a process of the node uses it; BootseerError."""
     while (minor := minor_at(target)) is not None:
         try:
-            mounts.detach(target, lazy=False)
+            detach(target, lazy=False)
         except BusyError:
-            mount = mounts.find_mount(target)
+            mount = mount_table.find_mount(target)
             if mount is None or not _is_dead(target):
                 raise
             # Nobody gets anything from it any more.
-            mounts.detach(target, lazy=True)
+            detach(target, lazy=True)
         except InvalidInputError:
             if minor_at(target) == minor:
                 raise
@@ -99,7 +99,7 @@ def _is_dead(target: Path) -> bool:
     except DeadlineError:
         return False
     except BootseerError as error:
-        return mounts.is_of_the_dead(error)
+        return is_disconnected(error)
     return False
 
 

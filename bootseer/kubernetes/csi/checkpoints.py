@@ -22,7 +22,6 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
-from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
     mount_spec,
@@ -32,6 +31,7 @@ from bootseer.fuse.striped.mounted.life.mount import (
 from bootseer.fuse.striped.mounted.life.mount_options import parse_options
 from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
 from bootseer.kubernetes.csi.attributes import CheckpointVolume, server_variables
+from bootseer.linux import mount_table
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
@@ -84,7 +84,7 @@ class Checkpoints:
         known = find_known(self._settings.run_dir, directory)
         if known is None or not known.is_running:
             return None
-        mount = mounts.find_mount(directory)
+        mount = mount_table.find_mount(directory)
         return mount.device_minor if mount is not None else None
 
     def await_written(self, directory: Path, *, is_shared: bool) -> None:

@@ -8,11 +8,11 @@ import logging
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
-from bootseer.fuse.kernel.mounting import mounts
 from bootseer.kubernetes.csi.attributes import EnvironmentVolume, ImageVolume
 from bootseer.kubernetes.csi.binding import bind
 from bootseer.kubernetes.csi.records import Record
 from bootseer.kubernetes.csi.upper_layer import mount_writable
+from bootseer.linux import mount_table
 from bootseer.linux.private_files import private_directory
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.resolve.found_image import ResolvedImage, image_by_name, publish_later
@@ -88,7 +88,7 @@ class Trees:
         with self._lazy.using(key, found.name, is_local=found.is_local) as path:
             if found.image is not None:
                 publish_later(self._settings, found.image)
-            mount = mounts.find_mount(path)
+            mount = mount_table.find_mount(path)
             if mount is None:
                 raise NotFoundError(f"the mount of {found.name} on {path} has just gone")
             volume = record.volume
@@ -101,7 +101,7 @@ class Trees:
     def is_served(self, record: Record) -> bool:
         """Whether what the volume shows is served."""
         path = self._lazy.mounted().get(_key_of(record))
-        mount = mounts.find_mount(path) if path is not None else None
+        mount = mount_table.find_mount(path) if path is not None else None
         return mount is not None and mount.device_minor == record.device_minor
 
     def retire(self, records: list[Record], linger_s: float) -> None:

@@ -179,13 +179,13 @@ class _Finder:
 
     def _is_shared(self, path: str) -> bool:
         """Whether all nodes see the folder already: what lies there is kept as it is."""
-        from bootseer.fuse.kernel.mounting import mounts  # here: few have named a folder
+        from bootseer.linux import mount_table  # here: few have named a folder
 
         folder = self._host(path)
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         device = folder.stat().st_dev
-        kinds = {one.kind for one in mounts.mount_points() if one.device == device}
+        kinds = {one.kind for one in mount_table.mount_points() if one.device == device}
         return bool(kinds & _SHARED_KINDS) or any(kind.startswith(b"fuse") for kind in kinds)
 
     def _host(self, path: str) -> Path:

@@ -34,10 +34,12 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from bootseer.errors import InvalidInputError, UnavailableError
-from bootseer.fuse.kernel.mounting import control, mounts
-from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
-from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel import control
+from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, attach
+from bootseer.fuse.kernel.unmount import abort_connection, detach
+from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_readable
 from bootseer.served.background import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
@@ -294,9 +296,9 @@ class _Supervisor(Struct):
             os.kill(worker, signal.SIGKILL)
             # Whether it could end or not: its readers wait for the end of the connection.
             code_of(worker)
-        mounted = mounts.find_mount(attached.path)
+        mounted = mount_table.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
-            mounts.abort_connection(attached.device_minor, attached.path)
-            mounts.detach(attached.path, lazy=True)
+            abort_connection(attached.device_minor, attached.path)
+            detach(attached.path, lazy=True)
         elif self.connection is not None:
             self.connection.abort()

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting.foreground import STOP_SIGNALS, StopSignal
-from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server
 from bootseer.linux.processes import stat_fields, wait_ended
 from bootseer.served.background import Report

@@ -8,11 +8,12 @@ progress for the deadline. Folders on local disks are called directly.
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
+from bootseer.linux.mount_table import MountPoint, mount_points
 from bootseer.store.backend import FileInfo, HasDescriptor, Piece, Space, Writer
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.local.backend import LocalBackend, check_range
@@ -30,10 +31,8 @@ _STEP_BYTES = 1 << 20
 _SYNC_BYTES = 256 << 20
 """After so much a file is flushed, so that the flush at its end does not outlast the deadline."""
 _SLOWEST_FLUSH_BYTES_PER_S = 4_000_000
-_MOUNTS = Path("/proc/self/mountinfo")
 _LINKS_MAX = 40
 """As Linux follows at most."""
-_ESCAPED = re.compile(r"\\([0-7]{3})")
 _NETWORK = re.compile(
     r"nfs4?|lustre|ceph|cifs|smb3|smbfs|beegfs|gpfs|glusterfs|9p|virtiofs|afs|wekafs|panfs|pvfs2"
     r"|orangefs|coda|autofs|fuse|fuse\..*"
@@ -41,18 +40,12 @@ _NETWORK = re.compile(
 """Types of file systems whose calls may wait for another machine, or for a program."""
 
 
-def lies_on_network(path: str, mounts: str) -> bool:
-    """Return whether a path leads to a network file system, by a text of /proc/self/mountinfo.
+def lies_on_network(path: str, mounts: Iterable[MountPoint]) -> bool:
+    """Return whether a path leads to a network file system, by the table of mounts.
 
     Nothing on a network file system is touched: links are followed up to its border only.
     """
-    kinds: dict[str, str] = {}
-    for line in mounts.splitlines():
-        fields, _, rest = line.partition(" - ")
-        head = fields.split(" ")
-        if len(head) >= 5 and rest:
-            point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), head[4])
-            kinds[point] = rest.partition(" ")[0]
+    kinds = {os.fsdecode(mount.path): os.fsdecode(mount.kind) for mount in mounts}
     left = [name for name in os.path.normpath(path).split("/") if name][::-1]
     at, links_count = "/", 0
     is_remote = bool(_NETWORK.fullmatch(kinds.get("/", "")))
@@ -102,10 +95,10 @@ class DeadlineFolder(LocalBackend):
         """Whether calls may wait for another machine; looked at once."""
         if self._is_remote is None:
             try:
-                text = _MOUNTS.read_bytes().decode("utf-8", "surrogateescape")
+                mounts = mount_points()
             except OSError:
-                text = ""
-            self._is_remote = lies_on_network(self._root, text)
+                mounts = []
+            self._is_remote = lies_on_network(self._root, mounts)
         return self._is_remote
 
     def within_deadline(

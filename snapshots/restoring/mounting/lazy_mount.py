@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, CorruptError, from_oserror
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.cache.damage import check_known_damage
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
@@ -92,7 +92,7 @@ def mount_snapshot(
     for one in served:
         # The overlay has a mount of its own by now.
         with contextlib.suppress(BootseerError):
-            mounts.detach(one.tree, lazy=True)
+            detach(one.tree, lazy=True)
     moved = sum(len(index.data) for index in indexes if index.is_fetched)
     return MountOutcome(moved, tuple(one.ready_name for one in served))
 

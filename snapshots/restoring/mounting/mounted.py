@@ -23,7 +23,8 @@ from bootseer.errors import (
     InvalidInputError,
     from_oserror,
 )
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import is_disconnected
+from bootseer.linux import mount_table
 from bootseer.linux.private_files import (
     make_private_directory,
     read_private_file,
@@ -172,7 +173,7 @@ def recover(settings: Settings, hosts: Iterable[Path]) -> None:
 def recover_from(settings: Settings, hosts: Iterable[Path], error: Exception) -> bool:
     """`recover`, after a failure on `hosts`; False where that had another cause than the end of a
     server. One that is being killed still holds its lock for moments. Raises: as `recover`."""
-    if not mounts.is_of_the_dead(error):
+    if not is_disconnected(error):
         return False
     for cover in filter(None, map(cover_at, hosts)):
         wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S)
@@ -271,7 +272,7 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
     `lazy`: also while files in it are open; they live on until they are closed.
     Raises: InvalidInputError where none is mounted; BusyError where files in it are open.
     """
-    path = mounts.absolute(directory)
+    path = mount_table.absolute(directory)
     cover = cover_at(path)
     if cover is None:
         # It may be called by a symbolic link, as the target was. What is mounted is never a link.

@@ -18,10 +18,9 @@ import pytest
 
 from bootseer.base.documents import to_builtins
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan
-from bootseer.linux import namespaces
+from bootseer.linux import mount_table, namespaces
 from bootseer.linux.processes import stat_fields
 from bootseer.prefetch.serve.serve_plan import ServePlan
 from bootseer.served import spawned
@@ -95,7 +94,7 @@ def test_a_failure_reaches_the_client(tmp_path: Path, address: Path, settings: S
         spec = mount_spec(settings, f"file://{tmp_path}/stored", _made(tmp_path / "mount"))
         with pytest.raises(BootseerError, match="stored"):
             mount_checkpoints(spec)
-    assert mounts.find_mount(tmp_path / "mount") is None
+    assert mount_table.find_mount(tmp_path / "mount") is None
 
 
 def test_a_process_that_is_given_up_is_killed(tmp_path: Path, address: Path) -> None:
@@ -303,8 +302,8 @@ def test_the_end_writes_out_checkpoints_and_takes_off_volumes(
         namespaces.mount(mounted.directory, volume, flags=namespaces.MS_BIND)
         (volume / "step").write_bytes(b"s" * 2**23)
     assert (tmp_path / "stored/step").stat().st_size > 0
-    assert mounts.find_mount(tmp_path / "mount") is None
-    assert mounts.find_mount(volume) is None
+    assert mount_table.find_mount(tmp_path / "mount") is None
+    assert mount_table.find_mount(volume) is None
 
 
 @pytest.fixture

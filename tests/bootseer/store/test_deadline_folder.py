@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.linux.mount_table import parse_mount_points
 from bootseer.store import open_backend
 from bootseer.store.local.deadline_folder import lies_on_network
 from testbed.mounts.fuse_mount import mounted, short_options
@@ -128,7 +129,8 @@ def test_a_folder_whose_server_hangs_is_left_at_the_deadline(tmp_path: Path) -> 
     assert said == ["opened", *expected, "done"]
 
 
-MOUNTS = """\
+MOUNTS = parse_mount_points(
+    b"""\
 21 1 8:1 / / rw - ext4 /dev/sda1 rw
 22 21 0:40 / /shared rw - nfs4 server:/x rw
 23 22 8:2 / /shared/scratch rw - xfs /dev/sdb rw
@@ -137,6 +139,7 @@ MOUNTS = """\
 26 21 0:43 / /mnt/bucket rw - fuse.goofys x rw
 27 21 8:3 / /windows rw - fuseblk /dev/sdc rw
 """
+)
 
 
 @pytest.mark.parametrize(

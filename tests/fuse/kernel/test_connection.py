@@ -7,7 +7,7 @@ import pytest
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
-from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.options import MountOptions
 
 # What kernels offer: process_init_reply's counterpart fuse_send_init in fs/fuse/inode.c.
 _FLAGS_5_4 = 0x03FFFFFB

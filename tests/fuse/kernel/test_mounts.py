@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, InvalidInputError, NotFoundError
-from bootseer.fuse.kernel import find_mounts, unmount
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.mount import mount
-from bootseer.fuse.kernel.mounting.options import MountOptions
+from bootseer.fuse.kernel.mount import mount
 from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.unmount import unmount
+from bootseer.linux import mount_table
+from bootseer.linux.mount_table import find_mounts
 from testbed.mounts import fuse_mount
 
 _MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -22,12 +23,12 @@ broken line
 
 
 def test_mountinfo_is_parsed() -> None:
-    first, second = mounts.parse_mountinfo(_MOUNTINFO)
-    assert first == mounts.Mount(
+    first, second = mount_table.parse_mountinfo(_MOUNTINFO)
+    assert first == mount_table.Mount(
         Path("/mnt/with space\\"), 45, "bootseer-tree", "hdfs://nn/ckpt", True
     )
     assert (second.path, second.subtype, second.read_only) == (Path("/mnt/plain"), "", False)
-    points = mounts.parse_mount_points(_MOUNTINFO)
+    points = mount_table.parse_mount_points(_MOUNTINFO)
     assert [one.path for one in points[:2]] == [b"/", b"/mnt/with space\\"]
     assert len(points) == 5
 
@@ -43,21 +44,21 @@ _OWN_TMP = rb"""22 1 254:0 / / rw - ext4 /dev/vda rw
 
 def test_what_is_mounted_below_a_later_mount_is_hidden() -> None:
     before = _OWN_TMP[: _OWN_TMP.index(b"33 30")]
-    assert not mounts.is_hidden(before, b"/tmp/ckpt")
-    assert mounts.is_hidden(_OWN_TMP, b"/tmp/ckpt")
+    assert not mount_table.is_hidden(before, b"/tmp/ckpt")
+    assert mount_table.is_hidden(_OWN_TMP, b"/tmp/ckpt")
     for path in (b"/", b"/tmp", b"/tmpfile", b"/nowhere"):
-        assert not mounts.is_hidden(_OWN_TMP, path)
+        assert not mount_table.is_hidden(_OWN_TMP, path)
     again = _OWN_TMP + b"34 33 0:43 / /tmp/ckpt rw - fuse.bootseer-stripe again rw\n"
-    assert not mounts.is_hidden(again, b"/tmp/ckpt")
+    assert not mount_table.is_hidden(again, b"/tmp/ckpt")
 
 
 def test_absolute_resolves_the_parent_only(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "last").symlink_to("nowhere")
-    resolved = mounts.absolute(tmp_path / "link" / "last")
+    resolved = mount_table.absolute(tmp_path / "link" / "last")
     assert resolved == tmp_path.resolve() / "real" / "last"
-    assert mounts.absolute(Path("/")) == Path("/")
+    assert mount_table.absolute(Path("/")) == Path("/")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_a_busy_mountpoint_is_refused(mountpoint: Path) -> None:
             mount(mountpoint, fuse_mount.short_options())
         found = [m for m in find_mounts(fuse_mount.SUBTYPE) if m.path == mountpoint]
         assert len(found) == 1
-    assert mounts.find_mount(mountpoint) is None
+    assert mount_table.find_mount(mountpoint) is None
 
 
 @pytest.mark.needs("fuse")
@@ -106,4 +107,4 @@ def test_unmount_by_path_ends_the_server(mountpoint: Path) -> None:
     with fuse_mount.mounted(Operations(), mountpoint) as server:
         unmount(mountpoint, timeout_s=60)
         assert server.wait(60)
-        assert mounts.find_mount(mountpoint) is None
+        assert mount_table.find_mount(mountpoint) is None

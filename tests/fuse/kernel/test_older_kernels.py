@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from testbed.kernels import RELEASES
 from testbed.mounts.flat_server import KERNEL
 from testbed.mounts.fuse_mount import check_python, clear_mount, run
@@ -62,7 +62,7 @@ def test_files_are_read_and_the_mount_ends_as_it_should(
             process.terminate()
             out, err = process.communicate(timeout=_DEADLINE_S)
             assert (process.returncode, out) == (0, "ended\n"), err
-            assert mounts.find_mount(mountpoint) is None
+            assert mount_table.find_mount(mountpoint) is None
         finally:
             clear_mount(mountpoint)
             process.kill()
@@ -88,7 +88,7 @@ def test_before_6_9_a_killed_server_takes_its_mount_along(
             _, err = process.communicate(timeout=_DEADLINE_S)
             assert process.returncode == 1, err
             assert "Linux 6.9 can" in err
-            assert mounts.find_mount(mountpoint) is None
+            assert mount_table.find_mount(mountpoint) is None
             assert holder.communicate("go\n", timeout=_DEADLINE_S)[0] == "failed\n"
         finally:
             clear_mount(mountpoint)
@@ -118,7 +118,7 @@ def checkpoints(release: str, tmp_path: Path, mountpoint: Path) -> Iterator[Path
         env={**os.environ, "BOOTSEER_RUN_DIR": str(tmp_path / "run")},
     )
     try:
-        wait_for(lambda: mounts.find_mount(mountpoint) is not None, "the mount")
+        wait_for(lambda: mount_table.find_mount(mountpoint) is not None, "the mount")
         yield mountpoint
         process.terminate()
         assert process.wait(_DEADLINE_S) == 0

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import unmount
+from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_readable
 from bootseer.served.supervision.worker import RestartPolicy
 from testbed.cgroups import freezers, frozen
@@ -133,13 +134,13 @@ def test_a_signal_unmounts_and_exits_0(
         server.process.send_signal(number)
         code, out, err = server.end()
         assert (code, out) == (0, "ended\n"), err
-        assert mounts.find_mount(mountpoint) is None
+        assert mount_table.find_mount(mountpoint) is None
 
 
 @pytest.mark.parametrize("how", ["serve", "supervise"])
 def test_unmounting_from_outside_ends_the_server(source: Path, mountpoint: Path, how: str) -> None:
     with _process(mountpoint, how, source, mountpoint, "cached") as server:
-        mounts.unmount(mountpoint)
+        unmount(mountpoint)
         code, out, err = server.end()
         assert (code, out) == (0, "ended\n"), err
 
@@ -182,7 +183,7 @@ def test_a_worker_that_cannot_start_leaves_no_mount(tmp_path: Path, mountpoint: 
     code, _, err = process.end()
     assert code == 1
     assert "failed to start" in err
-    assert mounts.find_mount(mountpoint) is None
+    assert mount_table.find_mount(mountpoint) is None
 
 
 def _require_resend() -> None:
@@ -323,7 +324,7 @@ def test_a_server_with_a_bug_ends_its_readers_and_itself(source: Path, mountpoin
         code, out, err = server.end()
         assert (code, out) == (1, "")
         assert "a bug in the server" in err
-        assert mounts.find_mount(mountpoint) is None
+        assert mount_table.find_mount(mountpoint) is None
 
 
 def test_a_supervised_server_with_a_bug_is_replaced(source: Path, mountpoint: Path) -> None:
@@ -347,7 +348,7 @@ def test_workers_that_keep_dying_end_in_an_error_and_no_hang(
         code, _, err = server.end()
         assert code == 1
         assert "keep dying" in err
-        assert mounts.find_mount(mountpoint) is None
+        assert mount_table.find_mount(mountpoint) is None
 
 
 def test_the_worker_serves_on_when_the_supervisor_is_killed(source: Path, mountpoint: Path) -> None:
@@ -358,7 +359,7 @@ def test_the_worker_serves_on_when_the_supervisor_is_killed(source: Path, mountp
         assert _cat(mountpoint / "small") == "small"
         pidfd = os.pidfd_open(worker)
         try:
-            mounts.unmount(mountpoint)
+            unmount(mountpoint)
             assert wait_readable([pidfd], _DEADLINE_S), "the worker does not end"
         finally:
             os.close(pidfd)

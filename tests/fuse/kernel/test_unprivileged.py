@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import find_helper
 from testbed.mounts import fuse_mount
 from testbed.mounts.sweeping import sweep
 from testbed.needs import MissingError, require
@@ -20,9 +20,10 @@ pytestmark = pytest.mark.needs("fuse")
 _SESSION = """
 import os, subprocess, sys
 from pathlib import Path
-from bootseer.fuse.kernel import Server, find_mounts
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.mount import can_mount_directly
+from bootseer.fuse.kernel.server import Server
+from bootseer.linux.mount_table import find_mounts
+from bootseer.fuse.kernel.unmount import find_helper
+from bootseer.fuse.kernel.mount import can_mount_directly
 from testbed.mounts.fuse_mount import short_options
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 assert not can_mount_directly()
@@ -44,7 +45,7 @@ print("left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt"
 _SUPERVISED = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from bootseer.fuse.kernel import find_mounts
+from bootseer.linux.mount_table import find_mounts
 from testbed.mounts import flat_server
 root = Path(sys.argv[1])
 out, into = os.pipe()
@@ -69,7 +70,7 @@ print(" left", [m for m in find_mounts("bootseer-test") if m.path == root / "mnt
 def home() -> Iterator[Path]:
     """A folder of an ordinary user's own."""
     require("fuse")
-    if mounts.find_helper() is None:
+    if find_helper() is None:
         raise MissingError("there is no fusermount3")
     path = Path(tempfile.mkdtemp(prefix="bootseer-test-"))
     try:
@@ -105,7 +106,7 @@ def test_the_helpers_refusal_is_passed_on(home: Path) -> None:
 import sys
 from pathlib import Path
 from bootseer.errors import PermissionDeniedError
-from bootseer.fuse.kernel.mounting.mount import mount
+from bootseer.fuse.kernel.mount import mount
 from testbed.mounts.fuse_mount import short_options
 try:
     mount(Path("/usr"), short_options())
@@ -127,7 +128,7 @@ def test_without_the_helper_it_says_what_to_install(home: Path) -> None:
 import os, sys
 from pathlib import Path
 from bootseer.errors import UnsupportedError
-from bootseer.fuse.kernel.mounting.mount import mount
+from bootseer.fuse.kernel.mount import mount
 from testbed.mounts.fuse_mount import short_options
 os.environ["PATH"] = "/nowhere"
 try:

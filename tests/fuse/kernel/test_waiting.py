@@ -12,7 +12,6 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.mounting import mounts
 from bootseer.fuse.kernel.operations import (
     ROOT_NODE,
     Attributes,
@@ -22,6 +21,8 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
+from bootseer.fuse.kernel.unmount import unmount
+from bootseer.linux import mount_table
 from testbed.mounts import fuse_mount
 
 pytestmark = pytest.mark.needs("fuse")
@@ -138,18 +139,18 @@ def test_abort_frees_a_stuck_reader(slow: Slow, mountpoint: Path) -> None:
     with fuse_mount.mounted(slow, mountpoint) as server:
         reader = _start_reader(mountpoint / "stuck")
         assert slow.reading.acquire(timeout=_DEADLINE_S)
-        assert mounts.abort(mountpoint)
+        assert fuse_mount.abort(mountpoint)
         assert _said(reader) in {"ECONNABORTED", "ENOTCONN"}
         assert server.wait(_DEADLINE_S)
         slow.release_reads.set()
-    assert mounts.find_mount(mountpoint) is None
+    assert mount_table.find_mount(mountpoint) is None
 
 
 def test_unmount_by_path_works_while_a_read_is_stuck(slow: Slow, mountpoint: Path) -> None:
     with fuse_mount.mounted(slow, mountpoint):
         reader = _start_reader(mountpoint / "stuck")
         assert slow.reading.acquire(timeout=_DEADLINE_S)
-        mounts.unmount(mountpoint, timeout_s=0.1)
+        unmount(mountpoint, timeout_s=0.1)
         assert _said(reader) in {"ECONNABORTED", "ENOTCONN"}
         slow.release_reads.set()
 
@@ -180,7 +181,7 @@ def test_the_connection_is_aborted_when_nobody_is_left_to_answer(
         with pytest.raises(UnavailableError, match="do not end"):
             server.unmount()
         server.failure = None
-    assert mounts.find_mount(mountpoint) is None
+    assert mount_table.find_mount(mountpoint) is None
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -235,7 +236,7 @@ def test_a_failing_server_thread_aborts_the_connection(
             server.unmount()
         server.failure = None
     assert "aborting the connection" in caplog.text
-    assert mounts.find_mount(mountpoint) is None
+    assert mount_table.find_mount(mountpoint) is None
 
 
 def test_unmount_under_load_ends_every_reader(slow: Slow, mountpoint: Path) -> None:

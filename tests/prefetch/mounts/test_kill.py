@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from bootseer.base.documents import to_line
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.linux import namespaces
+from bootseer.fuse.kernel.unmount import detach
+from bootseer.linux import mount_table, namespaces
 from bootseer.prefetch.resolve.mount import (
     MountedImage,
     find_live_mount,
@@ -115,7 +115,7 @@ def test_kill_9_of_everything_then_again(node: Node) -> None:
         # A table cuts what is longer than the line.
         assert str(directory)[:40] in shown
     assert sweep(node.settings.run_dir) == 1
-    assert mounts.find_mount(directory) is None
+    assert mount_table.find_mount(directory) is None
     assert not image.state_dir.exists()
     with mounted(node.settings, "image:1", directory) as again:
         assert again.status()["cached_bytes"] > 700_000
@@ -232,14 +232,14 @@ def _with_a_dead_server(node: Node) -> Path:
 def test_unmount_of_a_dead_server(node: Node) -> None:
     directory = _with_a_dead_server(node)
     unmount_image(node.settings, directory)
-    assert mounts.find_mount(directory) is None
+    assert mount_table.find_mount(directory) is None
 
 
 def test_unmount_where_only_its_state_is_left(node: Node) -> None:
     """A container's tree is mounted in a namespace of its own, which ends with the container: the
     command that `image status` names for what is left found no mount, and refused."""
     directory = _with_a_dead_server(node)
-    mounts.detach(directory, lazy=True)
+    detach(directory, lazy=True)
     unmount_image(node.settings, directory)
     wait_for(lambda: not any(mounts_dir(node.settings.run_dir).iterdir()))
     with pytest.raises(NotFoundError):
@@ -250,7 +250,7 @@ def test_mounting_again_where_a_server_died(node: Node) -> None:
     directory = _with_a_dead_server(node)
     with mount_image(node.settings, "image:1", directory):
         read_hot(node, directory)
-    assert mounts.find_mount(directory) is None
+    assert mount_table.find_mount(directory) is None
 
 
 def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
@@ -261,7 +261,7 @@ def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
         image = mount_image(node.settings, "image:1", directory, options)
         process.kill()
     wait_for(lambda: not image.state_dir.exists())
-    assert mounts.find_mount(directory) is None
+    assert mount_table.find_mount(directory) is None
 
 
 def test_nobody_waits_for_the_mount(node: Node) -> None:
@@ -271,13 +271,14 @@ def test_nobody_waits_for_the_mount(node: Node) -> None:
     code = """
 import json, os, sys, threading, time
 from pathlib import Path
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
+from bootseer.linux import mount_table
 from bootseer.prefetch.resolve.mount import mount_image
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_line
 directory = Path(sys.argv[2])
 def kill():
-    while mounts.find_mount(directory) is None:
+    while mount_table.find_mount(directory) is None:
         time.sleep(0.001)
     os.kill(os.getpid(), 9)
 threading.Thread(target=kill, daemon=True).start()
@@ -289,7 +290,7 @@ time.sleep(10)
     # Ready in the same instant is fine, too: then it is mounted and known.
     wait_for(
         lambda: (
-            (mounts.find_mount(directory) is None)
+            (mount_table.find_mount(directory) is None)
             == (list(live_mounts(node.settings.run_dir)) == [])
         )
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.fuse.kernel.mounting import control, mounts
+from bootseer.fuse.kernel import control
+from bootseer.linux import mount_table
 from bootseer.served.folders import live_mounts
 from testbed.images.rootfs import odd_tree
 from testbed.mounts.image_mounts import (
@@ -117,7 +118,7 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Nod
     """The kernel reuses the number at once: unmounting one image aborted another."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(mounted(node.settings, "image:1", node.base / "first"))
-        found = mounts.find_mount(first.directory)
+        found = mount_table.find_mount(first.directory)
         assert found is not None
         connection = stack.enter_context(control.connection(found.device_minor))
         if connection is None:
@@ -128,7 +129,7 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Nod
             other = stack.enter_context(
                 mounted(node.settings, "image:1", node.base / f"other-{number}")
             )
-            again = mounts.find_mount(other.directory)
+            again = mount_table.find_mount(other.directory)
             assert again is not None
             if again.device_minor == found.device_minor:
                 break

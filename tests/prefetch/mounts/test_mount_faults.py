@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import BusyError, CorruptError, InvalidInputError, NotFoundError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.prefetch.resolve.mount import mount_image, unmount_image
 from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.served.folders import live_mounts, log_path
@@ -87,7 +87,7 @@ def test_what_cannot_be_mounted_says_so(node: Node) -> None:
     with pytest.raises(CorruptError, match="digest"):
         mount_image(node.settings, "image:1", directory)
     assert list(live_mounts(node.settings.run_dir)) == []
-    assert mounts.find_mount(directory) is None
+    assert mount_table.find_mount(directory) is None
 
 
 def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
     (node.base / "mnt").mkdir()
     with pytest.raises(NotFoundError, match="cache"):
         mount_image(node.settings, "image:1", node.base / "mnt")
-    assert mounts.find_mount(node.base / "mnt") is None
+    assert mount_table.find_mount(node.base / "mnt") is None
 
 
 def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: Node) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
 from bootseer.served.folders import live_mounts
 from testbed.containers.containerd_node import Node
 from testbed.images.building import digest
@@ -94,7 +94,7 @@ def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path, ru
     before = directories(node)
     node.stop(node.snapshotter, signal.SIGKILL)
     node.kill_image_servers()
-    mounts.detach(lower, lazy=True)
+    detach(lower, lazy=True)
     if run_dir == "in memory":
         shutil.rmtree(node.settings.run_dir)
     (node.root / "snapshots/999/fs").mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_an_index_that_a_crash_tore_is_fetched_again(node: Node, tmp_path: Path)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
     node.stop(node.snapshotter, signal.SIGKILL)
     node.kill_image_servers()
-    mounts.detach(lower, lazy=True)
+    detach(lower, lazy=True)
     kept = node.settings.cache_dir / "indexes" / record.index_digest.partition(":")[2]
     # What a file system leaves of a file that was renamed and not synced.
     kept.write_bytes(b"")

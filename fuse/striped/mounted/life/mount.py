@@ -24,8 +24,7 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.fuse import kernel
-from bootseer.fuse.kernel.mounting.mounts import absolute, find_mount
+from bootseer.fuse.kernel.unmount import unmount
 from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 from bootseer.fuse.striped.mounted.life.spec import (
     MODULE,
@@ -33,6 +32,7 @@ from bootseer.fuse.striped.mounted.life.spec import (
     CheckpointPlan,
     MountSpec,
 )
+from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.processes import start_time
 from bootseer.served.background import begin_server
 from bootseer.served.control import ask
@@ -264,7 +264,7 @@ def unmount_checkpoints(
         )
     if mounted is not None:
         # The server sees its connection end, and ends.
-        kernel.unmount(path, timeout_s=timeout_s)
+        unmount(path, timeout_s=timeout_s)
     if known is None:
         return ()
     if known.is_running:

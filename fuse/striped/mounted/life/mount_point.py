@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, UnsupportedError, from_oserror
-from bootseer.fuse.kernel.mounting.mounts import absolute, detach, find_mount, is_of_the_dead
+from bootseer.fuse.kernel.unmount import detach, is_disconnected
 from bootseer.fuse.striped.mounted.life.spec import SUBTYPE
+from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.served.status import find_known
 
@@ -44,7 +45,7 @@ def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
             directory.stat()
             return
         except OSError as error:
-            if not is_of_the_dead(error):
+            if not is_disconnected(error):
                 return
         _log.info("taking a mount off %s whose server is gone", directory)
         detach(directory, lazy=True)

@@ -14,8 +14,8 @@ from msgspec import Struct
 from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import from_oserror
-from bootseer.fuse.kernel import MountOptions
 from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.striped.mounted.life.spec import (
     MODULE,

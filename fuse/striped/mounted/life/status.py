@@ -16,8 +16,8 @@ from msgspec import Struct
 from bootseer.base.documents import to_builtins
 from bootseer.base.redact import redact
 from bootseer.errors import NotFoundError
-from bootseer.fuse.kernel.mounting.mounts import absolute
 from bootseer.fuse.striped.statistics import Statistics
+from bootseer.linux.mount_table import absolute
 from bootseer.served.folders import MountState
 from bootseer.served.status import Known, find_known, known_mounts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from testbed.needs import require
 from testbed.waiting import wait_for
 from tests.bootseer.cli.conftest import World
@@ -119,7 +119,7 @@ def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
         return not left
 
     wait_for(are_gone, "the end of the servers")
-    assert mounts.find_mount(world.path("mnt")) is not None
+    assert mount_table.find_mount(world.path("mnt")) is not None
     # Mounting over it is refused, or takes the dead one away; it never hangs.
     again = world(*mount)
     if again.code:
@@ -129,10 +129,10 @@ def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
         *(("checkpoint", "unmount", "mnt") if kind == "image" else ("image", "unmount", "mnt"))
     )
     assert wrong.in_time
-    if mounts.find_mount(world.path("mnt")) is not None:
+    if mount_table.find_mount(world.path("mnt")) is not None:
         result = world(*unmount)
         assert (result.code, result.err) == (0, "")
-    assert mounts.find_mount(world.path("mnt")) is None
+    assert mount_table.find_mount(world.path("mnt")) is None
     check(world(*unmount), 10, "mnt")
     assert world(*mount).code == 0
     assert world(*unmount).code == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.linux import mount_table
 from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from testbed.mounts.image_mounts import (
@@ -48,7 +48,7 @@ def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> N
     assert one["record"] == "recording"
     assert "image:1" in bootseer(settings, "image", "status").stdout
     assert bootseer(settings, "image", "unmount", directory).returncode == 0
-    assert mounts.find_mount(directory) is None
+    assert mount_table.find_mount(directory) is None
     assert json.loads(bootseer(settings, "image", "status", "--wait", 30, "--json").stdout) == []
     (listed,) = json.loads(bootseer(settings, "image", "trace", "list", "image:1", "--json").stdout)
     assert listed["ended"] == "unmount"
@@ -69,14 +69,14 @@ def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: 
     for end in ("signal", "unmount"):
         arguments = ("image", "mount", "--foreground", "--no-record", "image:1", directory)
         with start_bootseer(settings, *arguments) as process:
-            wait_for(lambda: mounts.find_mount(directory) is not None)
+            wait_for(lambda: mount_table.find_mount(directory) is not None)
             if end == "signal":
                 process.send_signal(signal.SIGINT)
             else:
                 bootseer(settings, "image", "unmount", directory)
             # 130: the signal came before the command knew that the mount works.
             assert process.wait(60) in ((0, 130) if end == "signal" else (0,))
-        wait_for(lambda: mounts.find_mount(directory) is None)
+        wait_for(lambda: mount_table.find_mount(directory) is None)
         wait_for(lambda: list(live_mounts(settings.run_dir)) == [])
 
 

@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.cli.node.status_commands import node_entries
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import find_helper
 from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
-from bootseer.linux import namespaces
+from bootseer.linux import mount_table, namespaces
 from bootseer.prefetch.resolve.mount import mount_image
 from bootseer.served.cover_users import add_user
 from bootseer.served.folders import (
@@ -58,7 +58,7 @@ def node(tmp_path: Path) -> Iterator[Settings]:
     require("root", "fuse")
     settings = settings_at(tmp_path)
     yield settings
-    for mount in mounts.find_mounts("bootseer"):
+    for mount in mount_table.find_mounts("bootseer"):
         if mount.path.is_relative_to(tmp_path):
             clear_mount(mount.path)
     sweep(tmp_path, settings)
@@ -178,7 +178,7 @@ def test_a_dead_checkpoint_mount_stays_until_somebody_takes_it_off(
         "checkpoints": "dead",
         "image": "ok",
     }
-    assert mounts.find_mount(tmp_path / "checkpoints") is not None
+    assert mount_table.find_mount(tmp_path / "checkpoints") is not None
 
 
 def test_a_worker_that_nobody_would_replace(node: Settings, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def _open_device_to_all(folder: Path) -> None:
 
 
 def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: Path) -> None:
-    if mounts.find_helper() is None:
+    if find_helper() is None:
         raise MissingError("mounting without root needs fusermount3")
     home = tmp_path / "home"
     for folder in (home, home / "mnt"):
@@ -266,7 +266,7 @@ def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: P
         _mount_checkpoints(node, tmp_path / "checkpoints")
         server = _forked(serve, _NOBODY)
         try:
-            wait_for(lambda: mounts.find_mount(home / "mnt") is not None, "the other's mount")
+            wait_for(lambda: mount_table.find_mount(home / "mnt") is not None, "the other's mount")
             # Until INIT is answered every look at it waits.
             wait_for(lambda: list((home / "run/mounts").glob("*/control")), "its server")
             found = {one["where"][0]: one for one in _status(node)}

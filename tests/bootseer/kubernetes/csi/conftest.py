@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
 from bootseer.kubernetes.csi.wire import IDENTITY, MESSAGES, METHODS, NODE
+from bootseer.linux import mount_table
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
@@ -175,7 +176,7 @@ class Kubelet(Closing):
 
     def mounted(self) -> list[Path]:
         """What is mounted below the kubelet's folder."""
-        paths = [Path(point.path.decode()) for point in mounts.mount_points()]
+        paths = [Path(point.path.decode()) for point in mount_table.mount_points()]
         return [path for path in paths if path.is_relative_to(self.folder)]
 
     def make_environment(self, name: str, files: Mapping[str, bytes]) -> Path:
@@ -193,7 +194,7 @@ class Kubelet(Closing):
             self.stop()
         self._end_servers()
         if self._prefix:
-            mounts.detach(self.base, lazy=True)
+            detach(self.base, lazy=True)
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _end_servers(self) -> None:
@@ -205,7 +206,7 @@ class Kubelet(Closing):
             # Again and again: a server that a driver began just before its end mounts after that.
             for path in reversed(self.mounted()):
                 with contextlib.suppress(BootseerError):
-                    mounts.detach(path, lazy=True)
+                    detach(path, lazy=True)
             # A mount namespace that another test has made meanwhile has copies of these mounts.
             for pid, started in servers[0].processes if time.monotonic() > deadline_s else ():
                 if started and start_time(pid) == started:

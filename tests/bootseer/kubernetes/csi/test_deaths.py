@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux.processes import stat_fields
 from bootseer.served.background import SPAWNER
 from bootseer.store import open_store
@@ -188,7 +188,7 @@ def test_a_machine_that_starts_again_has_the_volumes_that_are_asked_for_again(
     local.stop(signal.SIGKILL)
     local.kill_servers()
     for path in reversed(local.mounted()):
-        mounts.detach(path, lazy=True)
+        detach(path, lazy=True)
     shutil.rmtree(local.settings.run_dir)
     local.driver = local.start_driver()
     assert (local.publish("a", _ENVIRONMENT) / "a").read_bytes() == b"a"

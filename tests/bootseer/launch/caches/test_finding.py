@@ -108,11 +108,11 @@ def test_a_cache_that_a_variable_would_switch_on_stays_off(host: Host) -> None:
 def test_a_folder_that_all_nodes_share_is_left_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bootseer.fuse.kernel.mounting import mounts
+    from bootseer.linux import mount_table
 
     host.install("torch", "2.6.0")
-    shared = [mounts.MountPoint(b"/", os.stat(host.root).st_dev, b"lustre")]
-    monkeypatch.setattr(mounts, "mount_points", lambda: shared)
+    shared = [mount_table.MountPoint(b"/", os.stat(host.root).st_dev, b"lustre")]
+    monkeypatch.setattr(mount_table, "mount_points", lambda: shared)
     assert "TORCHINDUCTOR_CACHE_DIR" not in host.find(TORCHINDUCTOR_CACHE_DIR="/tmp/x")
     # What is named by an option is asked for.
     assert str(host.root / "x") in host.find(wish=Wish(("x",)))

@@ -22,8 +22,9 @@ from typing import Any, Self
 
 from bootseer.checkpoints import read_into
 from bootseer.errors import BusyError, DeadlineError, NotFoundError, UnavailableError
-from bootseer.fuse.kernel.mounting import mounts
+from bootseer.fuse.kernel.unmount import abort_connection
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
+from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_ended
 from bootseer.served.status import find_known
 from bootseer.store import open_backend
@@ -239,9 +240,9 @@ class Site:
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
         for made in self.mounted.values():
-            mount = mounts.find_mount(made.directory)
+            mount = mount_table.find_mount(made.directory)
             if mount is not None:
-                mounts.abort_connection(mount.device_minor, mount.path)
+                abort_connection(mount.device_minor, mount.path)
         for name in list(self.processes):
             with contextlib.suppress(HangError):
                 self.end(name, is_killed=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Caller, Opened
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
@@ -25,7 +24,7 @@ from bootseer.linux.processes import start_time
 from bootseer.served.folders import mounts_dir
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
-from testbed.mounts.fuse_mount import check_python, mounted, run
+from testbed.mounts.fuse_mount import abort, check_python, mounted, run
 from testbed.waiting import wait_for, wait_until_it_asks
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
@@ -338,7 +337,7 @@ def test_a_file_whose_open_was_not_answered_is_not_emptied(
             )
             try:
                 assert opening.wait(60)
-                assert mounts.abort(mountpoint)
+                assert abort(mountpoint)
                 assert writer.wait(60) == 1
             finally:
                 released.set()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from bootseer.fuse.kernel.mounting.options import MountOptions
 from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Server
 from bootseer.linux.processes import wait_readable
 

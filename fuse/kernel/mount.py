@@ -19,9 +19,9 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.fuse.kernel.mounting import mounts
-from bootseer.fuse.kernel.mounting.options import MountOptions
-from bootseer.linux import namespaces
+from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.unmount import find_helper, run_helper
+from bootseer.linux import mount_table, namespaces
 from bootseer.linux.processes import has_capability
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ def mount(mountpoint: Path, options: MountOptions) -> int:
         UnsupportedError: no /dev/fuse, or neither privileges nor fusermount3.
         PermissionDeniedError: refused.
     """
-    path = mounts.absolute(mountpoint)
-    existing = mounts.find_mount(path)
+    path = mount_table.absolute(mountpoint)
+    existing = mount_table.find_mount(path)
     if existing is not None:
         raise BusyError(
             f"cannot mount on {path}: {existing.name} (fuse.{existing.subtype}) is mounted there; "
@@ -100,7 +100,7 @@ def _mount_directly(path: Path, mode: int, options: MountOptions) -> int:
         return device
     except OSError as error:
         os.close(device)
-        if error.errno == errno.EPERM and mounts.find_helper():
+        if error.errno == errno.EPERM and find_helper():
             # In a user namespace that does not own the mount namespace, for one.
             log.debug("mount(2) on %s is not permitted: trying the helper", path)
             return _mount_with_helper(path, options)
@@ -121,7 +121,7 @@ def _helper_options(options: MountOptions) -> str:
 
 
 def _mount_with_helper(path: Path, options: MountOptions) -> int:
-    helper = mounts.find_helper()
+    helper = find_helper()
     if helper is None:
         raise UnsupportedError(
             f"cannot mount on {path}: without root it takes fusermount3; install fuse3"
@@ -134,7 +134,7 @@ def _mount_with_helper(path: Path, options: MountOptions) -> int:
     with ours, theirs:
         command = [helper, "-o", _helper_options(options), "--", str(path)]
         environment = {**os.environ, "_FUSE_COMMFD": str(theirs.fileno())}
-        reason = mounts.run_helper(command, env=environment, pass_fds=[theirs.fileno()])
+        reason = run_helper(command, env=environment, pass_fds=[theirs.fileno()])
         if reason is not None:
             raise PermissionDeniedError(f"cannot mount on {path}: {reason}")
         # The helper has ended, so its message is in the socket or never comes.

@@ -1,0 +1,138 @@
+"""The kernel's table of mounts (/proc/self/mountinfo).
+
+A stat of a stuck FUSE mount hangs and cannot be killed, so mounts are looked up here and never
+touched. Stateless; safe from any thread.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import Struct
+
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+_USER = re.compile(rb"\buser_id=(\d+)")
+
+
+class Mount(Struct, frozen=True):
+    """One FUSE mount that this process can see."""
+
+    path: Path
+    device_minor: int
+    """The number of the connection: `/sys/fs/fuse/connections/<device_minor>`."""
+    subtype: str
+    name: str
+    read_only: bool
+    user: int = 0
+    """The user who mounted it."""
+
+
+class Line(NamedTuple):
+    """One line of a mountinfo file."""
+
+    number: bytes
+    parent: bytes
+    major: int
+    minor: int
+    path: bytes
+    options: list[bytes]
+    kind: bytes
+    source: bytes
+    super_options: bytes
+
+
+def _unescape(field: bytes) -> bytes:
+    return _ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), field)
+
+
+def parse_lines(text: bytes) -> Iterator[Line]:
+    """The text of a mountinfo file, oldest first. Pure."""
+    for line in text.splitlines():
+        # id parent major:minor root mountpoint options optional... - type source super-options
+        fields, _, rest = line.partition(b" - ")
+        head, tail = fields.split(b" "), rest.split(b" ")
+        if len(head) < 6 or len(tail) < 3:
+            continue
+        major, _, minor = head[2].partition(b":")
+        numbers = (head[0], head[1], int(major), int(minor))
+        yield Line(*numbers, _unescape(head[4]), head[5].split(b","), *tail[:3])
+
+
+def parse_mountinfo(text: bytes) -> Iterator[Mount]:
+    """The FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
+    for line in parse_lines(text):
+        kind, _, subtype = line.kind.partition(b".")
+        if kind == b"fuse":
+            user = _USER.search(line.super_options)
+            yield Mount(
+                path=Path(os.fsdecode(line.path)),
+                device_minor=line.minor,
+                subtype=os.fsdecode(_unescape(subtype)),
+                name=os.fsdecode(_unescape(line.source)),
+                read_only=b"ro" in line.options,
+                user=int(user[1]) if user else 0,
+            )
+
+
+class MountPoint(NamedTuple):
+    """One mount of any file system."""
+
+    path: bytes
+    device: int
+    """As `st_dev` of what is in it, but for file systems whose files show others."""
+    kind: bytes
+
+
+def parse_mount_points(text: bytes) -> list[MountPoint]:
+    """Where anything is mounted, by the text of a mountinfo file, oldest first. Pure."""
+    return [
+        MountPoint(line.path, os.makedev(line.major, line.minor), line.kind)
+        for line in parse_lines(text)
+    ]
+
+
+def mount_points() -> list[MountPoint]:
+    """Where anything is mounted in this mount namespace, oldest first. Raises: OSError."""
+    return parse_mount_points(Path("/proc/self/mountinfo").read_bytes())
+
+
+def fuse_mounts() -> list[Mount]:
+    """Every FUSE mount of this mount namespace, oldest first."""
+    return list(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()))
+
+
+def find_mounts(subtype_prefix: str) -> list[Mount]:
+    """The FUSE mounts whose subtype starts with `subtype_prefix`, oldest first."""
+    return [mount for mount in fuse_mounts() if mount.subtype.startswith(subtype_prefix)]
+
+
+def absolute(path: Path) -> Path:
+    """`path` as mountinfo spells it, without touching its last component: it may hang."""
+    # Path.resolve() would stat it.
+    parent, name = os.path.split(os.path.abspath(path))
+    return Path(os.path.realpath(parent)) / name if name else Path(parent)
+
+
+def find_mount(path: Path) -> Mount | None:
+    """The topmost FUSE mount on exactly `path`, if it is seen there: in a namespace that has got
+    another /tmp, what had been mounted in /tmp is listed still."""
+    wanted = absolute(path)
+    text = Path("/proc/self/mountinfo").read_bytes()
+    found = [mount for mount in parse_mountinfo(text) if mount.path == wanted]
+    return found[-1] if found and not is_hidden(text, os.fsencode(wanted)) else None
+
+
+def is_hidden(text: bytes, path: bytes) -> bool:
+    """Whether what is mounted on `path` is not seen there, since something was mounted later on a
+    folder above it; by the text of a mountinfo file. Pure."""
+    lines = {line.number: line for line in parse_lines(text)}
+    beside = list(lines.values())
+    below = next((line for line in reversed(beside) if line.path == path), None)
+    while below is not None:
+        above = {one.path for one in beside if one.parent == below.parent} - {below.path}
+        if any(below.path.startswith(path.rstrip(b"/") + b"/") for path in above):
+            return True
+        below = lines.pop(below.parent, None)
+    return False
