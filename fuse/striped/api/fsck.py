@@ -14,8 +14,7 @@ from msgspec import Struct
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.fuse.striped.api.copy_tree import is_unfinished_copy
 from bootseer.fuse.striped.api.locating import folders_below
-from bootseer.fuse.striped.names.retired_parts import find_garbage
-from bootseer.fuse.striped.names.stored import new_generation
+from bootseer.fuse.striped.names.stored import find_garbage, new_generation
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo
@@ -138,7 +137,7 @@ def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) 
 
     Safe at any moment, and while others save. For those who read a file that was replaced, the
     report should be older than the grace of replaced parts (`storage.DEFAULT_GRACE_S`); what a
-    mount has open for longer stays young (`retired_parts`).
+    mount has open for longer stays young (`retired`).
 
     Raises: UnavailableError, DeadlineError...
     """

@@ -20,7 +20,7 @@ from bootseer.fuse.striped.layout import (
     DEFAULT_STRIPE_COUNT,
     DEFAULT_STRIPE_UNIT_BYTES,
 )
-from bootseer.fuse.striped.names.retired_parts import is_hidden
+from bootseer.fuse.striped.names.stored import is_hidden
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.settings.config import load_config

@@ -1,1 +1,1 @@
-"""What is stored under which name: listings, commits in one step, and what was replaced."""
+"""Names of a storage: lookups, commits in one step, and deletion of replaced parts."""

@@ -1,7 +1,7 @@
-"""What is stored under a name: a striped file, an ordinary one, a directory, or nothing.
+"""The logical files of a storage: what each stored name is, and which stored names are hidden.
 
-Owns the translation from stored to logical files, and the layouts that were read lately.
-Thread-safe; no call waits for a change of names.
+A name is a striped file, an ordinary one, a directory, or nothing. Keeps the layouts that were read
+lately. Thread-safe; no call waits for a change of names.
 """
 
 import errno
@@ -9,29 +9,31 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.errors import CorruptError
+from bootseer.errors import CorruptError, NotFoundError
 from bootseer.fuse.striped.layout import (
+    PARTS_FOLDER,
     Header,
     Layout,
     decode_header,
     decode_layout,
     may_be_layout,
 )
-from bootseer.fuse.striped.names.retired_parts import is_hidden
-from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.view import FileView, parts_folder
 from bootseer.store.backend import Backend, FileInfo
 
+_RUN_PREFIX = ".bootseer-run-"
 # One read of this much is the whole layout of a file of up to about 2 GiB.
 _PROBE_BYTES = 64 * 2**10
 _CACHED_LAYOUTS = 4096
 
 
 class FileStatus(Struct, frozen=True):
-    """What a name in the tree is."""
+    """Kind, size and identity of a name in the tree."""
 
     path: str
     is_dir: bool
@@ -53,17 +55,17 @@ class _Known(Struct, frozen=True):
 
 
 def refuse(code: int, path: str = "") -> OSError:
-    """The error that a caller of a file system gets, by errno."""
+    """Return the error of a refused file system call."""
     return OSError(code, os.strerror(code), path)
 
 
 def plain_identity(info: FileInfo) -> str:
-    """The identity of an ordinary file."""
+    """Return the identity of an ordinary file."""
     return f"{info.path}\0{info.modified_ns}\0{info.size_bytes}"
 
 
 def plain_view(path: str, info: FileInfo) -> FileView:
-    """An ordinary file, which lies at `path` now."""
+    """Return the view of an ordinary file, which lies at `path` now."""
     return FileView(
         path,
         plain_identity(info),
@@ -82,11 +84,11 @@ class StoredFiles:
         self._lock = threading.Lock()
 
     def status(self, path: str) -> FileStatus:
-        """What `path` is now. Raises: NotFoundError, CorruptError, UnknownFormatError."""
+        """Return what `path` is now. Raises: NotFoundError, CorruptError, UnknownFormatError."""
         return self.status_of(self._backend.stat(path))
 
     def status_of(self, info: FileInfo) -> FileStatus:
-        """What the stored file `info` is; reads its first bytes only if it can be a layout."""
+        """Return what the stored file `info` is; read it only if it can be a layout."""
         if info.is_dir:
             return FileStatus(info.path, True, 0, info.modified_ns, "")
         known = self._know(info)
@@ -100,20 +102,20 @@ class StoredFiles:
         return FileStatus(info.path, False, header.size_bytes, info.modified_ns, header.generation)
 
     def view(self, path: str) -> FileView:
-        """The current generation of the file at `path`, ready to be read."""
+        """Return the current generation of the file at `path`, ready to be read."""
         info = self._backend.stat(path)
         if info.is_dir:
             raise refuse(errno.EISDIR, path)
         return self.view_of(info)
 
     def entries(self, path: str) -> list[FileInfo]:
-        """The stored files and directories in a directory, without what is hidden."""
+        """Return the stored files and directories in a directory, without the hidden ones."""
         return [
             info for info in self._backend.list(path) if not is_hidden(info.path.rpartition("/")[2])
         ]
 
     def view_of(self, info: FileInfo) -> FileView:
-        """The generation that the stored file `info` is."""
+        """Return the generation that the stored file `info` is."""
         known = self._know(info, whole=True)
         info, layout = known.info, known.layout
         if info.is_dir:
@@ -128,8 +130,10 @@ class StoredFiles:
         return self._know(info).header is not None
 
     def _know(self, info: FileInfo, *, whole: bool = False) -> _Known:
-        """What the layout file `info` says, without a header where it is an ordinary file. What has
-        the name by now, where `info` was found to be older than that."""
+        """Return what the layout file `info` says; without a header if it is an ordinary file.
+
+        Where the file was replaced since it was listed, that is said of the new one.
+        """
         if not may_be_layout(info.size_bytes):
             return _Known(info, None, None)
         with self._lock:
@@ -173,12 +177,49 @@ class StoredFiles:
         raise AssertionError("unreachable")
 
     def forget(self, path: str) -> None:
-        """A name has changed, and what is below it."""
+        """Drop the layouts of a name that has changed, and of all names below it."""
         with self._lock:
             for name in [n for n in self._known if n == path or n.startswith(path + "/")]:
                 del self._known[name]
 
 
 def new_generation() -> str:
-    """Returns the name of a new generation, which no other writer chooses on any node."""
+    """Return the name of a new generation, which no other writer chooses on any node."""
     return secrets.token_hex(16)
+
+
+def run_name(directory: str, generation: str) -> str:
+    """Return where a stored file lies that is about to be joined to another one of `directory`."""
+    name = f"{_RUN_PREFIX}{generation}"
+    return f"{directory}/{name}" if directory else name
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether mounts hide a name."""
+    return name == PARTS_FOLDER or name.startswith(_RUN_PREFIX)
+
+
+def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:
+    """Yield the parts beside the files of `directory` that no layout there names.
+
+    Includes what was to be joined to a file and never was. An unfinished save of a living writer
+    looks the same as that of a dead one: the caller decides by age. Raises UnknownFormatError or
+    CorruptError rather than call a file's parts garbage.
+    """
+    named: set[str] = set()
+    for info in backend.list(directory):
+        if not info.is_dir and info.path.rpartition("/")[2].startswith(_RUN_PREFIX):
+            yield info
+        if info.is_dir or not may_be_layout(info.size_bytes):
+            continue
+        data = backend.read(info.path)
+        if decode_header(data, info.path) is not None:
+            layout = decode_layout(data, info.path)
+            named.update(segment.generation for segment in layout.segments)
+    try:
+        stored = list(backend.list(parts_folder(directory)))
+    except NotFoundError:
+        return
+    for info in stored:
+        if info.path.rpartition("/")[2] not in named:
+            yield info

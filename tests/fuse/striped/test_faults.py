@@ -18,7 +18,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.store.backend import Traits
 from bootseer.store.local.backend import LocalBackend
 from testbed.needs import MissingError

@@ -22,8 +22,8 @@ from bootseer.fuse.striped.mounted.operations.close_operations import CloseOpera
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES, left_s
 from bootseer.fuse.striped.mounted.operations.tables import NAME_MAX_BYTES
-from bootseer.fuse.striped.names.publishing import directory_of
 from bootseer.fuse.striped.names.stored import refuse
+from bootseer.fuse.striped.names.tree import directory_of
 from bootseer.fuse.striped.view import moved_identity
 
 _log = logging.getLogger(__name__)

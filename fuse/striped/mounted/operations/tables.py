@@ -17,6 +17,7 @@ from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Caller, Entry, Operations
 from bootseer.fuse.striped.mounted.life.journal import Journal
 from bootseer.fuse.striped.mounted.life.status import OpenFigures
+from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.operations.node_table import NodeTable
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.mounted.operations.presentation import (
@@ -26,9 +27,7 @@ from bootseer.fuse.striped.mounted.operations.presentation import (
     attributes_ttl_s,
     entry_of,
 )
-from bootseer.fuse.striped.names.listing import Listings
-from bootseer.fuse.striped.names.retired_parts import is_hidden
-from bootseer.fuse.striped.names.stored import FileStatus, refuse
+from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter

@@ -19,7 +19,7 @@ from bootseer.fuse.striped.mounted.life.mount import (
     mount_spec,
     unmount_checkpoints,
 )
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import mounts_dir
 from bootseer.store import open_backend

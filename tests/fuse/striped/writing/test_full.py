@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnavailableError
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.store import open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run

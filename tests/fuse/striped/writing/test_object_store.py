@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.store import Backend, open_backend
 from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for

@@ -10,7 +10,7 @@ import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import MAGIC
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.store import Backend, open_backend
 from testbed.hdfs.cluster import MiniHdfs

@@ -12,7 +12,7 @@ import pytest
 from bootseer.errors import PermissionDeniedError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.store.backend import Piece

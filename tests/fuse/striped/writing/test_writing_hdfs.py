@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootseer.fuse.striped.layout import decode_layout
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store import open_backend

@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
@@ -184,6 +184,21 @@ def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: 
     assert one.names("e") == []
     wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of its parts")
     one.rmdir("e")
+
+
+def test_two_generations_of_a_file_outlive_its_folder(one: Driver) -> None:
+    """They share the parts of the first: those moved out of the folder only once, or not at all."""
+    one.mkdir("d")
+    one.write("d/f", OLD)
+    before = one.open("d/f", os.O_RDONLY)
+    one.write("d/f", NEW, os.O_APPEND)
+    after = one.open("d/f", os.O_RDONLY)
+    one.unlink("d/f")
+    one.rmdir("d")
+    assert one.pread(before, 0, len(OLD) + 1) == OLD
+    assert one.pread(after, 0, len(OLD + NEW) + 1) == OLD + NEW
+    one.close(before)
+    one.close(after)
 
 
 @pytest.mark.parametrize("flags", [os.O_APPEND, os.O_TRUNC], ids=["append", "anew"])

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.retired_parts import find_garbage
+from bootseer.fuse.striped.names.stored import find_garbage
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
 
 NAMES = st.sampled_from(["a", "b", "c"])

@@ -1,9 +1,8 @@
-"""Parts that no layout names any more, until no reader has them.
+"""Deletion of parts that no layout names any more, once no reader has them.
 
-Owns the list of retired generations and the thread that deletes them. A generation is deleted when
-its grace has passed (readers on other nodes may still hold it) and nothing in this mount has it
-open; at `close`, all that is not open here is deleted without waiting. What a crash leaves behind
-is garbage that `find_garbage` names. Thread-safe.
+A retired generation is deleted when its grace has passed (readers on other nodes may still hold it)
+and nothing in this mount has it open; at `close`, all that is not open here is deleted without
+waiting. What a crash leaves behind is garbage that `stored.find_garbage` names. Thread-safe.
 """
 
 import contextlib
@@ -12,24 +11,15 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from bootseer.errors import NotFoundError
-from bootseer.fuse.striped.layout import (
-    PARTS_FOLDER,
-    decode_header,
-    decode_layout,
-    may_be_layout,
-)
-from bootseer.fuse.striped.view import generation_folder, parts_folder
-from bootseer.store.backend import Backend, FileInfo
+from bootseer.fuse.striped.view import generation_folder
+from bootseer.store.backend import Backend
 from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
-
-_RUN_PREFIX = ".bootseer-run-"
 
 _SWEEP_S = 1.0
 # Well within the age (an hour) that garbage must have before fsck deletes it.
@@ -49,7 +39,7 @@ class _Retired(Struct):
 
 
 class RetiredParts:
-    """Deletes retired generations when their time has come."""
+    """The retired generations of one storage, and the thread that deletes them."""
 
     def __init__(self, backend: Backend, grace_s: float, in_use: Callable[[], set[str]]) -> None:
         """`in_use` names the generations that are open in this mount."""
@@ -63,9 +53,9 @@ class RetiredParts:
         self._thread: threading.Thread | None = None
 
     def retire(self, directory: str, generations: set[str], *, were_visible: bool = True) -> None:
-        """These generations' folders in `directory` are named by no layout any more.
+        """Delete the folders of these generations in `directory` when nobody reads them any more.
 
-        Those that never were have no readers anywhere, so they get no grace.
+        Those that were never visible have no readers anywhere, so they get no grace.
         """
         due_s = time.monotonic() + (self._grace_s if were_visible else 0.0)
         with self._lock:
@@ -77,20 +67,16 @@ class RetiredParts:
             self.sweep()
 
     def moved(self, source: str, target: str) -> None:
-        """Directory `source` is now called `target`."""
+        """Follow a rename of the directory `source` to `target`."""
         with self._lock:
             for retired in self._folders:
                 if retired.directory == source or retired.directory.startswith(source + "/"):
                     retired.directory = target + retired.directory[len(source) :]
 
-    def take(self, directory: str) -> set[str]:
-        """Hand the folders of one directory, which is about to be removed, to the caller."""
+    def take(self, directory: str) -> None:
+        """Leave the folders of one directory to the caller, who removes it with all in it."""
         with self._lock:
-            mine = {
-                retired.generation for retired in self._folders if retired.directory == directory
-            }
             self._folders = [retired for retired in self._folders if retired.directory != directory]
-        return mine
 
     def sweep(self, *, all_due: bool = False) -> None:
         """Delete what is due and not in use. Failures are logged and tried again later."""
@@ -132,7 +118,7 @@ class RetiredParts:
                 self._folders.append(retired)
 
     def _mark(self, retired: _Retired) -> None:
-        """Makes the folder look young to fsck on every node: a reader of this mount needs it."""
+        """Make the folder look young to fsck on every node: a reader of this mount needs it."""
         folder = generation_folder(retired.directory, retired.generation)
         # Of whatever kind an error is: this is done again, and the deletions still to come matter.
         with contextlib.suppress(Exception):
@@ -159,40 +145,3 @@ class RetiredParts:
             except Exception:
                 # The next one may do better; without this thread nothing would be deleted.
                 _log.exception("replaced parts are looked at again later")
-
-
-def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:
-    """What lies in the parts folder of `directory` and is named by no layout there, and what was
-    to be joined to a file and never was.
-
-    An unfinished save of a living writer looks the same as that of a dead one: the caller decides
-    by age. Raises UnknownFormatError or CorruptError rather than call a file's parts garbage.
-    """
-    named: set[str] = set()
-    for info in backend.list(directory):
-        if not info.is_dir and info.path.rpartition("/")[2].startswith(_RUN_PREFIX):
-            yield info
-        if info.is_dir or not may_be_layout(info.size_bytes):
-            continue
-        data = backend.read(info.path)
-        if decode_header(data, info.path) is not None:
-            layout = decode_layout(data, info.path)
-            named.update(segment.generation for segment in layout.segments)
-    try:
-        stored = list(backend.list(parts_folder(directory)))
-    except NotFoundError:
-        return
-    for info in stored:
-        if info.path.rpartition("/")[2] not in named:
-            yield info
-
-
-def run_name(directory: str, generation: str) -> str:
-    """Where a stored file lies that is about to be joined to another one of `directory`."""
-    name = f"{_RUN_PREFIX}{generation}"
-    return f"{directory}/{name}" if directory else name
-
-
-def is_hidden(name: str) -> bool:
-    """Whether the mount hides this name."""
-    return name == PARTS_FOLDER or name.startswith(_RUN_PREFIX)

@@ -1,7 +1,7 @@
-"""Directory listings: what each open directory shows, and what a listing told about its files.
+"""Open directories of a mount, and the files that their listings have just shown.
 
-Owns both, for a short time. Thread-safe. Names are in order, so that a listing that was begun
-with a predecessor of this process goes on where it was.
+Names are in order, so that a listing that was begun with a predecessor of this process goes on
+where it was. Thread-safe.
 """
 
 import os
