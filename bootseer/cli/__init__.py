@@ -15,7 +15,7 @@ import click
 from bootseer import __version__
 from bootseer.base.redact import redact
 from bootseer.cli.lazy_group import LazyGroup
-from bootseer.cli.output import SettingsSource, one_line, printable
+from bootseer.cli.output import SettingsSource, one_line, printable, setting_options
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
 from bootseer.linux.standard_files import open_standard_files
 
@@ -77,13 +77,7 @@ class _Commands(LazyGroup):
     epilog="Example: bootseer run --setup 'pip install -r requirements.txt' -- python train.py",
 )
 @click.version_option(__version__, prog_name="bootseer")
-@click.option("--store", "store_url", metavar="URL", help="The shared store (any fsspec URL).")
-@click.option("--cache-dir", metavar="DIR", help="This node's cache.")
-@click.option("--run-dir", metavar="DIR", help="Sockets and state of running mounts.")
-@click.option("--timeline-dir", metavar="DIR", help="Where timelines are written.")
-@click.option("--job", metavar="NAME", help="The job's name, the same on every node.")
-@click.option("--attempt", metavar="N", help="Which start of the job this is.")
-@click.option("--workload", metavar="NAME", help="Names the record of what a start touches.")
+@setting_options("store_url", "cache_dir", "run_dir", "timeline_dir", "job", "attempt", "workload")
 @click.option("-v", "--verbose", count=True, help="Log more; twice for debugging.")
 @click.pass_context
 def cli(ctx: click.Context, /, verbose: int, **flags: str | None) -> None:

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.settings.config import Config, Settings, load_config
+from bootseer.settings.config import TABLE, Config, Settings, load_config, short_name
 from bootseer.settings.values import parse_age, parse_duration, parse_max_age, parse_size
 
 if TYPE_CHECKING:
@@ -59,6 +59,19 @@ def open_current_store() -> "Store":
     from bootseer.store import open_own_store
 
     return open_own_store(current_settings(), say)
+
+
+def setting_options(*names: str) -> Callable[[_F], _F]:
+    """One option for each of these settings; `SettingsSource.flags` takes their parameters."""
+
+    def add(command: _F) -> _F:
+        for name in reversed(names):
+            flag = f"--{short_name(name).replace('_', '-')}"
+            one = TABLE[name]
+            command = click.option(flag, name, metavar=one.kind.placeholder, help=one.help)(command)
+        return command
+
+    return add
 
 
 def json_option(command: _F) -> _F:

@@ -108,7 +108,7 @@ def run(
     docs/launch.md for what the job finds in its environment.
     """
     from bootseer.launch.start import launch
-    from bootseer.settings.config import parse_linger
+    from bootseer.settings.values import parse_linger
 
     job = _job(command, **options)
     config = current_config()
@@ -222,7 +222,7 @@ def standby(
     from bootseer.launch.linger import let_go
     from bootseer.launch.start import launch
     from bootseer.linux.removal import remove_tree
-    from bootseer.settings.config import parse_linger
+    from bootseer.settings.values import parse_linger
 
     settings = current_config().settings
     if shows:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from bootseer.settings.default_settings import launcher_rank
+from bootseer.settings.config import launcher_rank
 from bootseer.settings.values import as_name
 
 

@@ -26,7 +26,7 @@ from bootseer.linux.ownership import parse_owners
 from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import has_capability
 from bootseer.settings.config import Settings
-from bootseer.settings.trusted_folders import TRUSTED, fault_of_setting
+from bootseer.settings.file import TRUSTED, fault_of_setting
 from bootseer.store.paths import BUCKETS, local_root, split_scheme
 
 # FUSE_PASSTHROUGH and FUSE_NOTIFY_RESEND arrived in Linux 6.9; FUSE 7.31 is Linux 5.4.

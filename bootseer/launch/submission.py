@@ -19,8 +19,7 @@ from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import in_a_copy
 from bootseer.profile.publish.begin import is_stored
-from bootseer.settings.config import Settings
-from bootseer.settings.default_settings import DEFAULT_JOB, default_settings
+from bootseer.settings.config import DEFAULT_JOB, Settings, is_default_store
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +45,8 @@ def choose_submission(settings: Settings, command: Sequence[str]) -> str:
         # Nobody has given the job a name, so that starts of one node may be of any job.
         words += [str(os.geteuid()), *_without_places(command)]
     key = f"{settings.attempt}/{_digest(words)}"
-    is_default = settings.store_url == default_settings(os.environ)["store_url"]
     try:
-        if is_default or not is_stored(settings):
+        if is_default_store(settings) or not is_stored(settings):
             return _by_folder(settings, key)
         return _by_store(settings, key)
     except Exception as error:

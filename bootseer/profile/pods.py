@@ -16,7 +16,7 @@ from bootseer.base.documents import parse
 from bootseer.profile.adapters.known import SIZE_MAX, clean, instant
 from bootseer.profile.adapters.kubernetes import items, member
 from bootseer.profile.files import Source, StartFiles, TimelineFile, place_of
-from bootseer.settings.default_settings import launcher_rank
+from bootseer.settings.config import launcher_rank
 from bootseer.settings.values import is_name
 from bootseer.timeline.otlp import (
     READY,

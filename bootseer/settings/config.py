@@ -1,8 +1,9 @@
 """Settings: from flags, `BOOTSEER_*` variables and `bootseer.toml`, in that order of strength.
 
-Owns the list of settings, their defaults and where each value came from. Reading is pure but for
-`load_config`, which looks at the environment, at one file and at the folders that are set. Settings
-are immutable.
+The class `Settings` is the table of all settings: each field has its type, how its value is
+written, its default and its help. Variables, flags, the file's names, `config show` and the
+reference (docs/cli.md) are made of it. Reading is pure but for `load_config`, which looks at the
+environment, the login's folders, one file and the folders that are set. Settings are immutable.
 """
 
 import functools
@@ -10,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -19,15 +21,23 @@ from msgspec import Struct, structs
 from bootseer.base.shown import nearest
 from bootseer.base.urls import absolute_url
 from bootseer.errors import InvalidInputError
-from bootseer.linux.ownership import parse_owners
-from bootseer.settings.config_file import read_config_file
-from bootseer.settings.default_settings import default_settings
-from bootseer.settings.trusted_folders import TRUSTED, trusted_folders
+from bootseer.linux.ownership import parse_owners, unwritable
+from bootseer.settings.file import TRUSTED, read_config_file, trusted_folders
 from bootseer.settings.values import (
-    parse_duration,
-    parse_max_age,
-    parse_name,
-    parse_size,
+    COUNT,
+    FOLDER,
+    FOLDER_OR_OFF,
+    LINGER,
+    MAX_AGE,
+    NAME,
+    NAME_OR_NONE,
+    SECONDS,
+    SIZE,
+    SWITCH,
+    Kind,
+    as_name,
+    choice,
+    switch,
 )
 
 _log = logging.getLogger(__name__)
@@ -44,65 +54,248 @@ _OTHER_VARIABLES = frozenset(
 # Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
 _NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")
 RESTORE_MODES = ("auto", "mount", "link", "extract", "hardlink")
+DEFAULT_JOB = "default"
+"""The name of a job that nobody has named."""
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+
+# ---- what defaults depend on ------------------------------------------------------------------
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    """Return the first of these variables that says something; empty where none does. Pure."""
+    return next(filter(None, map(environ.get, names)), "")
+
+
+def launcher_rank(environ: Mapping[str, str]) -> str:
+    """Return the rank, as text, that a launcher with these variables has; "" if none tells one.
+
+    The setting wins over what schedulers say. Whatever notes a stage beside a launcher (the
+    daemons of a node, the report's own view of a pod) must agree with the launcher. Pure.
+    """
+    return _first(environ, "BOOTSEER_RANK", *_RANKS)
+
+
+class _Login(Struct, dict=True):
+    """This login's folders, and what the scheduler tells of this start."""
+
+    environ: Mapping[str, str]
+
+    @cached_property
+    def home(self) -> Path:
+        """The login's folder, or one instead where the user cannot write to it: a pod's user often
+        has a number only, whose HOME is /."""
+        named = Path(self.environ.get("HOME") or "/").absolute()
+        if unwritable(named):
+            for folder in ("/var/tmp", self.environ.get("TMPDIR") or "/tmp"):
+                if not unwritable(Path(folder)):
+                    return Path(folder) / f"bootseer-{os.geteuid()}"
+        return named
+
+    def folder(self, variable: str, below_home: str) -> Path:
+        """Our folder of one of the kinds that the XDG Base Directory Specification knows."""
+        return Path(self.environ.get(variable) or self.home / below_home) / "bootseer"
+
+    @property
+    def cache(self) -> Path:
+        """Our folder for what can be fetched again."""
+        return self.folder("XDG_CACHE_HOME", ".cache")
+
+    @property
+    def run(self) -> Path:
+        """Our folder for sockets, in the login's own if that is this user's. `su` and `sudo -E`
+        keep the variable of a user who was logged in, who could then do with it as they like, and
+        whose logout removes it."""
+        named = self.environ.get("XDG_RUNTIME_DIR")
+        try:
+            if named and os.stat(named).st_uid == os.geteuid():
+                return Path(named) / "bootseer"
+        except OSError:
+            pass
+        return Path("/run/bootseer") if os.geteuid() == 0 else self.cache / "run"
+
+    @property
+    def submission(self) -> str:
+        """The scheduler's id of this submission, the same on all of its nodes.
+
+        Each task of an array is a submission, as is a heterogeneous job with all its components.
+        (torchrun's id is "none" where none was given.)
+        """
+        if task := self.environ.get("SLURM_ARRAY_TASK_ID"):
+            return f"{_first(self.environ, 'SLURM_ARRAY_JOB_ID', 'SLURM_JOB_ID')}_{task}"
+        return _first(self.environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+
+    def told(self, *variables: str) -> str:
+        """The first of these variables that says something."""
+        return _first(self.environ, *variables)
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+
+class Setting(Struct, frozen=True):
+    """One setting: how it is written, its default, and what it is for."""
+
+    kind: Kind
+    default: str | Callable[[_Login], str]
+    help: str
+    default_help: str = ""
+    """What a default is that differs between logins, nodes or starts."""
+
+
+def _setting(*row: Any, **rest: Any) -> Any:
+    """Return a row of the table, as what `Settings` has for the default of a field; its instances
+    are made with all fields."""
+    return Setting(*row, **rest)
+
+
+def _owners(text: str) -> str:
+    parse_owners(text)
+    return text
+
+
+_OF_USER = "a folder of the user's"
+_TOLD = "what the scheduler says; "
 
 
 class Settings(Struct, frozen=True):
     """What one command of Bootseer works with."""
 
-    store_url: str
-    """The shared store: any fsspec URL."""
-    cache_dir: Path
-    """This node's cache of image data and snapshots."""
-    run_dir: Path
-    """Sockets, locks and state of running mounts; on tmpfs where there is one."""
-    timeline_dir: Path
-    """The folder in which each start's timeline is written."""
-    job: str
-    """The job's name: the same on every node and at every attempt."""
-    submission: str
-    """Tells two submissions of one job apart: the scheduler's id, the same on every node; empty
-    where nothing says it."""
-    attempt: int
-    """Which start of the submission this is, from 0."""
-    node: str
-    rank: int
-    workload: str
-    """Names the record of what a start touches, so that one image serves several workloads."""
-    deadline_s: float
-    """No single wait for a server or another node is longer than this."""
-    cache_limit_bytes: int
-    """The node's cache is kept below this."""
-    memory_bytes: int
-    """What one checkpoint mount may hold in memory."""
-    fill_bytes_per_s: int
-    """The rate at which the rest of a started image is fetched in the background; 0: it is not."""
-    metrics_dir: Path | None
-    """The folder of images' figures for Prometheus; None: they are not written."""
-    auto_index: bool
-    """Whether an image that had to be pulled is published in the background, for later starts."""
-    publish_timelines: bool
-    """Whether a node puts the timeline of its start into the store."""
-    trace_python: bool
-    """Whether the Python processes of a job note what they do until they are ready."""
-    keep_caches: bool
-    """Whether the caches that frameworks name by variables are kept between starts."""
-    keep_limit_bytes: int
-    """What one kept cache may hold; what was not used for longest goes first."""
-    preload_limit_bytes: int
-    """The memory of a process that imports modules ahead (`--preload`); it gives up beyond that."""
-    linger_s: float
-    """How long what a start has mounted stays after its job, for the next start; 0: not at all."""
-    registry_hosts_dir: Path
-    """Mirrors of registries: a folder with `HOST/hosts.toml`, as containerd reads it."""
-    snapshot_max_age_s: float
-    """An older snapshot is made anew by the set-up that would use it; 0: none is too old;
-    AUTOMATIC_AGE_S: a week where what the set-up gets may change without notice."""
-    restore_mode: str
-    """How snapshots are put in place: one of `RESTORE_MODES`."""
-    restore_privileges: bool
-    """Whether set-user-ID and set-group-ID bits and file capabilities of snapshots are restored."""
-    trusted_owners: str
-    """Whose folders and configuration are trusted besides ours and root's; see `trust`."""
+    store_url: str = _setting(
+        Kind("URL", absolute_url),
+        lambda login: (login.folder("XDG_DATA_HOME", ".local/share") / "store").as_uri(),
+        "The shared store (any fsspec URL).",
+        _OF_USER,
+    )
+    cache_dir: Path = _setting(
+        FOLDER, lambda login: str(login.cache), "This node's cache.", _OF_USER
+    )
+    run_dir: Path = _setting(
+        FOLDER,
+        lambda login: str(login.run),
+        "Sockets, locks and state of running mounts; best on tmpfs.",
+        "`/run/bootseer` for root's services, else a folder of the login's",
+    )
+    timeline_dir: Path = _setting(
+        FOLDER,
+        lambda login: str(login.folder("XDG_STATE_HOME", ".local/state") / "timeline"),
+        "Where each start's timeline is written.",
+        _OF_USER,
+    )
+    job: str = _setting(
+        NAME,
+        lambda login: as_name(login.told("SLURM_JOB_NAME", "JOB_NAME")) or DEFAULT_JOB,
+        "The job's name, the same on every node and at every attempt.",
+        f"{_TOLD}`{DEFAULT_JOB}`",
+    )
+    submission: str = _setting(
+        NAME_OR_NONE,
+        lambda login: as_name(login.submission) or "none",
+        "Tells two submissions of one job apart; the same on every node.",
+        f"{_TOLD}`none`",
+    )
+    attempt: int = _setting(
+        COUNT,
+        lambda login: login.told("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
+        "Which start of the submission this is, from 0.",
+        f"{_TOLD}`0`",
+    )
+    node: str = _setting(
+        NAME, lambda _: as_name(os.uname().nodename) or "node", "This node.", "the host's name"
+    )
+    rank: int = _setting(
+        COUNT,
+        lambda login: login.told(*_RANKS) or "0",
+        "This launcher's number among those of the start.",
+        f"{_TOLD}`0`",
+    )
+    workload: str = _setting(
+        NAME, "default", "Names the record of what a start touches: one image may serve several."
+    )
+    deadline_s: float = _setting(
+        SECONDS, "60", "No single wait is longer, nor are all waits in vain of one start."
+    )
+    cache_limit_bytes: int = _setting(SIZE, "100GB", "The node's cache is kept below this.")
+    memory_bytes: int = _setting(SIZE, "512MiB", "What one checkpoint mount may hold in memory.")
+    # A thousand nodes then ask 5 GB/s of the store at most.
+    fill_bytes_per_s: int = _setting(
+        SIZE, "5MB", "How much of a started image's rest is fetched per second; 0: nothing."
+    )
+    metrics_dir: Path | None = _setting(
+        FOLDER_OR_OFF, "off", "Where figures for Prometheus are written, for node-exporter."
+    )
+    auto_index: bool = _setting(
+        SWITCH, "on", "Whether an image that had to be pulled is published, for later starts."
+    )
+    publish_timelines: bool = _setting(
+        SWITCH, "on", "Whether a node puts the timeline of its start into the store."
+    )
+    trace_python: bool = _setting(
+        SWITCH, "on", "Whether a job's Python processes note what they do until they are ready."
+    )
+    keep_caches: bool = _setting(
+        switch("auto"), "auto", "Whether caches that frameworks name by variables are kept."
+    )
+    keep_limit_bytes: int = _setting(
+        SIZE, "4GB", "What one kept cache may hold; what is unused for longest goes first."
+    )
+    preload_limit_bytes: int = _setting(
+        SIZE, "8GB", "Memory of a process that `--preload` imports in; it gives up beyond that."
+    )
+    linger_s: float = _setting(
+        LINGER, "off", "How long what a start has mounted stays after its job, for the next start."
+    )
+    registry_hosts_dir: Path = _setting(
+        FOLDER, "/etc/containerd/certs.d", "Mirrors of registries, as containerd's hosts.toml."
+    )
+    snapshot_max_age_s: float = _setting(
+        MAX_AGE,
+        "auto",
+        "An older snapshot is made anew; auto: after a week, if what the set-up gets may change.",
+    )
+    restore_mode: str = _setting(
+        choice(RESTORE_MODES, "restore mode"), "auto", "How snapshots are put in place."
+    )
+    restore_privileges: bool = _setting(
+        SWITCH, "off", "Whether set-ID bits and file capabilities of snapshots are restored."
+    )
+    trusted_owners: str = _setting(
+        Kind("USERS", _owners), "root", "Whose folders are trusted besides this user's and root's."
+    )
+
+
+TABLE: Mapping[str, Setting] = dict(
+    zip(Settings.__struct_fields__, Settings.__struct_defaults__, strict=True)
+)
+"""All settings, by the name of their field."""
+
+
+def short_name(setting: str) -> str:
+    """Return the name of a setting in the file: `store` of `store_url`, `deadline` of
+    `deadline_s`."""
+    return re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
+
+
+def variable_of(setting: str) -> str:
+    """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
+    return _PREFIX + short_name(setting).upper()
+
+
+def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Each setting's value, as text, where nothing else says one."""
+    login = _Login(environ)
+    return {
+        name: one.default if isinstance(one.default, str) else one.default(login)
+        for name, one in TABLE.items()
+    }
+
+
+def is_default_store(settings: Settings) -> bool:
+    """Return whether the store is the folder that a user has where nobody has named a store."""
+    return settings.store_url == default_settings(os.environ)["store_url"]
+
+
+# ---- reading ----------------------------------------------------------------------------------
 
 
 class Config(Struct, frozen=True):
@@ -112,97 +305,6 @@ class Config(Struct, frozen=True):
     sources: Mapping[str, str]
     overridden: Mapping[str, str]
     """What the configuration file says otherwise, where a variable is stronger."""
-
-
-def _name_or_none(text: str) -> str:
-    return "" if text == "none" else parse_name(text)
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise InvalidInputError(f"{text!r} is not a whole number") from None
-    if not 0 <= value < 2**31:
-        raise InvalidInputError(f"{text!r} is not from 0 to {2**31 - 1}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = parse_duration(text)
-    if not 0 < value < 86_400:
-        raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
-    return value
-
-
-def parse_linger(text: str) -> float:
-    """Seconds from "10m", less than a day; 0 from "off". Raises: InvalidInputError."""
-    return 0.0 if text in ("off", "0") else _seconds(text)
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
-
-
-def _switch(text: str, on: str = "on") -> bool:
-    if text not in (on, "off"):
-        raise InvalidInputError(f"{text!r} is neither {on} nor off")
-    return text == on
-
-
-def _path_or_off(text: str) -> Path | None:
-    return None if text == "off" else _path(text)
-
-
-def _restore_mode(text: str) -> str:
-    if text not in RESTORE_MODES:
-        raise InvalidInputError(f"{text!r} is no restore mode; use {', '.join(RESTORE_MODES)}")
-    return text
-
-
-def _owners(text: str) -> str:
-    parse_owners(text)
-    return text
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "store_url": absolute_url,
-    "cache_dir": _path,
-    "run_dir": _path,
-    "timeline_dir": _path,
-    "job": parse_name,
-    "submission": _name_or_none,
-    "attempt": _count,
-    "node": parse_name,
-    "rank": _count,
-    "workload": parse_name,
-    "deadline_s": _seconds,
-    "cache_limit_bytes": parse_size,
-    "memory_bytes": parse_size,
-    "fill_bytes_per_s": parse_size,
-    "metrics_dir": _path_or_off,
-    "auto_index": _switch,
-    "publish_timelines": _switch,
-    "trace_python": _switch,
-    "keep_caches": functools.partial(_switch, on="auto"),
-    "keep_limit_bytes": parse_size,
-    "preload_limit_bytes": parse_size,
-    "linger_s": parse_linger,
-    "registry_hosts_dir": _path,
-    "snapshot_max_age_s": parse_max_age,
-    "restore_mode": _restore_mode,
-    "restore_privileges": _switch,
-    "trusted_owners": _owners,
-}
-
-
-def variable_of(setting: str) -> str:
-    """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
-    return _PREFIX + _short(setting).upper()
-
-
-def _short(setting: str) -> str:
-    return re.sub(r"_(url|bytes_per_s|s|bytes)$", "", setting)
 
 
 def resolve(
@@ -216,7 +318,7 @@ def resolve(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     overridden: dict[str, str] = {}
-    for name in Settings.__struct_fields__:
+    for name, setting in TABLE.items():
         variable = variable_of(name)
         for source, text in (
             ("flag", flags.get(name)),
@@ -226,7 +328,7 @@ def resolve(
         ):
             if text:
                 try:
-                    values[name] = _PARSERS[name](text)
+                    values[name] = setting.kind.parse(text)
                 except InvalidInputError as error:
                     raise InvalidInputError(f"{name} ({source}): {error}") from error
                 sources[name] = source
@@ -249,7 +351,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     flags = flags or {}
-    short_names = {_short(name): name for name in _PARSERS}
+    short_names = {short_name(name): name for name in TABLE}
     # Only the environment can say whose file is believed.
     owners = parse_owners(environ.get(variable_of("trusted_owners"), ""))
     path, file = read_config_file(environ, owners, short_names)
@@ -262,7 +364,7 @@ def load_config(
 def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config:
     settings = config.settings
     wanted: dict[str, Path] = {name: getattr(settings, name) for name in TRUSTED}
-    chosen = {name: _path(defaults[name]) for name in TRUSTED}
+    chosen = {name: FOLDER.parse(defaults[name]) for name in TRUSTED}
     if config.sources["store_url"] == "default":
         # The owner of a store decides what runs. One that was named is believed, as a registry is.
         store = Path(unquote(settings.store_url.removeprefix("file://")))
@@ -283,7 +385,7 @@ def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     """A misspelt variable is not left out in silence."""
-    known = {variable_of(name) for name in _PARSERS} | _OTHER_VARIABLES
+    known = set(map(variable_of, TABLE)) | _OTHER_VARIABLES
     for name in environ:
         if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
             # The prefix, which all have, makes none of them alike.

@@ -1,6 +1,14 @@
-"""Values as people write them in settings and options: sizes, ages, times, names. Pure (no I/O)."""
+"""Values as people write them in settings and options: sizes, ages, times, names.
+
+Pure, but for the working directory and the home that relative folders are in.
+"""
 
 import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
 
 from bootseer.errors import InvalidInputError
 
@@ -81,3 +89,93 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise InvalidInputError(f"{text!r} is not a duration; write for example 30, 30s or 10m")
     return float(match[1]) * _AGE_UNITS_S[match[2]]
+
+
+def parse_linger(text: str) -> float:
+    """Seconds from "10m", less than a day; 0 from "off". Raises: InvalidInputError."""
+    return 0.0 if text in ("off", "0") else _seconds(text)
+
+
+def _seconds(text: str) -> float:
+    value = parse_duration(text)
+    if not 0 < value < 86_400:
+        raise InvalidInputError(f"{text!r} is not more than 0 and less than 86400 seconds")
+    return value
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise InvalidInputError(f"{text!r} is not a whole number") from None
+    if not 0 <= value < 2**31:
+        raise InvalidInputError(f"{text!r} is not from 0 to {2**31 - 1}")
+    return value
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+# ---- kinds of settings ------------------------------------------------------------------------
+
+
+class Kind(Struct, frozen=True):
+    """How the values of a setting are written."""
+
+    placeholder: str
+    """What stands for a value in help: "SIZE"."""
+    parse: Callable[[str], Any]
+    """Raises: InvalidInputError."""
+    show: Callable[[Any], str | int | float] = str
+    """The inverse of `parse`, as far as `parse` reads its text."""
+
+
+def switch(on: str = "on") -> Kind:
+    """Return the kind of what is `on` or off."""
+
+    def parse(text: str) -> bool:
+        if text not in (on, "off"):
+            raise InvalidInputError(f"{text!r} is neither {on} nor off")
+        return text == on
+
+    return Kind(f"{on}|off", parse, lambda value: on if value else "off")
+
+
+def choice(words: Sequence[str], what: str) -> Kind:
+    """Return the kind of what is one of `words`, each called a `what`."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise InvalidInputError(f"{text!r} is no {what}; use {', '.join(words)}")
+        return text
+
+    return Kind("|".join(words), parse)
+
+
+def _off_or_number(value: float) -> str | float:
+    return value or "off"
+
+
+def _show_max_age(value: float) -> str | float:
+    return "auto" if value == AUTOMATIC_AGE_S else _off_or_number(value)
+
+
+NAME = Kind("NAME", parse_name)
+NAME_OR_NONE = Kind(
+    "NAME|none",
+    lambda text: "" if text == "none" else parse_name(text),
+    lambda value: value or "none",
+)
+COUNT = Kind("N", _count, int)
+SECONDS = Kind("TIME", _seconds, float)
+SIZE = Kind("SIZE", parse_size, int)
+FOLDER = Kind("DIR", _folder)
+FOLDER_OR_OFF = Kind(
+    "DIR|off",
+    lambda text: None if text == "off" else _folder(text),
+    lambda value: str(value or "off"),
+)
+LINGER = Kind("TIME|off", parse_linger, _off_or_number)
+MAX_AGE = Kind("TIME|auto|off", parse_max_age, _show_max_age)
+SWITCH = switch()

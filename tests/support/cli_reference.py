@@ -10,6 +10,7 @@ import click
 
 from bootseer import errors
 from bootseer.cli import cli
+from bootseer.settings.config import TABLE, short_name
 from testbed.paths import REPOSITORY
 
 PATH = REPOSITORY / "docs" / "cli.md"
@@ -47,17 +48,33 @@ def _exit_codes() -> Iterator[str]:
     yield "that they run."
 
 
+def _settings() -> Iterator[str]:
+    yield "| setting | value | default | |"
+    yield "|---|---|---|---|"
+    for name, one in TABLE.items():
+        default = one.default_help or f"`{one.default}`"
+        value = one.kind.placeholder.replace("|", "\\|")
+        yield f"| `{short_name(name)}` | {value} | {default} | {one.help} |"
+
+
 def render() -> str:
     """The whole reference as Markdown."""
     lines = [
         "# Command line",
         "",
-        "Generated from the commands (`make docs`); do not edit. Data goes to stdout, progress and",
+        "Generated from the code (`make docs`); do not edit. Data goes to stdout, progress and",
         "logs to stderr. With `--json` a command prints one JSON document; keys are only added.",
         "",
         "## Exit codes",
         "",
         *_exit_codes(),
+        "",
+        "## Settings",
+        "",
+        "Each is a line of `bootseer.toml` and a variable, `BOOTSEER_` and the name in capitals;",
+        "some are options, too ([which is stronger](operations.md#settings)).",
+        "",
+        *_settings(),
         "",
     ]
     root = root_context(max_content_width=88, terminal_width=88)

@@ -31,8 +31,7 @@ from bootseer.launch.caches.records import (
 from bootseer.linux.private_files import make_directory, private_directory
 from bootseer.linux.processes import ProcessId
 from bootseer.served.ready_socket import add_ready_names, new_ready_name
-from bootseer.settings.config import Settings
-from bootseer.settings.default_settings import default_settings
+from bootseer.settings.config import Settings, is_default_store
 from bootseer.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
@@ -96,8 +95,7 @@ class KeptCaches:
     @property
     def _publishes(self) -> bool:
         """Whether there is a store that other nodes, or other starts, are known to use."""
-        is_default = self._settings.store_url == default_settings(os.environ)["store_url"]
-        return bool(self._wish.directories) or not is_default
+        return bool(self._wish.directories) or not is_default_store(self._settings)
 
     def restore(
         self, timeline: Timeline, job: Job, container: "Container | None"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.settings.config import load_config, resolve, variable_of
-from bootseer.settings.default_settings import default_settings
+from bootseer.settings.config import default_settings, load_config, resolve, variable_of
 from bootseer.settings.values import AUTOMATIC_AGE_S, parse_max_age, parse_size
 
 
@@ -127,7 +126,7 @@ def test_a_user_without_a_folder_has_one_of_their_own_for_a_while() -> None:
     if os.geteuid() == 0:
         code = (
             "import os, sys\n"
-            "from bootseer.settings.default_settings import default_settings\n"
+            "from bootseer.settings.config import default_settings\n"
             "os.setuid(4321)\n"
             "print(default_settings({'HOME': sys.argv[1]})['timeline_dir'])"
         )

@@ -1,0 +1,229 @@
+"""What settings are believed: the configuration file `bootseer.toml`, and the folders that are set.
+
+Whoever writes the file or one of these folders decides what jobs run. So the file, each folder and
+each symbolic link on the way to them are judged (`linux.ownership`). A file that is not believed is
+left out, and another folder is used instead of one that is not believed or cannot be made, with a
+warning each: no start fails because of that. Any thread.
+"""
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.errors import InvalidInputError, PermissionDeniedError, from_oserror
+from bootseer.linux.ownership import (
+    FOR_ALL_USERS,
+    Owners,
+    fault_of_folder,
+    kind_of,
+    open_believed,
+    unwritable,
+)
+
+_log = logging.getLogger(__name__)
+
+CONFIG_VARIABLE = "BOOTSEER_CONFIG"
+_NOT_THERE = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
+
+
+class _Folder(Struct, frozen=True):
+    """A folder that must be trusted."""
+
+    of_root: str = ""
+    """What root uses instead; "": nothing."""
+    is_written: bool = True
+    """Whether it is made where it is missing."""
+    is_shared: bool = False
+    """Whether it may be for all users: jobs write there, each in folders of its own."""
+
+
+# What goes to `metrics_dir` is only written: that folder may be anybody's.
+_FOLDERS = {
+    "cache_dir": _Folder("/var/cache/bootseer"),
+    "run_dir": _Folder("/run/bootseer"),
+    "timeline_dir": _Folder("/var/lib/bootseer/timeline", is_shared=True),
+    "registry_hosts_dir": _Folder(is_written=False),
+}
+TRUSTED = tuple(_FOLDERS)
+"""The settings whose folders decide what runs."""
+# Where no store was named. One that was is believed, as a registry is.
+_DEFAULT_STORE = _Folder("/var/lib/bootseer/store", is_written=False)
+
+# ---- the file ---------------------------------------------------------------------------------
+
+
+def read_config_file(
+    environ: Mapping[str, str], owners: Owners, short_names: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """The file's path and its values by setting; "" and none without a file. `short_names`: the
+    setting of each name that the file may use.
+
+    The file that BOOTSEER_CONFIG names is read, whichever user owns it; /dev/null says nothing.
+    Else it is the first one that there is of the working directory, the user and the machine; one
+    that another user may have written is left out, with a warning. Raises: InvalidInputError;
+    another BootseerError for a file that cannot be read.
+    """
+    explicit = environ.get(CONFIG_VARIABLE)
+    if explicit:
+        return explicit, _values(explicit, _read_named(explicit), short_names)
+    home = Path(environ.get("HOME") or "/")
+    config_home = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+    for path in (
+        Path("bootseer.toml"),
+        config_home / "bootseer" / "bootseer.toml",
+        Path("/etc/bootseer/bootseer.toml"),
+    ):
+        text = _read(path, owners)
+        if text is not None:
+            return str(path), _values(str(path), text, short_names)
+    return "", {}
+
+
+def _read_named(name: str) -> bytes:
+    """Return what the file says that BOOTSEER_CONFIG names: a regular file, or /dev/null for no
+    settings at all."""
+    try:
+        status = os.stat(name)
+        if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev:
+            return b""
+        # A pipe would be read once, by one of the processes of a start. Not blocking, in case it is
+        # a pipe by now.
+        if stat.S_ISREG(status.st_mode):
+            file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+            with os.fdopen(file, "rb") as opened:
+                status = os.fstat(file)
+                if stat.S_ISREG(status.st_mode):
+                    return opened.read()
+    except OSError as error:
+        raise from_oserror(error, f"read the configuration {name}") from error
+    raise InvalidInputError(
+        f"the configuration {name} cannot be used: it is {kind_of(status)}, and no regular file; "
+        f"name a file in {CONFIG_VARIABLE}"
+    )
+
+
+def _read(path: Path, owners: Owners) -> bytes | None:
+    """Return what a file says that nobody has named; None where there is none, and with a warning
+    where it must not be believed."""
+    try:
+        file, fault = open_believed(path, owners)
+    except OSError as error:
+        # Also a home that is not this user's to look into.
+        if error.errno in _NOT_THERE or not os.path.lexists(path):
+            return None
+        raise from_oserror(error, f"read the configuration {path}") from error
+    if fault:
+        _log.warning(
+            "warning: the configuration %s is not used: %s; if it is meant, set %s=%s",
+            path.absolute(),
+            fault,
+            CONFIG_VARIABLE,
+            path.absolute(),
+        )
+    if file < 0:
+        return None
+    try:
+        with os.fdopen(file, "rb") as opened:
+            return opened.read()
+    except OSError as error:
+        raise from_oserror(error, f"read the configuration {path}") from error
+
+
+def _values(path: str, data: bytes, short_names: Mapping[str, str]) -> dict[str, str]:
+    # Here: most nodes have no file, and every command loads this module.
+    import tomllib
+
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path} is not valid TOML: {error}") from error
+    settings = set(short_names.values())
+    values: dict[str, str] = {}
+    for key, value in table.items():
+        name = short_names.get(key, key)
+        if name not in settings:
+            raise InvalidInputError(
+                f"{path}: unknown setting {key!r}; known are {_listed(short_names)}"
+            )
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            raise InvalidInputError(f"{path}: {key} must be a string or a number")
+        values[name] = str(value)
+    return values
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+# ---- folders ----------------------------------------------------------------------------------
+
+
+def _folder(setting: str) -> _Folder:
+    return _FOLDERS.get(setting, _DEFAULT_STORE)
+
+
+def fault_of_setting(name: str, path: Path, owners: Owners) -> str:
+    """Why the folder of the setting `name` must not be used; empty if it may be."""
+    return fault_of_folder(path, owners, is_shared=_folder(name).is_shared)
+
+
+def _cannot_be_made(name: str, path: Path) -> str:
+    """Why a folder that is missing remains so; empty where it is there, or can be made."""
+    if _folder(name).is_written and not path.exists() and (there := unwritable(path)):
+        return f"it is missing, and {there} is not for this user to write to"
+    return ""
+
+
+def trusted_folders(
+    wanted: Mapping[str, Path], defaults: Mapping[str, Path], owners: Owners
+) -> dict[str, Path]:
+    """The folders of `wanted`, by setting, that are replaced, with a warning each.
+
+    Raises: PermissionDeniedError where another user has taken all that could be used instead.
+    """
+    replaced: dict[str, Path] = {}
+    for name, path in wanted.items():
+        fault = fault_of_setting(name, path, owners)
+        missing = "" if fault else _cannot_be_made(name, path)
+        if not fault and not missing:
+            continue
+        for other in _others(name, path, defaults[name], owners):
+            if not fault_of_setting(name, other, owners) and not _cannot_be_made(name, other):
+                break
+        else:
+            if missing:
+                continue  # The part of a start that needs it says so.
+            raise PermissionDeniedError(
+                f"the folder {path} of the setting {name} cannot be used: {fault}; name one of "
+                "your own"
+            )
+        replaced[name] = other
+        if fault.endswith(FOR_ALL_USERS) and other == _own_part(path):
+            continue  # it is what such a folder is for
+        hint = "; see trusted_owners in docs/operations.md" if fault else ""
+        why = (fault or missing) + hint
+        _log.warning("warning: %s %s is not used, but %s: %s", name, path, other, why)
+    return replaced
+
+
+def _own_part(path: Path) -> Path:
+    """This user's folder in one that is for all users."""
+    return path / f"bootseer-{os.geteuid()}"
+
+
+def _others(name: str, path: Path, default: Path, owners: Owners) -> Iterator[Path]:
+    own = _own_part(path)
+    if not fault_of_folder(path, owners, is_shared=True):
+        # Meant for all users (/scratch, mode 1777): each has a part of it.
+        yield own
+    yield default
+    if of_root := _folder(name).of_root:
+        yield Path(of_root) if os.geteuid() == 0 else Path("/var/tmp", own.name, name)
+    else:
+        # Nothing is there, which is what most nodes have.
+        yield Path("/etc/bootseer/none")
