@@ -5,12 +5,10 @@ drip. It is tried once: whoever asks looks again later. The token is read for ea
 the kubelet replaces it; it reaches no log and no error.
 """
 
+import json
 import os
-import ssl
 from pathlib import Path
 from typing import Any
-
-import urllib3
 
 from bootseer.base.documents import Form
 from bootseer.errors import (
@@ -21,8 +19,7 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.registry.connections import pool_classes
-from bootseer.registry.transport import Response
+from bootseer.http.transport import Server, Transport
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a kubelet puts what a pod's service account has."""
@@ -39,23 +36,25 @@ class Api:
         variables name the server. `timeout_s`: of each request. Raises: InvalidInputError."""
         self._url = _server(os.environ.get("KUBERNETES_SERVICE_HOST", ""))
         self._account = account
+        self._timeout_s = timeout_s
+        authority = account / "ca.crt"
         try:
-            context = ssl.create_default_context(cafile=str(account / "ca.crt"))
-            # Many clusters' authorities lack an extension that Python 3.13 insists on.
-            context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-            self._http = urllib3.PoolManager(
-                ssl_context=context,
-                maxsize=4,
-                retries=False,
-                timeout=urllib3.Timeout(total=timeout_s),
-            )
-            self._http.pool_classes_by_scheme = pool_classes(lambda connection, sock: None)
-            self._timeout_s = timeout_s
+            authority.read_bytes()
             self.namespace = (account / "namespace").read_text().strip()
         except OSError as error:
             raise InvalidInputError(
                 f"cannot read {account}: {error.strerror}; run this in a pod with a service account"
             ) from error
+        self._transport = Transport(
+            Server(
+                "the API server",
+                self._url,
+                ca_files=(authority,),
+                trusts_ca_files_alone=True,
+                proxy="",
+            ),
+            timeout_s,
+        )
 
     def get(self, path: str) -> dict[str, Any] | None:
         """The object at `path`; None where there is none.
@@ -87,26 +86,18 @@ class Api:
         where = f"{self._url}{path}"
         try:
             token = (self._account / "token").read_text().strip()
-            headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
-            if content_type:
-                headers["Content-Type"] = content_type
-            response = self._http.request(
-                method,
-                where,
-                json=document,
-                headers=headers,
-                redirect=False,
-                preload_content=False,
-                decode_content=False,
-            )
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise UnavailableError(f"cannot {method} {where}: {type(error).__name__}") from None
+        except OSError as error:
+            raise UnavailableError(f"cannot {method} {where}: {error.strerror}") from None
+        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        body = None
+        if content_type:
+            headers["Content-Type"] = content_type
+            body = json.dumps(document).encode()
         try:
-            data = Response(response, where).read_all(_OBJECT.size_max, self._timeout_s)
+            with self._transport.request(method, where, headers, body) as response:
+                data = response.read_all(_OBJECT.size_max, self._timeout_s)
         except BootseerError as error:
             raise UnavailableError(f"cannot {method} {where}: {error}") from None
-        finally:
-            response.close()
         status = response.status
         if status == 404:
             raise NotFoundError(f"there is no {where}")

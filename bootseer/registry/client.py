@@ -1,31 +1,38 @@
 """`RegistryClient`: one repository of a registry, whichever of its servers answers.
 
-Owns the requests, and what their answers mean. What a digest names is verified before it is
-returned, and asked for elsewhere where it is wrong; only streams and ranges are left to their
-readers. Thread-safe.
+Servers are asked as configured, those that failed lately last. What the registry itself says (not
+found, no access) is final; what a mirror says is so only when no other server knows better. Rounds
+over all servers follow the policy of attempts. What a digest names is verified before it is
+returned, and asked for elsewhere where it is wrong; only files (`file`) are left to their readers.
+Thread-safe.
 
 The protocol: github.com/opencontainers/distribution-spec, version 1.1.
 """
 
 import contextlib
 import json
+import logging
 import re
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from bootseer.base.closing import Closing
 from bootseer.base.documents import is_digest
 from bootseer.errors import (
+    BootseerError,
     CorruptError,
+    DeadlineError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
     UnsupportedError,
     from_oserror,
 )
-from bootseer.registry.blobs import BlobReader
+from bootseer.http.ranges import Range, RangedFile
 from bootseer.registry.credentials import Credential, find_credential
 from bootseer.registry.documents import (
     INDEX_TYPE,
@@ -38,9 +45,11 @@ from bootseer.registry.documents import (
 )
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
 from bootseer.registry.reference import Reference
-from bootseer.registry.servers import Servers
 from bootseer.registry.session import Body, Session
-from bootseer.transfer.policy import REQUEST, Policy
+from bootseer.transfer.pace import Pace
+from bootseer.transfer.policy import REQUEST, Attempts, Policy
+
+_log = logging.getLogger(__name__)
 
 MANIFEST_BYTES_MAX = 8 * 2**20
 """Twice what registries accept."""
@@ -49,7 +58,12 @@ _PAGES_MAX = 1000
 _UPLOAD_BYTES_PER_S = 5_000_000
 """What an upload may be as slow as, including what the registry does with it at its end: those on
 object stores copy a blob then."""
+_GIVERS_MAX = 1000
+"""More than are read between two looks at one blob."""
 _NEXT = re.compile(r'<([^<>]*)>\s*;[^<]*\brel="?next\b')
+
+
+_Result = TypeVar("_Result")
 
 
 class RegistryClient(Closing):
@@ -66,15 +80,67 @@ class RegistryClient(Closing):
     ) -> None:
         """`hosts`: in the order in which to ask, the registry itself last. No single wait is
         longer than `deadline_s`, and no operation without progress."""
+        own = next((host for host in hosts if host.is_registry), hosts[-1])
+        self.name = f"{own.name}/{repository}"
+        """For messages."""
         self._deadline_s = deadline_s
+        self._policy = policy
+        self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
+        self._pace = Pace()
+        self._givers: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        """Per blob read from its start lately: notes a failure of the server that gave it."""
         self._has_referrers = True
         """Until the registry says that it has no such thing."""
-        self._servers = Servers(repository, hosts, find_login, deadline_s, policy)
-        self._ask = self._servers.ask
-        self.name = self._servers.name
-        """For messages."""
-        self.blobs = BlobReader(self._servers, deadline_s)
-        """Where they are not small: ranges, and streams."""
+
+    def _ask(
+        self, capability: str, function: Callable[[Session], _Result], *, more_s: float = 0.0
+    ) -> _Result:
+        """Return what `function` returns for the first server with `capability` for which it
+        succeeds. No round begins later than the deadline and `more_s`.
+
+        Raises: what `function` raised; UnsupportedError where no server has the capability.
+        """
+        attempts = Attempts(self._policy, self._deadline_s + more_s)
+        while True:
+            try:
+                return self._ask_each(capability, function)
+            except BootseerError as error:
+                pause_s = attempts.pause_s(error)
+                if pause_s is None:
+                    raise
+                _log.info("attempt %d: %s", attempts.failures_count, error)
+                time.sleep(pause_s)
+
+    def _ask_each(
+        self,
+        capability: str,
+        function: Callable[[Session], _Result],
+        *,
+        is_second: bool = False,
+    ) -> _Result:
+        """As `_ask`, each server once. `is_second`: the first one is late, and asked last."""
+        able = [one for one in self._sessions if capability in one.host.capabilities]
+        if not able:
+            raise UnsupportedError(f"no server of {self.name} is configured for {capability}")
+        if is_second:
+            able = [*able[1:], able[0]]
+        transient: list[BootseerError] = []
+        final: BootseerError | None = None
+        for session in sorted(able, key=lambda one: one.is_suspect):
+            try:
+                return function(session)
+            except (UnavailableError, DeadlineError, CorruptError) as error:
+                session.note_failure()
+                transient.append(error)
+            except BootseerError as error:
+                if session.host.is_registry or session is able[-1]:
+                    raise
+                final = error
+        if transient:
+            # The one that asks for the shortest wait.
+            raise min(reversed(transient), key=lambda e: getattr(e, "retry_after_s", 0.0))
+        assert final is not None
+        raise final
 
     def manifest(self, target: str, *, for_update: bool = False) -> Document:
         """The manifest or index that a tag or a digest names. `for_update`: as a server says that
@@ -124,14 +190,44 @@ class RegistryClient(Closing):
 
         return self._ask("pull", get)
 
-    def tags(self) -> list[str]:
-        """All tags, as the registry orders them. Raises: as `manifest`."""
-        return [
-            tag
-            for page in self._pages("resolve", "tags/list", {})
-            for tag in page.get("tags") or []
-            if isinstance(tag, str)
-        ]
+    def file(self, digest: str, size_bytes: int) -> RangedFile:
+        """Return a blob of `size_bytes` to be read by ranges, or in order. Its size is checked, its
+        digest is not: who reads it to its end, and finds it wrong, opens it again."""
+        return RangedFile(
+            partial(self._ask_range, digest, size_bytes),
+            size_bytes,
+            f"{self.name}@{digest[:19]}",
+            pace=self._pace,
+            policy=self._policy,
+            deadline_s=self._deadline_s,
+        )
+
+    def open(self, digest: str, size_bytes: int) -> BinaryIO:
+        """Return a whole blob of `size_bytes` in order. When the same one is opened again, another
+        server is asked first: what the last one gave was wrong. `read` raises as `manifest`."""
+        if blame := self._givers.pop(digest, None):
+            blame()
+        return self.file(digest, size_bytes).open()
+
+    def _ask_range(
+        self, digest: str, size_bytes: int, start: int, end: int, is_second: bool
+    ) -> Range:
+        def get(session: Session) -> Range:
+            headers = {"Range": f"bytes={start}-{end - 1}"}
+            response = session.open("GET", f"blobs/{digest}", headers=headers)
+            name = f"{session.name}@{digest[:19]}"
+            found = Range(
+                response, name, start, end, size_bytes=size_bytes, blame=session.note_failure
+            )
+            if start == 0:
+                self._givers[digest] = session.note_failure
+                # A server that lives for weeks reads blobs without number.
+                while len(self._givers) > _GIVERS_MAX:
+                    with contextlib.suppress(KeyError):  # another thread was faster
+                        self._givers.popitem(last=False)
+            return found
+
+        return self._ask_each("pull", get, is_second=is_second)
 
     def referrers(self, digest: str, artifact_type: str) -> list[Mapping[str, Any]]:
         """Descriptors of the artifacts of `artifact_type` whose subject is the manifest `digest`,
@@ -247,7 +343,8 @@ class RegistryClient(Closing):
 
     def close(self) -> None:
         """Close idle connections. Idempotent."""
-        self._servers.close()
+        for session in self._sessions:
+            session.close()
 
 
 def open_registry_client(

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, from_oserror
-from bootseer.registry.reference import DOCKER_HUB, is_loopback
+from bootseer.http.addresses import is_loopback
+from bootseer.http.transport import Server
+from bootseer.registry.reference import DOCKER_HUB
 
 DEFAULT_HOSTS_DIR = Path("/etc/containerd/certs.d")
 _FILE_BYTES_MAX = 2**20
@@ -30,28 +31,17 @@ _COUNTED = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(f"(?:{_COUNTED.pattern})+")
 
 
-class Host(Struct, frozen=True):
-    """One server of a registry, and how it is reached."""
+class Host(Server, frozen=True, kw_only=True):
+    """One server of a registry. `name` is host[:port], whose login is used; `base_url` goes up to
+    and including `/v2`, without a slash at the end."""
 
-    name: str
-    """host[:port]: whose login is used."""
-    base_url: str
-    """Up to and including `/v2`, without a slash at the end."""
     capabilities: frozenset[str] = _CAPABILITIES
     """`pull` (by digest), `resolve` (tags), `push`."""
     namespace: str = ""
     """The registry that a mirror answers for; "" for the registry itself."""
-    verify: bool = True
-    ca_files: tuple[Path, ...] = ()
-    client_certificates: tuple[tuple[Path, Path | None], ...] = ()
-    """(certificate, key); the key is in the certificate's file when None."""
-    headers: tuple[tuple[str, str], ...] = ()
-    connect_s: float | None = None
-    """What a connection may take until it is there; None: as long as always."""
-    proxy: str = ""
-    """Used whatever the environment says."""
     is_registry: bool = False
     """Whether this is the registry itself, whose word is final."""
+    ca_advice: str = "give its authority as `ca` in the registry's hosts.toml"
 
 
 def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
@@ -206,9 +196,9 @@ def _duration_s(value: object, path: Path) -> float | None:
     raise InvalidInputError(f"{path}: dial_timeout is no duration such as 500ms or 10s")
 
 
-def _proxy(value: object, path: Path) -> str:
+def _proxy(value: object, path: Path) -> str | None:
     if value is None or value == "":
-        return ""
+        return None
     parts = _split(value if isinstance(value, str) else "")
     if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
         return parts.geturl().rstrip("/")

@@ -91,14 +91,3 @@ def _check_ipv6(host: str, text: str) -> None:
         raise InvalidInputError(
             f"{text[:200]!r} does not name an image: {host} is no IPv6 address"
         ) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, with or without a port, is this machine: plain HTTP is safe there."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

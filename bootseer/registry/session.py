@@ -1,15 +1,13 @@
-"""One repository on one server: requests with login and redirects, answers that are successes.
+"""One repository on one server: requests with a login, and what the status of an answer means.
 
-Alone owns what a status means, and that no Authorization reaches a server that it was not meant
-for. Knows nothing of other servers and of retries. Thread-safe.
+Each request is made once, and once more where another login is asked for. Thread-safe.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Annotated, BinaryIO
-from urllib.parse import urlencode, urljoin, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from msgspec import Meta, Struct
 
@@ -23,15 +21,12 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from bootseer.http.transport import Response, Transport, joined
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.reference import is_loopback
 from bootseer.registry.tokens import Authorizer
-from bootseer.registry.transport import Response, Transport, retry_after_s
 from bootseer.transfer.policy import is_transient
 
-_REDIRECTS_MAX = 5
-_REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_DEADLINE_S = 5.0
 _SUSPECT_S = 30.0
@@ -96,14 +91,21 @@ class Session:
         """
         url = self._url(path, query or {})
         action = "pull" if method in ("GET", "HEAD") else "push"
-        sent = {**dict(self.host.headers), **(headers or {})}
+        sent = dict(headers or {})
         if content_length is not None:
             sent["Content-Length"] = str(content_length)
         if method == "GET" and (found := self._open_moved(url, sent)):
             return found
         authorization = self._authorizer.header(action)
         for is_last in (False, True):
-            response = self._follow(method, url, sent, authorization, body, more_s)
+            own = {"Authorization": authorization} if authorization else {}
+            with contextlib.ExitStack() as stack:
+                data = stack.enter_context(body()) if callable(body) else body
+                response = self._transport.follow(
+                    method, url, sent, data, own_headers=own, more_s=more_s
+                )
+            if not self._transport.is_own(response.url):
+                self._note_moved(method, url, response)
             if response.status != 401 or is_last:
                 break
             asked = response.headers.get("WWW-Authenticate", "")
@@ -114,7 +116,7 @@ class Session:
         raise self._error(response, f"{method} {path.partition('?')[0][:100]}")
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
-        url = self._joined(self._base_url, path)
+        url = joined(self._base_url, path, self.name)
         if self.host.namespace:
             query = {**query, "ns": self.host.namespace}
         if query:
@@ -122,12 +124,12 @@ class Session:
         return url
 
     def _open_moved(self, url: str, headers: Mapping[str, str]) -> Response | None:
-        """The blob at `url` from where it was found lately; None where that must be asked."""
+        """Return the blob at `url` from where it was found lately; None: that must be asked."""
         target, until = self._moved.get(url, ("", 0.0))
         if time.monotonic() > until:
             return None
         try:
-            response = self._transport.request("GET", target, self._for_others(headers))
+            response = self._transport.request("GET", target, headers)
         except BootseerError:
             self._moved.pop(url, None)
             raise
@@ -137,72 +139,18 @@ class Session:
         self._moved.pop(url, None)
         return None
 
-    def _for_others(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Without what the hosts file adds, which is meant for the registry, like a login."""
-        own = {name.lower() for name, _ in self.host.headers}
-        return {name: value for name, value in headers.items() if name.lower() not in own}
-
-    def _is_own(self, url: str) -> bool:
-        return urlsplit(url)[:2] == urlsplit(self._base_url)[:2]
-
-    def _follow(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        authorization: str | None,
-        body: Body | None,
-        more_s: float,
-    ) -> Response:
-        asked = url
-        for _ in range(_REDIRECTS_MAX):
-            own = self._is_own(url)
-            sent = dict(headers) if own else self._for_others(headers)
-            if own and authorization:
-                sent["Authorization"] = authorization
-            with contextlib.ExitStack() as stack:
-                data = stack.enter_context(body()) if callable(body) else body
-                response = self._transport.request(method, url, sent, data, more_s=more_s)
-            if response.status not in _REDIRECTS:
-                if not own and response.status in (400, 401, 403):
-                    # A signed URL that has expired is asked for anew.
-                    response.close()
-                    raise UnavailableError(
-                        f"{response.server}, where {self.name} sent us, answered {response.status}"
-                    )
-                if not own and method == "GET" and "/blobs/" in asked:
-                    self._note_moved(asked, url)
-                return response
+    def _note_moved(self, method: str, url: str, response: Response) -> None:
+        """Remember where a blob was found. Raises: UnavailableError where a signed URL is refused
+        there: it has expired, and is asked for anew."""
+        if response.status in (400, 401, 403):
             response.close()
-            url = self._redirected(url, response, method)
-        raise UnavailableError(f"{self.name} redirects without end")
-
-    def _note_moved(self, url: str, target: str) -> None:
-        if len(self._moved) >= _MOVED_COUNT_MAX:
-            self._moved.clear()
-        self._moved[url] = (target, time.monotonic() + _MOVED_S)
-
-    def _joined(self, base_url: str, path: str) -> str:
-        """A URL that the registry gave, in full. Raises: UnavailableError; PermissionDeniedError
-        where it leaves what is encrypted."""
-        try:
-            url = urljoin(base_url, path)
-            parts = urlsplit(url)
-        except ValueError as error:
-            raise UnavailableError(f"{self.name} sends us to what is no URL") from error
-        downgraded = base_url.startswith("https:") and parts.scheme == "http"
-        if downgraded and not is_loopback(parts.netloc):
-            raise PermissionDeniedError(
-                f"{self.name} sends us to {parts.netloc} unencrypted; refused"
+            raise UnavailableError(
+                f"{response.server}, where {self.name} sent us, answered {response.status}"
             )
-        return url
-
-    def _redirected(self, url: str, response: Response, method: str) -> str:
-        target = self._joined(url, response.headers.get("Location", ""))
-        parts = urlsplit(target)
-        if method not in ("GET", "HEAD") or parts.scheme not in ("http", "https"):
-            raise UnavailableError(f"{response.server} redirects to where we cannot go")
-        return target
+        if method == "GET" and "/blobs/" in url:
+            if len(self._moved) >= _MOVED_COUNT_MAX:
+                self._moved.clear()
+            self._moved[url] = (response.url, time.monotonic() + _MOVED_S)
 
     def _error(self, response: Response, what: str) -> BootseerError:
         """The error that an answer means; closes it."""
@@ -221,11 +169,7 @@ class Session:
                 f"{message}; it may need another login (docker login {self.host.name})"
             )
         if is_transient(status):
-            busy = UnavailableError(message)
-            busy.retry_after_s = retry_after_s(
-                response.headers.get("Retry-After"), datetime.now(UTC)
-            )
-            return busy
+            return response.unavailable(message)
         if status == 416:
             return CorruptError(f"{self.name}: {what}: it is shorter than declared")
         if status == 405:

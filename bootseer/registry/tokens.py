@@ -26,11 +26,11 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from bootseer.http.addresses import is_loopback
+from bootseer.http.transport import Response, Transport
 from bootseer.registry.credentials import Credential
 from bootseer.registry.hosts import Host
-from bootseer.registry.reference import is_loopback
-from bootseer.registry.transport import Response, Transport
-from bootseer.transfer.policy import fresh_copy, is_transient
+from bootseer.transfer.policy import fresh_copy
 
 _ANSWER_BYTES_MAX = 2**20
 _Token = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{0,65536}\Z")]
@@ -200,10 +200,9 @@ class Authorizer:
             if response.status in (400, 401, 403):
                 raise self._denied()
             if response.status != 200:
-                message = f"the token server {response.server} answered {response.status}"
-                if is_transient(response.status):
-                    raise UnavailableError(message)
-                raise UnavailableError(message)
+                raise UnavailableError(
+                    f"the token server {response.server} answered {response.status}"
+                )
             data = response.read_all(_ANSWER_BYTES_MAX, self._deadline_s)
         finally:
             response.close()

@@ -108,7 +108,7 @@ def _source(
             diff_id,
             layer.size_bytes,
             layer.digest,
-            partial(client.blobs.open, layer.digest, layer.size_bytes),
+            partial(client.open, layer.digest, layer.size_bytes),
         )
         for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
     ]

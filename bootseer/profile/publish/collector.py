@@ -9,7 +9,6 @@ import json
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -17,15 +16,12 @@ from urllib.parse import urlsplit
 from bootseer.errors import (
     BootseerError,
     InvalidInputError,
-    PermissionDeniedError,
-    UnavailableError,
     UnsupportedError,
 )
+from bootseer.http.transport import Response, Server, Transport
 from bootseer.profile.publish.endpoints import Endpoint
 from bootseer.profile.publish.otlp_messages import encode_groups
 from bootseer.profile.publish.outgoing import Line
-from bootseer.registry.hosts import Host
-from bootseer.registry.transport import Transport, retry_after_s
 from bootseer.transfer.policy import Attempts, Policy
 
 DEADLINE_S = 30.0
@@ -102,15 +98,16 @@ def _transport(endpoint: Endpoint) -> Transport:
             "OTEL_EXPORTER_OTLP_ENDPOINT is no http:// or https:// URL"
         ) from None
     key = Path(endpoint.client_key) if endpoint.client_key else None
-    host = Host(
+    server = Server(
         name=parts.netloc.rpartition("@")[2],
         base_url=own,
         ca_files=(Path(endpoint.certificate),) if endpoint.certificate else (),
         client_certificates=(
             ((Path(endpoint.client_certificate), key),) if endpoint.client_certificate else ()
         ),
+        ca_advice="OTEL_EXPORTER_OTLP_CERTIFICATE names the file of its authority",
     )
-    return Transport(host, endpoint.timeout_s)
+    return Transport(server, endpoint.timeout_s)
 
 
 def _batches(
@@ -165,15 +162,9 @@ def _post(transport: Transport, endpoint: Endpoint, body: bytes, attempts: Attem
         headers["Content-Encoding"] = "gzip"
     while True:
         try:
-            response = transport.request("POST", endpoint.url, headers, body)
-            response.close()
-            _check(response.status, response.server, response.headers.get("Retry-After"))
+            with transport.request("POST", endpoint.url, headers, body) as response:
+                _check(response)
             return
-        except PermissionDeniedError as error:
-            raise PermissionDeniedError(
-                f"{str(error).partition(';')[0]}; OTEL_EXPORTER_OTLP_CERTIFICATE names the file of "
-                "its authority"
-            ) from error
         except BootseerError as error:
             pause_s = attempts.pause_s(error)
             if pause_s is None:
@@ -181,13 +172,12 @@ def _post(transport: Transport, endpoint: Endpoint, body: bytes, attempts: Attem
             time.sleep(pause_s)
 
 
-def _check(status: int, server: str, retry_after: str | None) -> None:
+def _check(response: Response) -> None:
+    status, server = response.status, response.server
     if 200 <= status < 300:
         return
     if status in _RETRYABLE:
-        error = UnavailableError(f"{server} answered {status}")
-        error.retry_after_s = retry_after_s(retry_after, datetime.now(UTC))
-        raise error
+        raise response.unavailable(f"{server} answered {status}")
     if status in (400, 413):
         raise InvalidInputError(f"{server} refused a request with {status}: it is left out")
     raise UnsupportedError(

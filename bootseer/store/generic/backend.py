@@ -32,7 +32,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.registry.transport import retry_after_s
+from bootseer.http.transport import retry_after_s
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.generic.ranged import comes_in_pieces, read_pieces, read_whole

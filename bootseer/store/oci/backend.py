@@ -63,10 +63,9 @@ class OciBackend(Folder, Backend):
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         stored = self._stored(path, offset, length or 0)
-        end = stored.size_bytes if length is None else min(offset + length, stored.size_bytes)
-        if offset >= end:
-            return b""
-        return self._client.blobs.read(stored.digest, stored.size_bytes, offset, end)
+        left = max(0, stored.size_bytes - offset)
+        file = self._client.file(stored.digest, stored.size_bytes)
+        return file.read(offset, left if length is None else min(length, left))
 
     def _stored(self, path: str, offset: int, length: int = 0) -> StoredObject:
         """Raises: as `read`."""
@@ -88,9 +87,8 @@ class OciBackend(Folder, Backend):
             buffer[: len(data)] = data
             return len(data)
         stored = self._stored(path, offset)
-        return self._client.blobs.read_into(
-            stored.digest, stored.size_bytes, offset, buffer, attempt
-        )
+        file = self._client.file(stored.digest, stored.size_bytes)
+        return file.read_into(offset, buffer, attempt)
 
     def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
         self._names_of_file(path)

@@ -17,7 +17,7 @@ from bootseer.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from bootseer.registry import download
+from bootseer.http import ranges
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import INDEX_TYPE, MANIFEST_TYPE, digest_of, fallback_tag
 from bootseer.registry.hosts import Host
@@ -40,7 +40,6 @@ def test_a_manifest_comes_back_by_tag_and_by_digest(client: RegistryClient) -> N
     assert (by_tag.digest, by_tag.media_type, by_tag.data) == (digest_of(data), MANIFEST_TYPE, data)
     assert client.manifest(by_tag.digest) == by_tag
     assert client.resolve("v1") == by_tag.digest
-    assert client.tags() == ["v1"]
 
 
 def test_what_is_absent(client: RegistryClient, registry: Registry) -> None:
@@ -49,8 +48,7 @@ def test_what_is_absent(client: RegistryClient, registry: Registry) -> None:
         lambda: client.resolve("v1"),
         lambda: client.manifest(digest_of(b"")),
         lambda: client.blob(digest_of(b"x"), 10),
-        lambda: client.tags(),
-        lambda: client.blobs.open(digest_of(b"x"), 10).read(1),
+        lambda: client.open(digest_of(b"x"), 10).read(1),
     ):
         with pytest.raises(NotFoundError, match=registry.host):
             ask()
@@ -84,25 +82,24 @@ def test_ranges_of_a_blob(client: RegistryClient) -> None:
     data = os.urandom(200_000)
     digest = push_blob(client, data)["digest"]
     for start, end in ((0, 1), (0, 200_000), (199_999, 200_000), (5, 100_005), (7, 7)):
-        assert client.blobs.read(digest, len(data), start, end) == data[start:end]
-    assert client.blobs.read(digest, len(data), 199_990, 300_000) == data[199_990:]
+        assert client.file(digest, len(data)).read(start, end - start) == data[start:end]
+    assert client.file(digest, len(data)).read(199_990, 100_010) == data[199_990:]
 
 
 def test_a_blob_of_another_size_is_refused(client: RegistryClient) -> None:
     digest = push_blob(client, b"x" * 1000)["digest"]
     for size_bytes in (999, 1001):
-        with client.blobs.open(digest, size_bytes) as file, pytest.raises(CorruptError):
+        with client.open(digest, size_bytes) as file, pytest.raises(CorruptError):
             file.read()
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every connection count as slow, so that blobs are read in many small parts."""
-    monkeypatch.setattr(download, "PART_BYTES", 10_000)
-    monkeypatch.setattr(download, "FAST_BYTES_PER_S", 1e15)
-    monkeypatch.setattr("bootseer.registry.blobs.FIRST_BYTES", 20_000)
-    monkeypatch.setattr(download, "FIRST_BYTES", 20_000)
-    monkeypatch.setattr("bootseer.registry.blobs.LARGE_BYTES", 20_000)
+    monkeypatch.setattr(ranges, "PART_BYTES", 10_000)
+    monkeypatch.setattr(ranges, "FAST_BYTES_PER_S", 1e15)
+    monkeypatch.setattr(ranges, "FIRST_BYTES", 20_000)
+    monkeypatch.setattr(ranges, "LARGE_BYTES", 20_000)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 19_999, 20_000, 20_001, 30_000, 123_457])
@@ -114,7 +111,7 @@ def test_a_blob_over_a_slow_connection_is_read_in_parts(
     data = os.urandom(size_bytes)
     digest = push_blob(client, data)["digest"]
     for piece in (1_000, 7_919, 1 << 20):
-        with client.blobs.open(digest, size_bytes) as file:
+        with client.open(digest, size_bytes) as file:
             found = b"".join(iter(partial(file.read, piece), b""))
             assert file.read(piece) == b""
         assert found == data
@@ -126,11 +123,11 @@ def test_a_blob_over_a_slow_connection_is_read_in_parts(
 def test_a_blob_over_a_fast_connection_is_read_through_that(
     connect: Connect, relay: FaultyRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "FAST_BYTES_PER_S", 0.0)
+    monkeypatch.setattr(ranges, "FAST_BYTES_PER_S", 0.0)
     client = connect(relay.host)
     data = os.urandom(1 << 20) * 34
     digest = push_blob(client, data)["digest"]
-    with client.blobs.open(digest, len(data)) as file:
+    with client.open(digest, len(data)) as file:
         sha = hashlib.sha256()
         while piece := file.read(1 << 20):
             sha.update(piece)
@@ -142,7 +139,7 @@ def test_a_blob_over_a_fast_connection_is_read_through_that(
 def test_closing_in_the_middle_ends_the_threads(client: RegistryClient) -> None:
     data = os.urandom(200_000)
     digest = push_blob(client, data)["digest"]
-    with client.blobs.open(digest, len(data)) as file:
+    with client.open(digest, len(data)) as file:
         for _ in range(3):
             file.read(20_000)
     threads = [t for t in threading.enumerate() if t.name.startswith("blob-part")]
@@ -157,23 +154,10 @@ def test_many_threads_share_a_client(client: RegistryClient) -> None:
 
     def read(number: int) -> bool:
         start = number * 1000
-        return client.blobs.read(digest, len(data), start, start + 900) == data[start:][:900]
+        return client.file(digest, len(data)).read(start, 900) == data[start:][:900]
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(read, range(100)))
-
-
-def test_tags_over_several_pages(
-    client: RegistryClient, registry: Registry, connect: Connect
-) -> None:
-    data = manifest_of(client)
-    names = sorted(f"t{number:03}" for number in range(120))
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda tag: client.push_manifest(tag, MANIFEST_TYPE, data), names))
-    found = [
-        tag for page in client._pages("resolve", "tags/list", {"n": "50"}) for tag in page["tags"]
-    ]
-    assert sorted(found) == names == sorted(client.tags())
 
 
 def test_referrers_of_an_old_registry_are_under_a_tag(client: RegistryClient) -> None:
@@ -210,7 +194,7 @@ def test_a_registry_that_is_not_there(connect: Connect) -> None:
 
 
 def test_a_mirror_that_may_not_push(connect: Connect, registry: Registry) -> None:
-    host = Host(registry.host, f"{registry.url}/v2", frozenset(("pull",)))
+    host = Host(registry.host, f"{registry.url}/v2", capabilities=frozenset(("pull",)))
     with RegistryClient("a/b", [host]) as client, pytest.raises(UnsupportedError, match="push"):
         client.push_blob(digest_of(b""), b"")
 

@@ -14,7 +14,6 @@ from bootseer.errors import BootseerError, InvalidInputError, PermissionDeniedEr
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host, load_hosts
-from bootseer.registry.transport import proxy_for
 from testbed.needs import require
 from testbed.servers.registry import QuietHandler, Registry, running_registry, serve
 
@@ -64,10 +63,10 @@ def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iter
         yield running
 
 
-def tags(host: Host) -> object:
+def ask(host: Host) -> object:
     with RegistryClient("a/b", [host], find_login=lambda *_: None, deadline_s=10) as client:
         try:
-            return client.tags()
+            return client.manifest("v1")
         except FileNotFoundError:
             return "reached"
 
@@ -75,17 +74,17 @@ def tags(host: Host) -> object:
 def test_a_certificate_is_verified(secured: Registry, certificates: Path) -> None:
     host = Host(secured.host, f"https://{secured.host}/v2")
     with pytest.raises(PermissionDeniedError, match=r"not trusted .*hosts\.toml"):
-        tags(host)
-    assert tags(replace(host, ca_files=(certificates / "ca.pem",))) == "reached"
-    assert tags(replace(host, verify=False)) == "reached"
+        ask(host)
+    assert ask(replace(host, ca_files=(certificates / "ca.pem",))) == "reached"
+    assert ask(replace(host, verify=False)) == "reached"
 
 
 def test_a_client_shows_its_certificate(mutual: Registry, certificates: Path) -> None:
     host = Host(mutual.host, f"https://{mutual.host}/v2", ca_files=(certificates / "ca.pem",))
     with pytest.raises(BootseerError, match="cannot talk to"):
-        tags(host)
+        ask(host)
     pair = (certificates / "client.pem", certificates / "client.key")
-    assert tags(replace(host, client_certificates=(pair,))) == "reached"
+    assert ask(replace(host, client_certificates=(pair,))) == "reached"
 
 
 def test_a_hosts_file_speaks_of_the_registry_itself(
@@ -106,7 +105,7 @@ def test_a_hosts_file_speaks_of_the_registry_itself(
         """
     )
     (host,) = load_hosts(mutual.host, tmp_path)
-    assert tags(host) == "reached"
+    assert ask(host) == "reached"
 
 
 def test_a_folder_with_certificates_only_is_enough(
@@ -118,13 +117,13 @@ def test_a_folder_with_certificates_only_is_enough(
         shutil.copy(certificates / name, folder / here)
     (host,) = load_hosts(mutual.host, tmp_path)
     # This machine's registries are spoken to in plain HTTP where no file says otherwise.
-    assert tags(replace(host, base_url=f"https://{mutual.host}/v2")) == "reached"
+    assert ask(replace(host, base_url=f"https://{mutual.host}/v2")) == "reached"
 
 
 def test_a_certificate_that_is_none(secured: Registry, tmp_path: Path) -> None:
     host = Host(secured.host, f"https://{secured.host}/v2", ca_files=(tmp_path / "absent.pem",))
     with pytest.raises(InvalidInputError, match=r"absent\.pem"):
-        tags(host)
+        ask(host)
 
 
 def test_a_proxy_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,27 +139,23 @@ def test_a_proxy_is_used_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> 
         port = server.server_address[1]
         monkeypatch.setenv("http_proxy", f"http://me:s3cret@127.0.0.1:{port}")
         monkeypatch.setenv("no_proxy", "direct.invalid")
-        assert tags(Host("r.invalid", "http://r.invalid/v2")) == "reached"
+        assert ask(Host("r.invalid", "http://r.invalid/v2")) == "reached"
     finally:
         server.shutdown()
         server.server_close()
     login = base64.b64encode(b"me:s3cret").decode()
-    assert seen == [("http://r.invalid/v2/a/b/tags/list", f"Basic {login}")]
-
-
-def test_no_proxy_for_this_machine_and_for_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("https_proxy", "proxy.lan:3128")
-    monkeypatch.setenv("no_proxy", ".inside.lan")
-    assert proxy_for("https", "r.io") == "http://proxy.lan:3128"
-    for host in ("localhost", "127.0.0.1", "::1", "r.inside.lan"):
-        assert proxy_for("https", host) == ""
+    assert seen == [("http://r.invalid/v2/a/b/manifests/v1", f"Basic {login}")]
 
 
 @pytest.mark.parametrize(
     ("status", "headers", "ask"),
     [
-        (307, {"Location": "http://198.51.100.1/v2/a/x"}, RegistryClient.tags),
-        (200, {"Link": '<http://198.51.100.1/v2/a/x>; rel="next"'}, RegistryClient.tags),
+        (307, {"Location": "http://198.51.100.1/v2/a/x"}, lambda client: client.manifest("v1")),
+        (
+            200,
+            {"Link": '<http://198.51.100.1/v2/a/x>; rel="next"'},
+            lambda client: client.referrers(digest_of(b""), "a/b"),
+        ),
         (
             202,
             {"Location": "http://198.51.100.1/v2/a/upload?state=1"},
@@ -209,6 +204,6 @@ def test_a_registry_on_this_machine_that_wants_tls_is_told_apart(
     (host,) = load_hosts(secured.host, tmp_path)
     assert host.base_url.startswith("http://")
     with pytest.raises(InvalidInputError, match="wants TLS") as caught:
-        tags(host)
+        ask(host)
     assert f'server = "https://{secured.host}"' in str(caught.value)
     assert f"{secured.host}/hosts.toml in registry_hosts_dir" in str(caught.value)

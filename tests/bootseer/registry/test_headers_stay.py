@@ -125,10 +125,12 @@ def test_a_page_elsewhere_is_asked_for_without_headers_of_the_hosts_file(
     own: Server, other: Server
 ) -> None:
     link = {"Link": f'<http://{other.host}/next>; rel="next"'}
-    own.answers = {"GET /v2/a/b/tags/list": (200, b'{"tags": ["a"]}', link)}
-    other.answers = {"GET /next": (200, b'{"tags": ["b"]}', {})}
+    entry = '{"manifests": [{"artifactType": "a/b", "digest": "%s"}]}'
+    own.answers = {f"GET /v2/a/b/referrers/{DIGEST}": (200, (entry % "one").encode(), link)}
+    other.answers = {"GET /next": (200, (entry % "two").encode(), {})}
     with client_of(own) as client:
-        assert client.tags() == ["a", "b"]
+        found = [one["digest"] for one in client.referrers(DIGEST, "a/b")]
+    assert found == ["one", "two"]
     assert not other.has_secret()
 
 

@@ -59,15 +59,15 @@ def test_mirrors_come_first_in_order(tmp_path: Path) -> None:
     assert first == Host(
         "mirror.lan",
         "https://mirror.lan/v2",
-        frozenset(("pull", "resolve")),
-        "docker.io",
-        False,
-        (tmp_path / "docker.io/ca.pem",),
-        (
+        capabilities=frozenset(("pull", "resolve")),
+        namespace="docker.io",
+        verify=False,
+        ca_files=(tmp_path / "docker.io/ca.pem",),
+        client_certificates=(
             (tmp_path / "docker.io/a.cert", tmp_path / "docker.io/a.key"),
             (tmp_path / "docker.io/b.pem", None),
         ),
-        (("x-site", "one, two"),),
+        headers=(("x-site", "one, two"),),
     )
     assert second.base_url == "http://10.0.0.1:5000/v2/hub"
     assert second.ca_files == (Path("/etc/x.pem"), tmp_path / "docker.io/y.pem")

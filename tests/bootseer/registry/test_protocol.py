@@ -1,15 +1,9 @@
-"""Challenges and waits: the pure parts of talking to a registry."""
+"""Challenges: how a registry asks for a login."""
 
-from datetime import UTC, datetime
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.registry.tokens import parse_challenges
-from bootseer.registry.transport import retry_after_s
-
-NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 
 
 def test_a_bearer_challenge() -> None:
@@ -36,24 +30,3 @@ def test_several_challenges_in_one_header() -> None:
 @given(st.text(max_size=80))
 def test_any_challenge_is_read(text: str) -> None:
     assert all(challenge.scheme for challenge in parse_challenges(text))
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        (None, 0),
-        ("", 0),
-        ("7", 7),
-        (" 120 ", 120),
-        ("-3", 0),
-        ("soon", 0),
-        ("Thu, 01 Jan 2026 12:01:00 GMT", 60),
-        ("Thu, 01 Jan 2026 11:00:00 GMT", 0),
-        ("٣", 0),
-        ("9" * 400, 999_999_999),
-        ("Mon, 01 Jan 2024 00:00:00 +99999999999999999999", 0),
-        ("Mon, 01 Jan 9999999999999999999999 00:00:00 GMT", 0),
-    ],
-)
-def test_retry_after_in_seconds_or_as_a_date(header: str | None, seconds: float) -> None:
-    assert retry_after_s(header, NOW) == seconds

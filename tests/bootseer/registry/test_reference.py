@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import InvalidInputError
-from bootseer.registry.reference import Reference, is_loopback, parse_reference
+from bootseer.registry.reference import Reference, parse_reference
 
 DIGEST = f"sha256:{'0a' * 32}"
 
@@ -102,16 +102,6 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         return
     assert parse_reference(str(reference)) == reference
     assert not set(str(reference)) & set(" \t\r\n?#%\\")
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.9.9.9:5000", "[::1]:5000"])
-def test_this_machine(host: str) -> None:
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["localhost.evil.com", "128.0.0.1", "127.0.0.1.nip.io", "[::2]:1"])
-def test_another_machine(host: str) -> None:
-    assert not is_loopback(host)
 
 
 def test_a_login_in_a_name_is_not_shown() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError
+from bootseer.http import ranges
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host
@@ -45,7 +46,7 @@ def by_registry(server: StarvingServer) -> tuple[Reader, Callable[[], None]]:
     client = client_of(server)
 
     def read(_: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        return client.blobs.read_into(DIGEST, len(DATA), offset, buffer, attempt)
+        return client.file(DIGEST, len(DATA)).read_into(offset, buffer, attempt)
 
     return read, client.close
 
@@ -116,15 +117,12 @@ def test_bytes_that_were_resumed_are_verified_as_all_others() -> None:
 def test_one_starved_range_does_not_hold_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One connection of several of a layer trickles, as in beta9#1876: the layer is here all the
     same, and of that range only what had not come is asked for again."""
-    from bootseer.registry import blobs, download
-
-    monkeypatch.setattr(download, "PART_BYTES", 2 * MIB)
-    monkeypatch.setattr(download, "FIRST_BYTES", 2 * MIB)
-    monkeypatch.setattr(blobs, "FIRST_BYTES", 2 * MIB)
-    monkeypatch.setattr(blobs, "LARGE_BYTES", 4 * MIB)
-    monkeypatch.setattr(download, "FAST_BYTES_PER_S", 1e15)
+    monkeypatch.setattr(ranges, "PART_BYTES", 2 * MIB)
+    monkeypatch.setattr(ranges, "FIRST_BYTES", 2 * MIB)
+    monkeypatch.setattr(ranges, "LARGE_BYTES", 4 * MIB)
+    monkeypatch.setattr(ranges, "FAST_BYTES_PER_S", 1e15)
     with StarvingServer(DATA, once(TRICKLE, 8 * MIB)) as server, client_of(server) as client:
-        with client.blobs.open(DIGEST, len(DATA)) as file:
+        with client.open(DIGEST, len(DATA)) as file:
             assert file.read() == DATA
         again = [start for start, end in server.ranges if end == 10 * MIB]
     assert again[0] == 8 * MIB
@@ -137,7 +135,7 @@ def test_a_layer_over_one_connection_goes_on_over_another(fault: Fault) -> None:
     with (
         StarvingServer(DATA, once(fault, 0)) as server,
         client_of(server) as client,
-        client.blobs.open(DIGEST, len(DATA)) as file,
+        client.open(DIGEST, len(DATA)) as file,
     ):
         assert file.read() == DATA
     assert server.ranges[0] == (0, len(DATA))
