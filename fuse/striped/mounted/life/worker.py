@@ -26,7 +26,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.memory import content_bytes
-from bootseer.fuse.striped.mounted.life.journal import Journal, Record, read_journal
+from bootseer.fuse.striped.mounted.journal import Inherited, Journal, read_journal
 from bootseer.fuse.striped.mounted.life.mount_figures import FiguresWriter, Look
 from bootseer.fuse.striped.mounted.life.spec import JOURNAL, CheckpointPlan, MountSpec
 from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
@@ -100,7 +100,7 @@ class MountedFileSystem(StripedFileSystem):
         self._figures_writer: FiguresWriter | None = None
         path = self._folder / JOURNAL
         self._is_successor = path.exists()
-        records = _inherited_records(path)
+        inherited = _inherited(path)
         storage = StripedStorage(
             open_backend(spec.url, deadline_s=spec.deadline_s),
             spec.stripe_settings,
@@ -117,7 +117,7 @@ class MountedFileSystem(StripedFileSystem):
                 passes_files=passes_files,
                 maps_direct_io=maps_direct_io,
             )
-            self.begin(records)
+            self.begin(inherited)
         except BaseException:
             storage.close()
             raise
@@ -231,12 +231,12 @@ class MountedFileSystem(StripedFileSystem):
         self.stop_if_quiet(leave)
 
 
-def _inherited_records(path: Path) -> list[Record]:
+def _inherited(path: Path) -> Inherited:
     try:
         return read_journal(path)
     except (OSError, CorruptError) as error:
         _log.error("what was open is not known any more: %s", error)
-        return []
+        return Inherited()
 
 
 def _exists(url: str, deadline_s: float) -> bool:

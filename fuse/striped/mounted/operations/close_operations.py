@@ -244,6 +244,6 @@ class CloseOperations(MountTables):
 
     def _note_unfinished(self, handle: Handle) -> None:
         noted = handle.noted
-        if noted is None or noted["unfinished"] != handle.is_unfinished:
+        if noted is None or noted.is_unfinished != handle.is_unfinished:
             with self._lock:
                 self._nodes.note(handle)

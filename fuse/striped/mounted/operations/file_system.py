@@ -6,11 +6,11 @@ mount. What a striped file is, and what is durable when, is decided in `tree`, `
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import ROOT_NODE, Attributes, Caller, SetAttributes
-from bootseer.fuse.striped.mounted.life.journal import Record
+from bootseer.fuse.striped.mounted.journal import Inherited
 from bootseer.fuse.striped.mounted.life.resumption import resume
 from bootseer.fuse.striped.mounted.operations.file_operations import FileOperations
 from bootseer.fuse.striped.mounted.operations.name_operations import NameOperations
@@ -24,10 +24,10 @@ _ABORT_WAIT_S = 2.0
 class StripedFileSystem(NameOperations, FileOperations):
     """A tree of striped and ordinary files, mounted."""
 
-    def begin(self, records: Sequence[Record] = ()) -> None:
+    def begin(self, inherited: Inherited | None = None) -> None:
         """Before the first request: go on from a predecessor's journal, and start one's own."""
         try:
-            resume(self._nodes, records, self._reader, self._storage.writer, self._clock())
+            resume(self._nodes, inherited or Inherited(), self._storage, self._clock())
         except (BootseerError, LookupError, TypeError, ValueError) as error:
             _log.error("what was open is not known any more: %s", error)
             self._nodes.continue_from([], [], {})

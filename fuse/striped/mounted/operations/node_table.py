@@ -11,13 +11,20 @@ Every change is told to the journal, from which a successor of this process make
 """
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 
 from msgspec import Struct
 
 from bootseer.fuse.kernel.operations import ROOT_NODE
-from bootseer.fuse.striped.mounted.life.journal import Journal, Record
+from bootseer.fuse.striped.mounted.journal import (
+    FileClosedRecord,
+    Journal,
+    NodeGoneRecord,
+    Record,
+    WishRecord,
+)
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node, node_record
 from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.writing.writer import FileWriter
@@ -89,13 +96,12 @@ class NodeTable:
         if record == handle.noted:
             return
         handle.noted = record
-        for view in (handle.file.view if handle.file is not None else None, handle.base):
-            if view is not None:
-                self._journal.add_layout(view)
-        file = handle.file
-        if file is not None and file.pinned is not None:
-            self._journal.add_pinned(file.view.identity, file.pinned)
-        if handle.writer is not None and handle.writer.view is not None:
+        self._journal.add_layout(handle.base)
+        if handle.file is not None:
+            self._journal.add_layout(handle.file.view)
+            if handle.file.pinned is not None:
+                self._journal.add_pinned(handle.file.view, handle.file.pinned)
+        if handle.writer is not None:
             self._journal.add_layout(handle.writer.view)
         self._add(record)
 
@@ -233,12 +239,13 @@ class NodeTable:
         wish = self._wishes.get(key)
         own = wish.own if wish is not None else None
         self._add(
-            {
-                "wish": list(key),
-                "node": wish.node if wish is not None else None,
-                "own": own.id if own is not None else None,
-                "only_reads": wish is not None and wish.only_reads,
-            }
+            WishRecord(
+                key[0],
+                os.fsencode(key[1]),
+                wish.node if wish is not None else None,
+                own.id if own is not None else None,
+                wish is not None and wish.only_reads,
+            )
         )
 
     def make_writing(self, node: Node) -> None:
@@ -260,7 +267,7 @@ class NodeTable:
 
     def _drop(self, node: Node) -> None:
         self.by_id.pop(node.id, None)
-        self._add({"gone": node.id})
+        self._add(NodeGoneRecord(node.id))
         self.detach(node)
 
     def _put(self, node: Node, parent: Node) -> None:
@@ -332,7 +339,7 @@ class NodeTable:
         if node.handles or node.child_count or node.is_wanted:
             return
         del self.by_id[node_id]
-        self._add({"gone": node_id})
+        self._add(NodeGoneRecord(node_id))
         self.detach(node)
 
     # ---- handles --------------------------------------------------------------------------
@@ -347,7 +354,7 @@ class NodeTable:
     def close(self, handle: Handle) -> None:
         """The handle is gone."""
         self.handles.pop(handle.id, None)
-        self._add({"closed": handle.id})
+        self._add(FileClosedRecord(handle.id))
         node = handle.node
         node.handles.remove(handle)
         if node.is_writing and not node.handles:

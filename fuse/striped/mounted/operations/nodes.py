@@ -13,7 +13,7 @@ import threading
 from msgspec import Struct, field
 
 from bootseer.fuse.kernel.operations import ROOT_NODE
-from bootseer.fuse.striped.mounted.life.journal import Record, view_to_json
+from bootseer.fuse.striped.mounted.journal import FileRecord, NodeRecord, view_record
 from bootseer.fuse.striped.names.stored import FileStatus
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.view import FileView
@@ -138,7 +138,7 @@ class Handle(Struct, eq=False):
     its name meant another file already."""
     request: int = 0
     """The request that opened it: a successor may be asked to do that once more."""
-    noted: Record | None = None
+    noted: FileRecord | None = None
     """What the journal has of it."""
 
     @property
@@ -172,34 +172,37 @@ class Handle(Struct, eq=False):
         """Whether bytes would be lost with this process."""
         return self.writer is not None and (self.writer.was_written or self.writer.has_failed)
 
-    def record(self) -> Record:
-        """What a successor must know."""
-        base = self.writer.view if self.writer is not None else self.base
-        return {
-            "file": self.id,
-            "node": self.node.id,
-            "flags": self.flags,
-            "request": self.request,
-            "reads": view_to_json(self.file.view if self.file is not None else None),
-            "pinned": self.file is not None and self.file.pinned is not None,
-            "base": view_to_json(base),
-            "writes": self.writer is not None,
-            "detached": (self.writer.is_detached if self.writer is not None else self.is_nameless),
-            "unfinished": self.is_unfinished,
-            "killed": self.was_killed,
-        }
+    def record(self) -> FileRecord:
+        """Return what a successor must know of the open file."""
+        file, writer = self.file, self.writer
+        return FileRecord(
+            self.id,
+            self.node.id,
+            self.flags,
+            self.request,
+            reads=view_record(file.view if file is not None else None),
+            is_pinned=file is not None and file.pinned is not None,
+            base=view_record(writer.view if writer is not None else self.base),
+            has_writer=writer is not None,
+            is_nameless=writer.is_detached if writer is not None else self.is_nameless,
+            is_unfinished=self.is_unfinished,
+            was_killed=self.was_killed,
+        )
 
 
-def node_record(node: Node) -> Record:
-    """What a successor must know of a node."""
+def node_record(node: Node) -> NodeRecord:
+    """Return what a successor must know of a node."""
     status = node.status
-    return {
-        "node": node.id,
-        "parent": node.parent.id if node.parent is not None else None,
-        "name": node.name,
-        "status": [status.is_dir, status.size_bytes, status.modified_ns, status.identity],
-        "local": node.is_local,
-        "writing": node.is_writing,
-        "inode": node.inode,
-        "forgotten": node.is_forgotten,
-    }
+    return NodeRecord(
+        node.id,
+        node.parent.id if node.parent is not None else None,
+        os.fsencode(node.name),
+        status.is_dir,
+        status.size_bytes,
+        status.modified_ns,
+        os.fsencode(status.identity),
+        node.is_local,
+        node.is_writing,
+        node.inode,
+        node.is_forgotten,
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import Attributes, Caller, Entry, Operations
-from bootseer.fuse.striped.mounted.life.journal import Journal
+from bootseer.fuse.striped.mounted.journal import Journal
 from bootseer.fuse.striped.mounted.life.status import OpenFigures
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.operations.node_table import NodeTable

@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
-from bootseer.fuse.striped.mounted.life.journal import Journal, read_journal
+from bootseer.fuse.striped.mounted.journal import Journal, read_journal
 from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings

@@ -1,0 +1,315 @@
+"""Journal of a mount's server: the nodes and open files that a successor process must know.
+
+The file `journal` in the server's folder holds one record after the other: its length (four bytes)
+and a tagged struct in MessagePack. Each record is written before the kernel hears of what it tells.
+A process that is killed loses none of them: the pages are the kernel's. A record that is cut short
+at the end was never acted upon. Layouts and pinned contents of open files are kept with them, since
+their names may mean other generations later.
+
+Not thread-safe: the file system holds its lock around every call.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct, field
+
+from bootseer.errors import CorruptError
+from bootseer.fuse.striped.layout import decode_layout, encode_layout
+from bootseer.fuse.striped.view import FileView
+from bootseer.linux.private_files import is_own, private_opener
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+# It is written anew when it has outgrown what it would hold then, by far.
+_SMALL_BYTES = 4 * 2**20
+_GROWTH = 4
+# One that could not be written is begun anew no sooner than this after that.
+RETRY_S = 10.0
+_NEW = ".journal-new"
+_LENGTH_BYTES = 4
+
+
+class ViewRecord(Struct, frozen=True, array_like=True):
+    """A `FileView` without its layout. Names are bytes: not all of them are UTF-8."""
+
+    path: bytes
+    identity: bytes
+    size_bytes: int
+    modified_ns: int
+    is_striped: bool
+
+
+class BeginRecord(Struct, frozen=True, array_like=True, tag=0):
+    """The first record."""
+
+    version: int
+
+
+class NodeRecord(Struct, frozen=True, array_like=True, tag=1):
+    """A node is new, or not what it was."""
+
+    node: int
+    parent: int | None
+    name: bytes
+    is_dir: bool
+    size_bytes: int
+    modified_ns: int
+    identity: bytes
+    is_local: bool
+    is_writing: bool
+    inode: int
+    is_forgotten: bool
+
+
+class NodeGoneRecord(Struct, frozen=True, array_like=True, tag=2):
+    """The kernel has forgotten a node."""
+
+    node: int
+
+
+class FileRecord(Struct, frozen=True, array_like=True, tag=3):
+    """A file was opened, or is not what it was."""
+
+    file: int
+    node: int
+    flags: int
+    request: int
+    reads: ViewRecord | None
+    is_pinned: bool
+    base: ViewRecord | None
+    has_writer: bool
+    is_nameless: bool
+    is_unfinished: bool
+    was_killed: bool
+
+
+class FileClosedRecord(Struct, frozen=True, array_like=True, tag=4):
+    """An open file is gone."""
+
+    file: int
+
+
+class WishRecord(Struct, frozen=True, array_like=True, tag=5):
+    """A thread wants a node of its own (see `nodes`); without a node: not any more."""
+
+    thread: int
+    name: bytes
+    node: int | None
+    own: int | None
+    only_reads: bool
+
+
+class LayoutRecord(Struct, frozen=True, array_like=True, tag=6):
+    """The layout of an open file, encoded as in the storage."""
+
+    identity: bytes
+    data: bytes
+
+
+class PinnedRecord(Struct, frozen=True, array_like=True, tag=7):
+    """The content of an open file whose stored file is gone."""
+
+    identity: bytes
+    content: bytes
+
+
+Record: TypeAlias = (
+    BeginRecord
+    | NodeRecord
+    | NodeGoneRecord
+    | FileRecord
+    | FileClosedRecord
+    | WishRecord
+    | LayoutRecord
+    | PinnedRecord
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+class Inherited(Struct):
+    """The last state of each thing that a journal tells of."""
+
+    nodes: dict[int, NodeRecord] = field(default_factory=dict)
+    files: dict[int, FileRecord] = field(default_factory=dict)
+    wishes: dict[tuple[int, bytes], WishRecord] = field(default_factory=dict)
+    layouts: dict[bytes, bytes] = field(default_factory=dict)
+    pinned: dict[bytes, bytes] = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        """Apply the next record."""
+        match record:
+            case NodeRecord():
+                self.nodes[record.node] = record
+            case NodeGoneRecord():
+                self.nodes.pop(record.node, None)
+            case FileRecord():
+                self.files[record.file] = record
+            case FileClosedRecord():
+                self.files.pop(record.file, None)
+            case WishRecord():
+                self.wishes[record.thread, record.name] = record
+            case LayoutRecord():
+                self.layouts[record.identity] = record.data
+            case PinnedRecord():
+                self.pinned[record.identity] = record.content
+            case BeginRecord():
+                pass
+
+    def view(self, record: ViewRecord | None) -> FileView | None:
+        """Return the view that was noted. Raises: CorruptError, KeyError."""
+        if record is None:
+            return None
+        path = os.fsdecode(record.path)
+        layout = None
+        if record.is_striped:
+            layout = decode_layout(self.layouts[record.identity], path)
+        identity = os.fsdecode(record.identity)
+        return FileView(path, identity, record.size_bytes, record.modified_ns, layout)
+
+
+def view_record(view: FileView | None) -> ViewRecord | None:
+    """Return what is noted of a view beside its layout (`Journal.add_layout`)."""
+    if view is None:
+        return None
+    return ViewRecord(
+        os.fsencode(view.path),
+        os.fsencode(view.identity),
+        view.size_bytes,
+        view.modified_ns,
+        view.layout is not None,
+    )
+
+
+class Journal:
+    """An open journal.
+
+    An error ends it: the mount works on, without a successor, until the journal can be begun anew
+    (`is_outgrown`).
+    """
+
+    def __init__(self, path: Path, *, retry_s: float = RETRY_S) -> None:
+        self._path = path
+        self._retry_s = retry_s
+        self._fd = -1
+        self._bytes = 0
+        self._fresh_bytes: int | None = None
+        """How long it was when it was started; None while it is being."""
+        self._layouts: set[str] = set()
+        self._failed_s: float | None = None
+        """When it could not be written, by the monotonic clock."""
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Replace all that was there by what is added in the block. Never raises by itself."""
+        temporary = self._path.with_suffix(_NEW)
+        self.close()
+        self._bytes = 0
+        self._fresh_bytes = None
+        self._layouts.clear()
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._fd = os.open(temporary, flags, 0o600)
+        except OSError as error:
+            self._give_up(error)
+        self.add(BeginRecord(VERSION))
+        yield
+        self._fresh_bytes = self._bytes
+        try:
+            if self._fd >= 0:
+                temporary.replace(self._path)
+        except OSError as error:
+            self._give_up(error)
+
+    def add(self, record: Record) -> None:
+        """Append a record. Never raises."""
+        if self._fd < 0:
+            return
+        data = _encode(record)
+        left = memoryview(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        self._bytes += len(left)
+        try:
+            # A disk that is nearly full takes a part of it.
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            self._give_up(error)
+
+    def add_layout(self, view: FileView | None) -> None:
+        """Keep the layout that `view` was opened with, once."""
+        if self._fd < 0 or view is None or view.layout is None or view.identity in self._layouts:
+            return
+        self._layouts.add(view.identity)
+        self.add(LayoutRecord(os.fsencode(view.identity), encode_layout(view.layout)))
+
+    def add_pinned(self, view: FileView, content: bytes) -> None:
+        """Keep a file's content, whose name is about to go away under its readers."""
+        self.add(PinnedRecord(os.fsencode(view.identity), content))
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether it should be started anew with what still holds."""
+        if self._fresh_bytes is None:
+            return False
+        if self._failed_s is not None:
+            return time.monotonic() - self._failed_s >= self._retry_s
+        if self._fd < 0:
+            return False
+        return self._bytes > max(_SMALL_BYTES, _GROWTH * self._fresh_bytes)
+
+    def close(self) -> None:
+        """Add no more; what is there stays. Idempotent."""
+        self._failed_s = None
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("%s: %s; a restarted server will not know what is open", self._path, error)
+        self.close()
+        self._failed_s = time.monotonic()
+        # What it holds is not true any more.
+        for path in (self._path, self._path.with_suffix(_NEW)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def read_journal(path: Path) -> Inherited:
+    """Return what a predecessor wrote; nothing where there was none.
+
+    Raises: OSError, CorruptError.
+    """
+    try:
+        with open(path, "rb", opener=private_opener) as file:
+            if not is_own(os.fstat(file.fileno())):
+                raise CorruptError(f"{path} belongs to another user")
+            data = memoryview(file.read())
+    except FileNotFoundError:
+        return Inherited()
+    inherited = Inherited()
+    begin: Record | None = None
+    while len(data) > _LENGTH_BYTES:
+        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        record, data = data[_LENGTH_BYTES:][:length], data[_LENGTH_BYTES + length :]
+        if len(record) < length:
+            break  # cut short: nobody was told of it
+        try:
+            read = _decode(record)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptError(f"{path} is damaged: {error}") from None
+        begin = begin or read
+        if begin != BeginRecord(VERSION):
+            break
+        inherited.take(read)
+    if begin != BeginRecord(VERSION):
+        raise CorruptError(f"{path} is of another version, or damaged")
+    return inherited
