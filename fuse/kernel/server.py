@@ -193,7 +193,8 @@ class Server:
         return dispatcher.backing.open_counts()
 
     # ---- notifications ----------------------------------------------------------------------
-    # Never from inside an operation: the kernel may hold a lock until that operation is answered.
+    # Never from inside an operation, for which the kernel may hold a lock; but for attributes alone
+    # (a negative offset), which need none.
 
     def notify_inval_inode(self, node: int, offset: int = 0, length: int = 0) -> bool:
         """Drop cached attributes, and the pages of a range (length 0: to the end; a negative

@@ -77,7 +77,6 @@ def _node(record: NodeRecord) -> Node:
         None,
         os.fsdecode(record.name),
         status,
-        seen_s=0.0,
         is_local=record.is_local,
         is_writing=record.is_writing,
         inode=record.inode,

@@ -101,7 +101,6 @@ class CloseOperations(MountTables):
         node = handle.node
         with self._lock:
             self._nodes.close(handle)
-            node.seen_s = 0.0
             if node.is_local and not node.is_unpublished:
                 self._leave_name(node)
             file, handle.file = handle.file, None
@@ -201,17 +200,16 @@ class CloseOperations(MountTables):
                     reads = True
                 if reads and handle.is_readable:
                     self._hold(handle, view)
-            self._published_s = now_s = self._clock()
             self._listings.drop(view.path)
             is_first = not node.status.identity
-            node.status, node.seen_s = status_of(view), now_s
+            node.status = status_of(view)
             if node.is_detached or node.parent is None:
                 self._nodes.note_moved()
                 return
             # Its size is that of what is written, from now on or in a moment: for readers there is
             # another one.
             self._nodes.make_writing(node)
-            node.parent.seen_s = 0.0
+            directory = node.parent
             found = self._nodes.child(node.parent, node.name)
             if found is not None and found.is_local:
                 self._nodes.make_writing(found)
@@ -222,10 +220,10 @@ class CloseOperations(MountTables):
                     self._nodes.detach(found)
                     found, is_first = None, False
                 else:
-                    found.status, found.seen_s = node.status, now_s
+                    found.status = node.status
                     self._nodes.note_node(found)
             if found is None:
-                found = self._nodes.add(node.parent, node.name, node.status, now_s)
+                found = self._nodes.add(node.parent, node.name, node.status)
                 if is_first:
                     # A file keeps the number that it was created with: SQLite, and whoever follows
                     # a log, takes another number for another file.
@@ -235,6 +233,7 @@ class CloseOperations(MountTables):
             if not node.handles:
                 self._nodes.detach(node)
             self._nodes.note_moved()
+        self._forget_attributes(directory)
 
     def _hold(self, handle: Handle, view: FileView) -> None:
         """Let a handle read `view`: what is open outlives its name. The lock is held."""

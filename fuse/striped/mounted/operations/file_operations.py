@@ -32,11 +32,11 @@ class FileOperations(CloseOperations):
             again = self._opened_before(caller)
             if again is not None:
                 return self._entry(again.node), opened_of(again)
-        status, seen_s = self._status(path)
+        status, _ = self._status(path)
         with self._lock:
             known = self._nodes.child(directory, text)
             if status is not None:
-                known = self._settle(directory, text, status, seen_s)
+                known = self._settle(directory, text, status)
             if known is not None and not (known.is_unpublished or status is not None):
                 known = None
             if known is not None:
@@ -45,7 +45,7 @@ class FileOperations(CloseOperations):
                 if known.status.is_dir:
                     raise refuse(errno.EISDIR, path)
                 if flags & os.O_ACCMODE != os.O_RDONLY:
-                    known = self._nodes.add_writing(directory, text, known.status, seen_s)
+                    known = self._nodes.add_writing(directory, text, known.status)
                     known.is_wanted = True
                     self._nodes.note_node(known)
         if known is not None:
@@ -59,7 +59,7 @@ class FileOperations(CloseOperations):
             return self._entry(known), opened
         with self._lock:
             status = FileStatus(path, False, 0, time.time_ns(), "")
-            node = self._nodes.add(directory, text, status, self._clock())
+            node = self._nodes.add(directory, text, status)
             node.is_local = True
             self._nodes.note_node(node)
             handle = self._nodes.open(node, flags, caller.request)
@@ -189,7 +189,7 @@ class FileOperations(CloseOperations):
         """Make another node for the name, which the kernel never reads past us: it opens a node in
         one way only, and finds the new one when it looks the name up again. The lock is held."""
         assert node.parent is not None
-        renewed = self._nodes.add(node.parent, node.name, node.status, self._clock())
+        renewed = self._nodes.add(node.parent, node.name, node.status)
         renewed.may_be_passed = False
 
     def read(

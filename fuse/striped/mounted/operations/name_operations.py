@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.kernel.operations import (
+    ROOT_NODE,
     Attributes,
     Caller,
     DirectoryEntry,
@@ -20,7 +21,7 @@ from bootseer.fuse.kernel.operations import (
 )
 from bootseer.fuse.striped.mounted.operations.close_operations import CloseOperations
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
-from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES, left_s
+from bootseer.fuse.striped.mounted.operations.presentation import BLOCK_BYTES
 from bootseer.fuse.striped.mounted.operations.tables import NAME_MAX_BYTES
 from bootseer.fuse.striped.names.stored import refuse
 from bootseer.fuse.striped.names.tree import directory_of
@@ -47,13 +48,13 @@ class NameOperations(CloseOperations):
         with self._lock:
             known = self._nodes.child(directory, text)
             if status is not None:
-                known = self._settle(directory, text, status, seen_s)
+                known = self._settle(directory, text, status)
             elif known is None or not known.is_unpublished:
                 if known is not None:
                     self._nodes.detach(known)
                 raise refuse(errno.ENOENT, path)
-            own = self._nodes.look_up_own(directory, text, caller.pid, known.status, seen_s)
-            return self._entry(own or known)
+            own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
+            return self._entry(own or known, seen_s)
 
     def dropped(self, node: int) -> None:
         with self._lock:
@@ -63,15 +64,15 @@ class NameOperations(CloseOperations):
         with self._lock:
             known = self._node(node)
             opened = self._nodes.handles.get(handle) if handle is not None else None
-            is_seen = left_s(known, self._clock()) > 0
-            if is_seen or known.is_local or known.is_writing or known.is_detached:
-                return self._shown(known, opened.writer if opened is not None else None)
-            path = known.path
-        if not path:
-            with self._lock:
-                return self._shown(known)
+            is_root = known.id == ROOT_NODE
+            if is_root or known.is_local or known.is_writing or known.is_detached:
+                return self._shown(known, writer=opened.writer if opened is not None else None)
+            path, before = known.path, known.status
         status, seen_s = self._status(path)
         with self._lock:
+            if known.status is not before:
+                # Published here meanwhile.
+                return self._shown(known)
             if status is None or status.identity != known.status.identity:
                 # The name means something else now. Who has the file open keeps what was opened;
                 # everybody else is sent (ESTALE) to look the name up again.
@@ -79,8 +80,8 @@ class NameOperations(CloseOperations):
                 if not known.handles:
                     raise refuse(errno.ESTALE, path)
             else:
-                known.status, known.seen_s = status, seen_s
-            return self._shown(known)
+                known.status = status
+            return self._shown(known, seen_s)
 
     def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
         directory, text, path = self._new_name(parent, name)
@@ -92,8 +93,7 @@ class NameOperations(CloseOperations):
                 raise
             status = made
         with self._lock:
-            directory.seen_s = 0.0
-            return self._entry(self._nodes.add(directory, text, status, self._clock()))
+            return self._entry(self._nodes.add(directory, text, status))
 
     def rmdir(self, caller: Caller, parent: int, name: bytes) -> None:
         with self._lock:
@@ -198,7 +198,6 @@ class NameOperations(CloseOperations):
             for writer in (*inside, *below):
                 writer.path = target + writer.path[len(source) :]
             self._nodes.move_bases(source, target)
-            directory.seen_s = new_directory.seen_s = 0.0
             known = self._move_nodes(directory, text, new_directory, new_text, is_new=bool(begun))
             handles = [h for h in self._nodes.handles.values() if h.writer in moving]
             self._nodes.note_moved()
@@ -240,7 +239,6 @@ class NameOperations(CloseOperations):
             nodes.detach(known)
             return None
         if known is not None:
-            known.seen_s = 0.0
             nodes.move(known, new_directory, new_name)
         return known
 
@@ -263,7 +261,7 @@ class NameOperations(CloseOperations):
         """An ordinary file's identity names its path: see it anew, or its next open is refused."""
         if node is None or node.status.is_dir:
             return
-        status, seen_s = self._status(node.path)
+        status, _ = self._status(node.path)
         with self._lock:
             if status is None or node.is_detached:
                 return
@@ -272,13 +270,12 @@ class NameOperations(CloseOperations):
                 # Another node had replaced what was renamed: who has the old file open keeps its
                 # size, and the next one who opens it looks the name up again.
                 return
-            node.status, node.seen_s = status, seen_s
+            node.status = status
             self._nodes.note_node(node)
 
     def _gone(self, directory: Node, name: str, path: str) -> None:
         with self._lock:
             self._listings.drop(path)
-            directory.seen_s = 0.0
             known = self._nodes.child(directory, name)
             if known is not None:
                 known.is_local = False

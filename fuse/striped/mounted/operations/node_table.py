@@ -48,10 +48,10 @@ class Wish(Struct, eq=False):
 class NodeTable:
     """All nodes and handles."""
 
-    def __init__(self, root: FileStatus, now_s: float, journal: Journal | None = None) -> None:
+    def __init__(self, root: FileStatus, journal: Journal | None = None) -> None:
         """With a journal, `start_journal` must follow."""
         self._journal = journal
-        self.root = Node(ROOT_NODE, None, "", root, now_s)
+        self.root = Node(ROOT_NODE, None, "", root)
         self.by_id: dict[int, Node] = {ROOT_NODE: self.root}
         self.handles: dict[int, Handle] = {}
         self._by_name: dict[int, dict[str, Node]] = {}
@@ -171,9 +171,9 @@ class NodeTable:
         writing = self._writing.get((node.parent.id, node.name), ())
         return node.writer() is not None or any(other.handles for other in writing)
 
-    def add_writing(self, parent: Node, name: str, status: FileStatus, now_s: float) -> Node:
+    def add_writing(self, parent: Node, name: str, status: FileStatus) -> Node:
         """Make a node for a writer of the file `name`."""
-        node = Node(next(self._ids), parent, name, status, now_s, is_writing=True)
+        node = Node(next(self._ids), parent, name, status, is_writing=True)
         found = self.child(parent, name)
         if found is not None:
             node.inode = found.inode or found.id
@@ -202,9 +202,7 @@ class NodeTable:
         self._note_wish(key)
         return True
 
-    def look_up_own(
-        self, parent: Node, name: str, thread: int, status: FileStatus, seen_s: float
-    ) -> Node | None:
+    def look_up_own(self, parent: Node, name: str, thread: int, status: FileStatus) -> Node | None:
         """Return a node of its own for a thread that looks a name up because it wants to write."""
         wish = self._wishes.get((thread, name)) if thread else None
         if wish is None or status.is_dir:
@@ -214,7 +212,7 @@ class NodeTable:
             return None
         own = wish.own
         if own is None or own.parent is not parent:
-            own = wish.own = self.add_writing(parent, name, status, seen_s)
+            own = wish.own = self.add_writing(parent, name, status)
             own.is_wanted = True
             self.note_node(own)
             self._note_wish((thread, name))
@@ -294,12 +292,12 @@ class NodeTable:
         if not names:
             self._by_name.pop(parent.id, None)
 
-    def add(self, parent: Node, name: str, status: FileStatus, now_s: float) -> Node:
+    def add(self, parent: Node, name: str, status: FileStatus) -> Node:
         """A new node for a name; the one that had it before is detached."""
         old = self.child(parent, name)
         if old is not None:
             self.detach(old)
-        node = Node(next(self._ids), parent, name, status, now_s)
+        node = Node(next(self._ids), parent, name, status)
         for writing in self.writing(parent, name):
             if writing.status.identity == status.identity:
                 # The kernel forgot the node that had the name before.

@@ -30,8 +30,6 @@ class Node(Struct, eq=False):
     name: str
     status: FileStatus
     """As last seen."""
-    seen_s: float
-    """When, by the monotonic clock."""
     is_local: bool = False
     """A file that was created here and never published: no other node sees it."""
     is_writing: bool = False

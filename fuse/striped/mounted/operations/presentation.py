@@ -7,7 +7,7 @@ import stat
 
 from msgspec import Struct
 
-from bootseer.fuse.kernel.operations import Attributes, Entry, Opened
+from bootseer.fuse.kernel.operations import Attributes, Opened
 from bootseer.fuse.striped.mounted.operations.nodes import Handle, Node
 from bootseer.fuse.striped.writing.writer import FileWriter
 
@@ -22,22 +22,6 @@ class Ownership(Struct, frozen=True):
     uid: int
     gid: int
     umask: int = 0o022
-
-
-def left_s(node: Node, now_s: float) -> float:
-    """Return for how long what was seen of a node may still be shown."""
-    return max(0.0, node.seen_s + CACHE_S - now_s)
-
-
-def attributes_ttl_s(node: Node, now_s: float, *, is_quiet: bool, is_written: bool) -> float:
-    """How long the kernel may keep the attributes; `is_quiet`: whether no file is written,
-    `is_written`: whether this one is.
-
-    A file that is published changes the time of its directory behind the kernel's back, and `tar`
-    takes what it then sees late for a change while it reads.
-    """
-    may_change = is_written or node.is_writing or (node.status.is_dir and not is_quiet)
-    return 0.0 if may_change else left_s(node, now_s)
 
 
 def attributes_of(node: Node, owner: Ownership, writer: FileWriter | None = None) -> Attributes:
@@ -64,20 +48,6 @@ def attributes_of(node: Node, owner: Ownership, writer: FileWriter | None = None
         mtime_ns=times,
         ctime_ns=times,
         inode=node.inode,
-    )
-
-
-def entry_of(
-    node: Node, owner: Ownership, now_s: float, *, is_quiet: bool, is_written: bool
-) -> Entry:
-    """The answer to a lookup."""
-    # A file that only this mount knows may vanish without the kernel hearing of it, and one that is
-    # written here means another node as soon as it is published.
-    may_change = is_written or node.is_local or node.is_writing
-    return Entry(
-        attributes_of(node, owner),
-        0.0 if may_change else left_s(node, now_s),
-        attributes_ttl_s(node, now_s, is_quiet=is_quiet, is_written=is_written),
     )
 
 

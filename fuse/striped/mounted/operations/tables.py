@@ -7,7 +7,6 @@ guards the tables only, never I/O.
 
 import contextlib
 import errno
-import math
 import os
 import threading
 import time
@@ -24,8 +23,6 @@ from bootseer.fuse.striped.mounted.operations.presentation import (
     CACHE_S,
     Ownership,
     attributes_of,
-    attributes_ttl_s,
-    entry_of,
 )
 from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
 from bootseer.fuse.striped.storage import StripedStorage
@@ -69,14 +66,12 @@ class MountTables(Operations):
         self._passes_files = passes_files
         self._maps_direct_io = maps_direct_io
         self._request_count = 0
-        self._published_s = -math.inf
-        """When a file was published last."""
         self._inherited: set[int] = set()
         """Nodes that a predecessor of this process named and the kernel has not forgotten."""
         self._clock = clock
         self._lock = threading.RLock()
         root = FileStatus("", True, 0, time.time_ns(), "")
-        self._nodes = NodeTable(root, clock(), journal)
+        self._nodes = NodeTable(root, journal)
         self._listings = Listings(CACHE_S)
         self._waiting = threading.BoundedSemaphore(_WAITING_MAX)
         """Held by who waits for a release: threads must be left to serve that."""
@@ -144,7 +139,7 @@ class MountTables(Operations):
         except NotFoundError:
             return None, now_s
 
-    def _settle(self, directory: Node, name: str, status: FileStatus, seen_s: float) -> Node:
+    def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
         """The node for what was just seen under a name; the lock is held."""
         known = self._nodes.child(directory, name)
         if known is not None and known.is_local:
@@ -156,28 +151,39 @@ class MountTables(Operations):
             or known.status.is_dir != status.is_dir
             or known.status.identity != status.identity
         ):
-            return self._nodes.add(directory, name, status, seen_s)
-        known.status, known.seen_s = status, seen_s
+            return self._nodes.add(directory, name, status)
+        known.status = status
         known.is_forgotten = False
         return known
 
-    def _entry(self, node: Node) -> Entry:
-        return entry_of(
-            node,
-            self._owner,
-            self._clock(),
-            is_quiet=self._is_quiet(),
-            is_written=self._nodes.is_written(node),
-        )
+    def _entry(self, node: Node, seen_s: float | None = None) -> Entry:
+        """Return the answer to a lookup. `seen_s`: when the storage was asked; now by default."""
+        attributes, ttl_s = self._shown(node, seen_s)
+        # A file that only this mount knows may vanish without the kernel hearing of it.
+        return Entry(attributes, 0.0 if node.is_local else ttl_s, ttl_s)
 
-    def _shown(self, node: Node, writer: FileWriter | None = None) -> tuple[Attributes, float]:
-        ttl_s = attributes_ttl_s(
-            node,
-            self._clock(),
-            is_quiet=self._is_quiet(),
-            is_written=self._nodes.is_written(node),
-        )
-        return attributes_of(node, self._owner, writer), ttl_s
+    def _shown(
+        self, node: Node, seen_s: float | None = None, writer: FileWriter | None = None
+    ) -> tuple[Attributes, float]:
+        """Return attributes, and for how long the kernel may show them.
+
+        A file that is written here means another node as soon as it is published.
+        """
+        attributes = attributes_of(node, self._owner, writer)
+        if node.is_writing or self._nodes.is_written(node):
+            return attributes, 0.0
+        age_s = self._clock() - seen_s if seen_s is not None else 0.0
+        return attributes, max(0.0, CACHE_S - age_s)
+
+    def _forget_attributes(self, directory: Node) -> None:
+        """Let the kernel ask for the attributes of a directory again.
+
+        A file that is published changes the time of its directory behind the kernel's back, and
+        `tar` takes what it then sees late for a change while it reads.
+        """
+        if self.forget_pages is not None:
+            with contextlib.suppress(BootseerError):
+                self.forget_pages(directory.id, -1, 0)
 
     def _own_unseen(self, node: Node) -> None:
         """As `_own_node`, for a thread in a pid namespace that cannot be seen from here.
@@ -210,12 +216,6 @@ class MountTables(Operations):
             raise refuse(errno.ESTALE, node.path)
         if not node.is_local and not node.is_writing:
             self._nodes.make_writing(node)
-
-    def _is_quiet(self) -> bool:
-        """Whether no file is being written, or was until a moment ago."""
-        if self._clock() - self._published_s < CACHE_S:
-            return False
-        return next(self._nodes.writers(), None) is None
 
     def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
         """The one that what is written through `handle` goes to."""
