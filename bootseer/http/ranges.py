@@ -29,6 +29,7 @@ from bootseer.transfer.plan import Chunk, Priority, covering
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
 
 _RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
+_NO_RANGE = re.compile("bytes [*]/([0-9]{1,19})")
 _SIZE = re.compile("[0-9]{1,19}")
 _PIECE_BYTES = 2**20
 PART_BYTES = 8 * 2**20
@@ -57,8 +58,9 @@ class Range(Closing):
         blame: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the answer to a request for the bytes [start, end) of the file `name`, to its end
-        where `end` is None. `size_bytes`: of the file, where that is known; `blame` is called when
-        the server that answered turns out to be late, or to break off.
+        where `end` is None. There are none where it begins behind the file's end (416).
+        `size_bytes`: of the file, where that is known; `blame` is called when the server that
+        answered turns out to be late, or to break off.
 
         Raises: CorruptError for the answer to another question.
         """
@@ -67,7 +69,8 @@ class Range(Closing):
         self.blame = blame
         self.is_partial = response.status == 206
         """Whether the server understands ranges; else it begins at the file's start."""
-        length = response.headers.get("Content-Length", "")
+        is_behind = response.status == 416
+        length = response.headers.get("Content-Length", "") if not is_behind else ""
         total = int(length) if _SIZE.fullmatch(length) else None
         is_right = True
         if self.is_partial:
@@ -76,8 +79,14 @@ class Range(Closing):
             total = int(found[3]) if found and found[3] != "*" else None
             is_right = first == start <= last and (end is None or last < end)
             end = last + 1 if size_bytes is None else end
+        elif is_behind:
+            found = _NO_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            total = int(found[1]) if found else None
+            is_right, end = total is None or total <= start, start
         elif total is not None:
             end = total if end is None else min(end, total)
+        self.total_bytes = total
+        """How large the file is; None where the server does not say."""
         if size_bytes is not None and total is not None:
             is_right = is_right and size_bytes == total
         if not is_right:

@@ -68,6 +68,10 @@ def _loaded(scheme: str) -> _Open:
         from bootseer.store.buckets.backend import BucketBackend
 
         return BucketBackend
+    if scheme in ("http", "https"):
+        from bootseer.store.web import WebBackend
+
+        return WebBackend
     from bootseer.store.generic.backend import FsspecBackend
 
     return lambda url, *, deadline_s: FsspecBackend(url, deadline_s=deadline_s)
@@ -75,7 +79,7 @@ def _loaded(scheme: str) -> _Open:
 
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
     """The backend for `url`: a bare path, `file://`, `hdfs://`, `oci://` (beside an image in a
-    registry), or any fsspec URL.
+    registry), a bucket's, `https://` (only read), or any other fsspec URL.
 
     Nothing is created and a server is not asked before the first operation. `deadline_s`: no call
     waits longer without progress, where the backend decides and the URL does not say.

@@ -55,6 +55,9 @@ class StarvingServer(Closing):
         found = _RANGE.fullmatch(handler.headers.get("Range", ""))
         start = int(found[1]) if found else 0
         end = min(int(found[2]) + 1 if found and found[2] else len(self.data), len(self.data))
+        if start >= end:
+            handler.reply(416, b"", **{"Content-Range": f"bytes */{len(self.data)}"})
+            return
         handler.send_response(206 if found else 200)
         handler.send_header("Content-Length", str(end - start))
         handler.send_header("Accept-Ranges", "bytes")

@@ -1,13 +1,12 @@
-"""Any other fsspec URL (`memory://`, `http://`, `sftp://`, ...) as a backend.
+"""Any other fsspec URL (`memory://`, `sftp://`, `webhdfs://`, ...) as a backend.
 
 Owns what is promised there. An object appears whole, by the file system's own put when it is
 closed. Exclusive creation is as atomic as the file system's `create` mode, and is decided by
 `close`. Rename is a copy and a delete, so not atomic.
 
 Every call ends by the deadline, whatever the file system's own time-outs are: when nothing has come
-or gone for so long, or less than the floor (`bootseer.transfer.pace`, HTTP). What is sent or
-copied by one request, of which nothing is seen before its end, may take longer by
-`_SLOWEST_BYTES_PER_S`. Thread-safe as far as the fsspec file system is.
+or gone for so long. What is sent or copied by one request, of which nothing is seen before its end,
+may take longer by `_SLOWEST_BYTES_PER_S`. Thread-safe as far as the fsspec file system is.
 """
 
 import contextlib
@@ -35,11 +34,9 @@ from bootseer.errors import (
 from bootseer.http.transport import retry_after_s
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
-from bootseer.store.generic.ranged import comes_in_pieces, read_pieces, read_whole
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pace import STALL_S
 from bootseer.transfer.policy import is_transient
 
 Result = TypeVar("Result")
@@ -68,13 +65,11 @@ class FsspecBackend(Folder, Backend):
         self.url = public_url(url)
         protocol = split_scheme(url)
         self._deadline_s = deadline_s or _DEADLINE_S
-        self._stall_s = min(STALL_S, self._deadline_s)
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-fsspec")
         self._is_memory = protocol == "memory"
         self._guard: Any = _MEMORY_LOCK if self._is_memory else contextlib.nullcontext()
         self._fs, root = self._opened(url, dict(options or {}))
         self._root = str(root).rstrip("/")
-        self._comes_in_pieces = comes_in_pieces(self._fs)
         self.traits = Traits(one_step_replace=self._is_memory)
 
     def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -143,10 +138,6 @@ class FsspecBackend(Folder, Backend):
                 raise FileNotFoundError(full)
             return b""
         end = None if length is None else offset + length
-        if self._comes_in_pieces:
-            with self._nothing_behind_end(full, offset):
-                return read_whole(self._fs, full, offset, end, call, self._stall_s)
-            return b""
         pieces: list[bytes] = []
         while end is None or offset < end:
             # The memory's own lock is held: all of it belongs to one generation.
@@ -163,24 +154,9 @@ class FsspecBackend(Folder, Backend):
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        if not buffer or not self._comes_in_pieces or offset < 0:
-            data = self.read(path, offset, len(buffer))
-            (attempt or Attempt()).put(0, buffer, data)
-            return len(data)
-        full = self._full(path)
-        told = attempt or Attempt()
-
-        def fill(call: Call[Any]) -> int:
-            with self._nothing_behind_end(full, offset):
-                return read_pieces(self._fs, full, offset, buffer, told, call, self._stall_s)
-            return 0
-
-        try:
-            return self._run("read", path, fill)
-        except BaseException:
-            # Whatever still comes must not touch the buffer of who does something else with it.
-            told.stop()
-            raise
+        data = self.read(path, offset, len(buffer))
+        (attempt or Attempt()).put(0, buffer, data)
+        return len(data)
 
     @contextlib.contextmanager
     def _nothing_behind_end(self, full: str, offset: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Ranges that are late or break: asked for on another connection, behind the bytes that came.
 
-The servers are real: HTTP on loopback, through the registry's client and through fsspec."""
+The servers are real: HTTP on loopback, through the registry's client and as a store."""
 
 import os
 import random
@@ -16,7 +16,6 @@ from bootseer.registry.client import RegistryClient
 from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host
 from bootseer.store import open_backend
-from bootseer.store.generic.backend import FsspecBackend
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.executor import Executor
 from bootseer.transfer.pending import Reader
@@ -52,7 +51,7 @@ def by_registry(server: StarvingServer) -> tuple[Reader, Callable[[], None]]:
 
 
 def by_http(server: StarvingServer) -> tuple[Reader, Callable[[], None]]:
-    backend = FsspecBackend(server.url)
+    backend = open_backend(server.url)
     return backend.read_into, backend.close
 
 
@@ -222,7 +221,7 @@ def test_a_range_of_s3_goes_on_behind_the_bytes_that_came(
 def test_ranges_of_http_read_as_by_the_whole() -> None:
     data = os.urandom(300_000)
     with StarvingServer(data) as server:
-        backend = FsspecBackend(server.url)
+        backend = open_backend(server.url)
         for offset, length in [(0, 10), (1, 299_999), (299_990, 100), (300_000, 5), (400_000, 5)]:
             buffer = bytearray(length)
             count = backend.read_into("file", offset, memoryview(buffer), Attempt())

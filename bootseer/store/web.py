@@ -1,0 +1,308 @@
+"""Files of a web server (`http://`, `https://`) as a backend that is only read.
+
+A web server serves a copy of a store: objects by their names, and ranges of them. A folder is what
+the server redirects to the same name with "/"; what is in it is read from the links of the page
+that it shows for it (nginx, Apache, Python's http.server). Nothing is written.
+
+Each call's head must come within the deadline; a body that is silent, or of which less than the
+floor comes (`bootseer.transfer.pace`), is given up. Redirects are followed by the rules of
+`bootseer.http`: a login in the URL reaches this server alone, and nobody leads inwards.
+
+Thread-safe.
+"""
+
+import base64
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from html.parser import HTMLParser
+from typing import NoReturn, TypeVar
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from bootseer.base.patience import PATIENCE
+from bootseer.base.redact import public_url
+from bootseer.errors import (
+    BootseerError,
+    DeadlineError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from bootseer.http.ranges import Range
+from bootseer.http.transport import Response, Server, Transport
+from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
+from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
+from bootseer.store.paths import Folder, split_path
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import STALL_S
+from bootseer.transfer.policy import REQUEST, Attempts, is_transient
+
+Result = TypeVar("Result")
+
+_DEADLINE_S = 60.0
+# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+_THREADS_MAX = 128
+_PIECE_BYTES = 1 << 20
+_NO_HEAD = (405, 501)
+_PAGE_BYTES_MAX = 16 << 20
+# Of a page that names a million files: each is asked for once.
+_ENTRIES_MAX = 100_000
+_LOOKS_AT_ONCE = 8
+
+
+class WebBackend(Folder, Backend):
+    """Files beneath one URL of a web server."""
+
+    traits = Traits()
+
+    def __init__(self, url: str, deadline_s: float | None = None) -> None:
+        self.url = public_url(url).rstrip("/")
+        self._deadline_s = deadline_s or _DEADLINE_S
+        self._stall_s = min(STALL_S, self._deadline_s)
+        try:
+            parts = urlsplit(url)
+            login, _, netloc = parts.netloc.rpartition("@")
+            parts.port  # noqa: B018  # raises where it is no number
+        except ValueError:
+            parts, login, netloc = urlsplit(""), "", ""
+        if not parts.hostname:
+            raise InvalidInputError(f"{self.url} names no server; write https://host/folder")
+        self._root = f"{parts.scheme.lower()}://{netloc}{parts.path.rstrip('/')}"
+        self._query = f"?{parts.query}" if parts.query else ""
+        self._own = {}
+        if login:
+            login_bytes = unquote(login).encode(errors="replace")
+            encoded = base64.b64encode(login_bytes).decode()
+            self._own = {"Authorization": f"Basic {encoded}"}
+        server = Server(
+            netloc,
+            f"{parts.scheme.lower()}://{netloc}",
+            ca_advice="name the file of its authority in SSL_CERT_FILE",
+        )
+        self._transport = Transport(server, self._deadline_s)
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-web")
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def _url_of(self, path: str, *, is_folder: bool = False) -> str:
+        names = (quote(os.fsencode(name), safe="") for name in split_path(path))
+        return "/".join((self._root, *names)) + ("/" if is_folder or not path else "") + self._query
+
+    def _open(
+        self,
+        method: str,
+        verb: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        is_folder: bool = False,
+    ) -> Response:
+        """Return the answer to one request if its status is 200, 206, 416 or one of `_NO_HEAD`.
+
+        Close it. Raises: BootseerError.
+        """
+        what = f"{verb} {self._name(path)}"
+        url = self._url_of(path, is_folder=is_folder)
+
+        def ask(call: Call[Response]) -> Response:
+            response = self._transport.follow(method, url, headers, own_headers=self._own)
+            with call.handover:
+                if call.abandoned:
+                    response.close()
+            return response
+
+        try:
+            response = self._caller.run(ask, self._deadline_s)
+        except NoAnswerError as error:
+            raise DeadlineError(f"cannot {what}: {error}") from error
+        except BootseerError as error:
+            raise type(error)(f"cannot {what}: {error}") from error
+        if response.status in (200, 206, 416) or (method == "HEAD" and response.status in _NO_HEAD):
+            return response
+        response.close()
+        raise _refusal(response, what)
+
+    def _again(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns, which is called again after a failure that may pass."""
+        attempts = Attempts(REQUEST, self._deadline_s)
+        while True:
+            try:
+                return work()
+            except BootseerError as error:
+                pause_s = attempts.pause_s(error)
+                if pause_s is None:
+                    raise
+                time.sleep(pause_s)
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def stat(self, path: str) -> FileInfo:
+        def look() -> FileInfo:
+            with self._open("HEAD", "look at", path, {}) as response:
+                if _is_folder(response):
+                    return FileInfo(path, 0, 0, True)
+                size = response.headers.get("Content-Length", "")
+                if response.status == 200 and size.isdecimal() and len(size) < 20:
+                    return FileInfo(path, int(size), _modified_ns(response), False)
+            with self._get("look at", path, 0, 1) as found:
+                if found.total_bytes is None:
+                    raise UnavailableError(
+                        f"cannot look at {self._name(path)}: the server does not say its size"
+                    )
+                return FileInfo(path, found.total_bytes, 0, False)
+
+        return self._again(look)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if offset < 0 or (length is not None and length < 0):
+            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
+        if length == 0:
+            if self.stat(path).is_dir:
+                raise InvalidInputError(f"cannot read {self._name(path)}: it is a folder")
+            return b""
+        end = None if length is None else offset + length
+
+        def read() -> bytes:
+            # All of it by one request, so that it is of one generation.
+            with self._get("read", path, offset, end) as found:
+                return b"".join(self._pieces(found))
+
+        return self._again(read)
+
+    def read_into(
+        self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
+    ) -> int:
+        if not buffer or offset < 0:
+            data = self.read(path, offset, len(buffer))
+            (attempt or Attempt()).put(0, buffer, data)
+            return len(data)
+        with self._get("read", path, offset, offset + len(buffer)) as found:
+            return self._in_vain(
+                lambda: found.read_into(buffer, attempt or Attempt(), self._stall_s)
+            )
+
+    def _get(self, verb: str, path: str, start: int, end: int | None) -> Range:
+        """Ask once for the bytes [start, end) of a file, to its end where `end` is None."""
+        headers = {}
+        if start or end is not None:
+            headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        response = self._open("GET", verb, path, headers)
+        if _is_folder(response):
+            response.close()
+            raise InvalidInputError(f"cannot {verb} {self._name(path)}: it is a folder")
+        return Range(response, self._name(path), start, end)
+
+    def _pieces(self, found: Range) -> Iterator[bytes]:
+        while data := self._in_vain(
+            lambda: found.read(_PIECE_BYTES, silence_s=self._stall_s, stall_s=self._stall_s)
+        ):
+            yield data
+
+    def _in_vain(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns; what it waits for nothing counts as this process's wait."""
+        began_s = time.monotonic()
+        try:
+            return work()
+        except (DeadlineError, UnavailableError):
+            PATIENCE.spend(time.monotonic() - began_s)
+            raise
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        def look() -> tuple[str, bytes]:
+            with self._open("GET", "list", path, {}, is_folder=True) as response:
+                return response.url, response.read_all(_PAGE_BYTES_MAX, self._deadline_s)
+
+        url, page = self._again(look)
+        prefix = f"{path}/" if path else ""
+        names = _names_in(page.decode(errors="replace"), url)
+        found = [FileInfo(prefix + name, 0, 0, True) for name, is_dir in names.items() if is_dir]
+        files = [prefix + name for name, is_dir in names.items() if not is_dir]
+        # A page says nothing that could be relied on about sizes and times.
+        with ThreadPoolExecutor(_LOOKS_AT_ONCE, "bootseer-web-list") as pool:
+            found += pool.map(self.stat, files)
+        return iter(sorted(found, key=lambda info: info.path))
+
+    # ---- what a web server does not do --------------------------------------------------------
+
+    def _refuse(self, verb: str, path: str) -> NoReturn:
+        raise PermissionDeniedError(
+            f"cannot {verb} {self._name(path)}: what a web server serves is only read; give the "
+            "URL of the store itself to write to it"
+        )
+
+    def create(self, path: str, *, overwrite: bool = False) -> Writer:
+        self._refuse("write", path)
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        self._refuse("rename", source)
+
+    def mkdir(self, path: str) -> None:
+        self._refuse("create", path)
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        self._refuse("delete", path)
+
+    def space(self) -> Space | None:
+        """None: a web server does not tell."""
+        return None
+
+    def close(self) -> None:
+        """Release connections and threads. Idempotent."""
+        self._transport.close()
+        self._caller.close()
+
+
+def _refusal(response: Response, what: str) -> BootseerError:
+    """Return the error that the status of an answer means."""
+    status, server = response.status, response.server
+    if status in (404, 410):
+        return NotFoundError(f"cannot {what}: it does not exist")
+    if is_transient(status):
+        return response.unavailable(f"cannot {what}: {server} answered {status}")
+    if status in (401, 403, 407):
+        return PermissionDeniedError(f"cannot {what}: {server} refuses it ({status})")
+    return UnavailableError(f"cannot {what}: {server} answered {status}")
+
+
+def _is_folder(response: Response) -> bool:
+    return urlsplit(response.url).path.endswith("/")
+
+
+def _modified_ns(response: Response) -> int:
+    try:
+        return int(parsedate_to_datetime(response.headers["Last-Modified"]).timestamp() * 1e9)
+    except (KeyError, ValueError, TypeError, OverflowError):
+        return 0
+
+
+def _names_in(page: str, url: str) -> dict[str, bool]:
+    """Return the names directly below the folder at `url` that its page links to, and whether each
+    is a folder. Links to other places are left out."""
+    folder = url.partition("?")[0]
+    names: dict[str, bool] = {}
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            link = dict(attrs).get("href") if tag == "a" else None
+            if not link or len(names) >= _ENTRIES_MAX:
+                return
+            try:
+                target = urljoin(folder, link)
+            except ValueError:
+                return
+            if not target.startswith(folder) or "?" in link:
+                return
+            quoted = target[len(folder) :].partition("#")[0]
+            name = unquote(quoted.removesuffix("/"), errors="surrogateescape")
+            try:
+                is_name = len(split_path(name)) == 1
+            except InvalidInputError:
+                return
+            if is_name:
+                names[name] = quoted.endswith("/")
+
+    Links().feed(page)
+    return names
