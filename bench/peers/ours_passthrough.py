@@ -8,9 +8,9 @@ Serves in the foreground until unmounted or terminated.
 import argparse
 from pathlib import Path
 
-from bootseer.fuse.kernel.foreground import serve
 from bootseer.fuse.kernel.options import MountOptions
 from testbed.mounts.flat_directory import FlatDirectory, Mode
+from testbed.mounts.serving import serve
 
 
 def main() -> None:

@@ -149,8 +149,3 @@ class BackingFiles:
             fcntl.ioctl(self._device, wire.IOC_BACKING_CLOSE, wire.BACKING_ID.pack(backing_id))
         except OSError as error:
             log.debug("cannot close backing id %d: %s", backing_id, error)
-
-    def open_counts(self) -> dict[int, tuple[int, int]]:
-        """node -> (backing id, opens), of this moment."""
-        with self._lock:
-            return {node: self._read(slot)[1:] for node, slot in self._slots.items()}

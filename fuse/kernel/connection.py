@@ -24,14 +24,8 @@ class InitRequest(Struct, frozen=True):
 class Connection(Struct, frozen=True):
     """The facts both sides agreed on; they hold until the file system is unmounted."""
 
-    kernel_minor: int
-    minor: int
     flags: int
     max_write_bytes: int
-    max_readahead_bytes: int
-    max_pages: int
-    offered: int
-    """Every flag that the kernel offered, with those that were not taken."""
 
     @property
     def passthrough(self) -> bool:
@@ -47,11 +41,6 @@ class Connection(Struct, frozen=True):
     def times_out(self) -> bool:
         """Returns whether the kernel gives up a request that is not answered (7.43)."""
         return bool(self.flags & wire.REQUEST_TIMEOUT)
-
-    @property
-    def expire_only(self) -> bool:
-        """Whether an entry can be expired without being dropped (7.38)."""
-        return bool(self.flags & wire.HAS_EXPIRE_ONLY)
 
     @property
     def direct_io_mmap(self) -> bool:
@@ -87,10 +76,10 @@ def wanted_flags(options: MountOptions) -> int:
         | wire.PARALLEL_DIROPS
         | wire.ABORT_ERROR
         | wire.MAX_PAGES
+        | wire.CACHE_SYMLINKS
         | wire.INIT_EXT
         | wire.NO_OPEN_SUPPORT
         | wire.NO_OPENDIR_SUPPORT
-        | wire.HAS_EXPIRE_ONLY
         | wire.DIRECT_IO_ALLOW_MMAP
         | wire.HAS_RESEND
     )
@@ -99,9 +88,7 @@ def wanted_flags(options: MountOptions) -> int:
     wanted |= wire.AUTO_INVAL_DATA if options.invalidate_on_change else wire.EXPLICIT_INVAL_DATA
     optional = (
         (options.read_directory_plus, wire.DO_READDIRPLUS | wire.READDIRPLUS_AUTO),
-        (options.cache_symlinks, wire.CACHE_SYMLINKS),
         (options.atomic_truncate, wire.ATOMIC_O_TRUNC),
-        (options.clear_privileges, wire.HANDLE_KILLPRIV_V2),
         (options.passthrough, wire.PASSTHROUGH),
         (options.kernel_deadline_s > 0, wire.REQUEST_TIMEOUT),
     )
@@ -153,13 +140,4 @@ def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, 
         1 if flags & wire.PASSTHROUGH else 0,
         options.kernel_deadline_s if flags & wire.REQUEST_TIMEOUT else 0,
     )
-    facts = Connection(
-        kernel_minor=request.minor,
-        minor=minor,
-        flags=flags,
-        max_write_bytes=max_write_bytes,
-        max_readahead_bytes=max_readahead_bytes,
-        max_pages=max_pages,
-        offered=request.flags,
-    )
-    return facts, reply
+    return Connection(flags, max_write_bytes), reply

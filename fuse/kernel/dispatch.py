@@ -1,26 +1,117 @@
-"""From a request's bytes to one call of `Operations`, and from its result to the reply's bytes.
+"""Answering requests: from a request's bytes to one call of `Operations`, and to the reply's bytes.
 
-Alone translates between protocol and interface, and turns exceptions into errnos; requests for
-names are in `name_requests`, and READ, WRITE and INTERRUPT the session's (it has the buffers). No
-I/O of its own but the passthrough ioctls. Thread-safe: called from every server thread.
+Translates between protocol and interface, turns exceptions into errnos, and counts the lookups that
+the kernel was told of. READ, WRITE and INTERRUPT are the session's, which has the buffers. No I/O
+but the passthrough ioctls. Thread-safe: called from every server thread.
 """
 
 import errno
 import logging
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeAlias
+
+from msgspec import Struct
 
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import ORDINARY, BackingFiles
-from bootseer.fuse.kernel.lookups import LookupCounts
-from bootseer.fuse.kernel.name_requests import EMPTY, Answer, Handler, NameRequests
-from bootseer.fuse.kernel.operations import Caller, Entry, Opened, Operations
+from bootseer.fuse.kernel.operations import Caller, DirectoryEntry, Entry, Opened, Operations
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 # The kernel refuses a reply whose error is not in this range (fuse_dev_do_write).
 _ERRNO_MAX = 511
+_TYPE_DIRECTORY = 0o040000
+_COOKIE_DOT, _COOKIE_DOT_DOT = 1, 2
+# Requests that no file system of ours can do. After ENOSYS the kernel asks no more: then it answers
+# EOPNOTSUPP to xattrs by itself, and access(2) succeeds. Opcodes that are not listed get ENOSYS.
+_REFUSED = {
+    wire.SYMLINK: errno.EPERM,
+    wire.MKNOD: errno.EPERM,
+    wire.LINK: errno.EPERM,
+    wire.FALLOCATE: errno.EOPNOTSUPP,
+    wire.SETXATTR: errno.ENOSYS,
+    wire.REMOVEXATTR: errno.ENOSYS,
+    wire.ACCESS: errno.ENOSYS,
+}
+
+
+class Answer(Struct):
+    """A reply that is ready to be sent."""
+
+    body: bytes = b""
+    error: int = 0
+    undelivered: Callable[[], None] | None = None
+    """Called if the kernel no longer wants the reply: undoes what the request did."""
+    afterwards: Callable[[], None] | None = None
+    """Called once the reply is sent."""
+
+
+EMPTY = Answer()
+
+Handler: TypeAlias = Callable[[Caller, int, memoryview], Answer | None]
+"""Takes the caller, the node and the bytes behind the header."""
+
+
+class LookupCounts:
+    """The number of references to each node that the kernel holds. Thread-safe.
+
+    `dropped(node)` is called once the kernel cannot name the node any more. A node whose count
+    falls to zero while another thread is just looking names up may be that thread's answer, not
+    counted yet; so `dropped` waits until no lookup is under way.
+    """
+
+    def __init__(self, dropped: Callable[[int], None]) -> None:
+        self._dropped = dropped
+        self._lock = threading.Lock()
+        self._counts: dict[int, int] = {}
+        self._lookups_under_way = 0
+        self._zero: set[int] = set()
+
+    def begin(self) -> None:
+        """Note that a request that may name nodes starts."""
+        with self._lock:
+            self._lookups_under_way += 1
+
+    def end(self, nodes: Iterable[int] = ()) -> None:
+        """Note that the request ended, and that its reply names `nodes`.
+
+        Call before the reply is sent: the kernel may forget a node as soon as it knows it.
+        """
+        with self._lock:
+            self._lookups_under_way -= 1
+            counts = self._counts
+            for node in nodes:
+                counts[node] = counts.get(node, 0) + 1
+            if self._zero:
+                self._drop_unused()
+
+    def forget(self, node: int, count: int) -> None:
+        """Note that the kernel dropped `count` references, or did not get a reply with them.
+
+        Nodes that are not known are tolerated: a restarted server has lost its counts.
+        """
+        with self._lock:
+            left = self._counts.get(node, 0) - count
+            if left > 0:
+                self._counts[node] = left
+            elif self._counts.pop(node, None) is not None:
+                self._zero.add(node)
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        # With the lock held: a lookup that began now could be answered with such a node.
+        if self._lookups_under_way or not self._zero:
+            return
+        for node in self._zero:
+            if node not in self._counts:
+                self._dropped(node)
+        self._zero.clear()
 
 
 class Dispatcher:
@@ -28,39 +119,46 @@ class Dispatcher:
 
     def __init__(self, operations: Operations, backing: BackingFiles | None) -> None:
         self.operations = operations
-        self.backing = backing
-        self.lookups = LookupCounts(operations.dropped)
-        self._names = NameRequests(operations, self.lookups)
+        self._backing = backing
+        self._lookups = LookupCounts(operations.dropped)
         self._reported: set[tuple[int, type[BaseException], int]] = set()
         self._handlers: dict[int, Handler] = {
-            **self._names.handlers(),
+            wire.LOOKUP: self._lookup,
+            wire.FORGET: self._forget,
+            wire.BATCH_FORGET: self._batch_forget,
             wire.GETATTR: self._getattr,
             wire.SETATTR: self._setattr,
             wire.READLINK: self._readlink,
+            wire.MKDIR: self._mkdir,
+            wire.UNLINK: self._unlink,
+            wire.RMDIR: self._rmdir,
+            wire.RENAME: self._rename,
+            wire.RENAME2: self._rename2,
             wire.OPEN: self._open,
             wire.CREATE: self._create,
-            wire.STATFS: self._statfs,
             wire.RELEASE: self._release,
             wire.FLUSH: self._flush,
             wire.FSYNC: self._fsync,
-            wire.ACCESS: self._access,
-            wire.FALLOCATE: self._fallocate,
             wire.LSEEK: self._lseek,
-            wire.SETXATTR: self._setxattr,
+            wire.OPENDIR: self._opendir,
+            wire.READDIR: self._readdir,
+            wire.READDIRPLUS: self._readdirplus,
+            wire.RELEASEDIR: self._releasedir,
+            wire.FSYNCDIR: self._fsyncdir,
+            wire.STATFS: self._statfs,
             wire.GETXATTR: self._getxattr,
             wire.LISTXATTR: self._listxattr,
-            wire.REMOVEXATTR: self._removexattr,
             wire.DESTROY: lambda caller, node, body: EMPTY,
         }
 
     def answer(self, opcode: int, caller: Caller, node: int, body: memoryview) -> Answer | None:
-        """The reply to a request, None where the protocol wants none. Never raises.
+        """Return the reply to a request, or None if the protocol wants none. Never raises.
 
-        `body` is what follows the header; it is not used after the call.
+        `body` is the part of the request after the header; it is not used after the call.
         """
         handler = self._handlers.get(opcode)
         if handler is None:
-            return Answer(error=errno.ENOSYS)
+            return Answer(error=_REFUSED.get(opcode, errno.ENOSYS))
         try:
             return handler(caller, node, body)
         # BaseException: extensions written in Rust panic with one that is no Exception.
@@ -71,7 +169,7 @@ class Dispatcher:
             return Answer(error=self.errno_for(opcode, error))
 
     def errno_for(self, opcode: int, error: BaseException) -> int:
-        """Returns the errno to answer with; logs an unforeseen exception once per place."""
+        """Return the errno to answer with. Log an unforeseen exception once per place."""
         if not isinstance(error, OSError | BootseerError):
             self.report(opcode, error)
         code = errno_of(error)
@@ -85,6 +183,69 @@ class Dispatcher:
         if place not in self._reported:
             self._reported.add(place)
             log.error("request with opcode %d failed unexpectedly", opcode, exc_info=error)
+
+    # ---- names ------------------------------------------------------------------------------
+
+    def _lookup(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        name = wire.decode_name(body)
+        return self._counted(self.operations.lookup, caller, node, name)
+
+    def _counted(self, make: Callable[P, Entry], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Call `make`, which names one node, and answer with its entry."""
+        nodes: Sequence[int] = ()
+        self._lookups.begin()
+        try:
+            entry = make(*args, **kwargs)
+            body = wire.encode_entry(entry)
+            if entry.attributes is not None:
+                nodes = (entry.attributes.node,)
+        finally:
+            self._lookups.end(nodes)
+        return Answer(body, undelivered=lambda: self._uncount(nodes))
+
+    def _uncount(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            self._lookups.forget(node, 1)
+
+    def _forget(self, caller: Caller, node: int, body: memoryview) -> None:
+        self._forget_one(node, wire.FORGET_IN.unpack_from(body)[0])
+
+    def _batch_forget(self, caller: Caller, node: int, body: memoryview) -> None:
+        count, _ = wire.BATCH_FORGET_IN.unpack_from(body)
+        records = body[wire.BATCH_FORGET_IN.size :][: count * wire.FORGET_ONE.size]
+        for forgotten, lookups in wire.FORGET_ONE.iter_unpack(records):
+            self._forget_one(forgotten, lookups)
+
+    def _forget_one(self, node: int, count: int) -> None:
+        try:
+            self.operations.forget(node, count)
+        finally:
+            self._lookups.forget(node, count)
+
+    def _mkdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        mode, _ = wire.MKDIR_IN.unpack_from(body)
+        name = wire.decode_name(body[wire.MKDIR_IN.size :])
+        return self._counted(self.operations.mkdir, caller, node, name, mode)
+
+    def _unlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        self.operations.unlink(caller, node, wire.decode_name(body))
+        return EMPTY
+
+    def _rmdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        self.operations.rmdir(caller, node, wire.decode_name(body))
+        return EMPTY
+
+    def _rename(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        (new_parent,) = wire.RENAME_IN.unpack_from(body)
+        name, new_name = wire.decode_two_names(body[wire.RENAME_IN.size :])
+        self.operations.rename(caller, node, name, new_parent, new_name, 0)
+        return EMPTY
+
+    def _rename2(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        new_parent, flags, _ = wire.RENAME2_IN.unpack_from(body)
+        name, new_name = wire.decode_two_names(body[wire.RENAME2_IN.size :])
+        self.operations.rename(caller, node, name, new_parent, new_name, flags)
+        return EMPTY
 
     # ---- attributes -------------------------------------------------------------------------
 
@@ -102,18 +263,8 @@ class Dispatcher:
     def _readlink(self, caller: Caller, node: int, body: memoryview) -> Answer:
         return Answer(self.operations.readlink(caller, node))
 
-    def _access(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        self.operations.access(caller, node, wire.ACCESS_IN.unpack_from(body)[0])
-        return EMPTY
-
     def _statfs(self, caller: Caller, node: int, body: memoryview) -> Answer:
         return Answer(wire.encode_statfs(self.operations.statfs(caller, node)))
-
-    def _setxattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        size, flags = wire.SETXATTR_IN.unpack_from(body)
-        name, _, value = bytes(body[wire.SETXATTR_IN.size :]).partition(b"\0")
-        self.operations.setxattr(caller, node, name, value[:size], flags)
-        return EMPTY
 
     def _getxattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
         size, _ = wire.GETXATTR_IN.unpack_from(body)
@@ -125,16 +276,12 @@ class Dispatcher:
         names = self.operations.listxattr(caller, node)
         return _sized(b"".join(name + b"\0" for name in names), size)
 
-    def _removexattr(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        self.operations.removexattr(caller, node, wire.decode_name(body))
-        return EMPTY
-
     # ---- files ------------------------------------------------------------------------------
 
     def _opened(self, node: int, opened: Opened) -> bytes:
         backing_id = ORDINARY
-        if self.backing is not None:
-            backing_id = self.backing.open(node, opened.passthrough_fd)
+        if self._backing is not None:
+            backing_id = self._backing.open(node, opened.passthrough_fd)
         flags = wire.FOPEN_NOFLUSH if opened.no_flush else 0
         if backing_id != ORDINARY:
             # The kernel accepts no cache flags beside this one (FOPEN_PASSTHROUGH_MASK).
@@ -165,7 +312,7 @@ class Dispatcher:
             made.append((entry.attributes.node, opened))
             return entry
 
-        answer = self._names.counted(make)
+        answer = self._counted(make)
         created, opened = made[0]
         uncount = answer.undelivered
         answer.body += self._opened(created, opened)
@@ -180,12 +327,12 @@ class Dispatcher:
 
     def _cancel_open(self, node: int, handle: int, flags: int) -> None:
         self.operations.cancel_open(node, handle, flags)
-        if self.backing is not None:
-            self.backing.release(node)
+        if self._backing is not None:
+            self._backing.release(node)
 
     def _release(self, caller: Caller, node: int, body: memoryview) -> Answer:
         handle, flags, _, _ = wire.RELEASE_IN.unpack_from(body)
-        backing = self.backing
+        backing = self._backing
         afterwards = None if backing is None else lambda: backing.release(node)
         try:
             self.operations.release(node, handle, flags)
@@ -203,19 +350,63 @@ class Dispatcher:
         self.operations.fsync(caller, node, handle, bool(flags & wire.FSYNC_DATA_ONLY))
         return EMPTY
 
-    def _fallocate(self, caller: Caller, node: int, body: memoryview) -> Answer:
-        handle, offset, length, mode, _ = wire.FALLOCATE_IN.unpack_from(body)
-        self.operations.fallocate(caller, node, handle, offset, length, mode)
-        return EMPTY
-
     def _lseek(self, caller: Caller, node: int, body: memoryview) -> Answer:
         handle, offset, whence, _ = wire.LSEEK_IN.unpack_from(body)
         found = self.operations.lseek(caller, node, handle, offset, whence)
         return Answer(wire.LSEEK_OUT.pack(found))
 
+    # ---- directories ------------------------------------------------------------------------
+
+    def _opendir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        flags, _ = wire.OPEN_IN.unpack_from(body)
+        opened = self.operations.opendir(caller, node, flags)
+        reply_flags = wire.FOPEN_CACHE_DIR if opened.cache_directory else 0
+        reply_flags |= wire.FOPEN_KEEP_CACHE if opened.keep_cache else 0
+        return Answer(
+            wire.OPEN_OUT.pack(opened.handle, reply_flags, 0),
+            undelivered=lambda: self.operations.releasedir(node, opened.handle),
+        )
+
+    def _entries(
+        self, caller: Caller, node: int, handle: int, offset: int, plus: bool
+    ) -> list[DirectoryEntry]:
+        entries = []
+        if offset < _COOKIE_DOT:
+            entries.append(DirectoryEntry(b".", node, _TYPE_DIRECTORY, _COOKIE_DOT))
+        if offset < _COOKIE_DOT_DOT:
+            entries.append(DirectoryEntry(b"..", node, _TYPE_DIRECTORY, _COOKIE_DOT_DOT))
+        after = 0 if offset <= _COOKIE_DOT_DOT else offset
+        entries += self.operations.readdir(caller, node, handle, after, plus)
+        return entries
+
+    def _readdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        handle, offset, size, *_ = wire.READ_IN.unpack_from(body)
+        entries = self._entries(caller, node, handle, offset, False)
+        return Answer(wire.encode_directory(entries, size, False)[0])
+
+    def _readdirplus(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        handle, offset, size, *_ = wire.READ_IN.unpack_from(body)
+        counted: Sequence[int] = ()
+        self._lookups.begin()
+        try:
+            entries = self._entries(caller, node, handle, offset, True)
+            reply, counted = wire.encode_directory(entries, size, True)
+        finally:
+            self._lookups.end(counted)
+        return Answer(reply, undelivered=lambda: self._uncount(counted))
+
+    def _releasedir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        self.operations.releasedir(node, wire.RELEASE_IN.unpack_from(body)[0])
+        return EMPTY
+
+    def _fsyncdir(self, caller: Caller, node: int, body: memoryview) -> Answer:
+        handle, flags, _ = wire.FSYNC_IN.unpack_from(body)
+        self.operations.fsyncdir(caller, node, handle, bool(flags & wire.FSYNC_DATA_ONLY))
+        return EMPTY
+
 
 def _sized(value: bytes, size_bytes: int) -> Answer:
-    """An xattr reply: with size 0 the caller asks how long the value is."""
+    """Return an xattr reply. With size 0 the caller asks how long the value is."""
     if size_bytes == 0:
         return Answer(wire.GETXATTR_OUT.pack(len(value), 0))
     if len(value) > size_bytes:

@@ -1,11 +1,11 @@
-"""The file-system interface that a `Server` drives: what the image tree and the striped file
-system both implement.
+"""The file-system interface that a `Server` drives.
 
 Methods are called from several server threads at once. A method answers by returning, or fails by
 raising any exception; `bootseer.errors.errno_of` turns it into the reply's errno. A method that is
 not overridden answers ENOSYS, and the kernel stops asking where the protocol says so.
 Node ids are 64-bit, the root is 1; names are raw bytes. Every method must end within its own
-deadline: a process that waits for a reply cannot be killed.
+deadline: a process that waits for a reply cannot be killed. Requests that no file system of ours
+can do (links, device nodes, fallocate, setting xattrs) have no method: `dispatch` refuses them.
 """
 
 import errno
@@ -23,7 +23,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Attributes(Struct, frozen=True):
-    """What stat(2) shows. `mode` holds file type and permissions; times are ns since 1970."""
+    """Attributes of a node, as stat(2) shows them.
+
+    `mode` holds file type and permissions; times are ns since 1970.
+    """
 
     node: int
     mode: int
@@ -43,7 +46,7 @@ class Attributes(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """The answer to a lookup. Each one sent adds 1 to the node's lookup count.
+    """Answer to a lookup. Each one sent adds 1 to the node's lookup count.
 
     `attributes=None` is a negative entry: the kernel remembers for `entry_ttl_s` that the name
     does not exist.
@@ -56,7 +59,7 @@ class Entry(Struct, frozen=True):
 
 
 class Opened(Struct, frozen=True):
-    """The answer to open and opendir.
+    """Answer to open and opendir.
 
     `direct_io` bypasses the page cache; `keep_cache` keeps pages of earlier opens;
     `passthrough_fd` lets the kernel serve the file from that descriptor without asking us again
@@ -75,7 +78,7 @@ class Opened(Struct, frozen=True):
 
 
 class DirectoryEntry(Struct, frozen=True):
-    """One name of a directory. `offset` is the cookie that continues *after* this entry (> 0)."""
+    """Name in a directory. `offset` is the cookie that continues *after* this entry (> 0)."""
 
     name: bytes
     node: int
@@ -87,7 +90,7 @@ class DirectoryEntry(Struct, frozen=True):
 
 
 class FileSystemStatistics(Struct, frozen=True):
-    """What statvfs(2) shows, in blocks of `block_size_bytes`."""
+    """Space and file counts, as statvfs(2) shows them, in blocks of `block_size_bytes`."""
 
     blocks: int
     blocks_free: int
@@ -99,7 +102,7 @@ class FileSystemStatistics(Struct, frozen=True):
 
 
 class SetAttributes(Struct, frozen=True):
-    """What setattr wants changed; None means unchanged. Times: ns since 1970."""
+    """Attributes to change; None means unchanged. Times: ns since 1970."""
 
     mode: int | None = None
     uid: int | None = None
@@ -113,7 +116,7 @@ class SetAttributes(Struct, frozen=True):
 
 
 class Caller(Struct, frozen=True, eq=False):
-    """The caller: the credentials of the process behind a request. Read-only.
+    """Credentials of the process behind a request. Read-only.
 
     A long wait should look at `is_interrupted`, which becomes true when the kernel sends
     INTERRUPT for the request, or when the server has answered in the operation's stead.
@@ -130,12 +133,12 @@ class Caller(Struct, frozen=True, eq=False):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the process behind this request has been asked to stop waiting."""
+        """Return whether the process behind this request has been asked to stop waiting."""
         return self.unique in self.interrupts
 
     @property
     def is_resent(self) -> bool:
-        """Whether a predecessor of this process may have done, in part or whole, what is asked."""
+        """Return whether a predecessor of this process may have done all or part of this."""
         return bool(self.unique & _UNIQUE_RESENT)
 
     def owning(self, lock_owner: int) -> "Caller":
@@ -144,7 +147,7 @@ class Caller(Struct, frozen=True, eq=False):
 
     @property
     def request(self) -> int:
-        """The request's number, the same when it is asked again."""
+        """Return the request's number, which stays the same when it is asked again."""
         return self.unique & ~_UNIQUE_RESENT
 
 
@@ -153,14 +156,13 @@ def _refuse(code: int) -> OSError:
 
 
 class Operations:
-    """A file system. Override what it can do."""
+    """A file system. A subclass overrides the methods for what it can do."""
 
     store_pages: Callable[[int, int, Buffer], bool] | None = None
-    """`notify_store` of the server, which puts it here before it calls `mounted`; None where pages
-    must not be stored: a server killed meanwhile would not end, nor who waits for it, were there no
-    `MountOptions.kernel_deadline_s`."""
+    """`Server.notify_store`, set before `mounted` is called. None where the mount has no
+    `MountOptions.kernel_deadline_s`: a server killed while it stores pages would never end."""
     forget_pages: Callable[[int, int, int], bool] | None = None
-    """`notify_inval_inode` of the server, which puts it here likewise."""
+    """`Server.notify_inval_inode`, set before `mounted` is called."""
 
     def mounted(self) -> None:
         """Called once, after INIT, before the first request. Start threads here."""
@@ -176,43 +178,35 @@ class Operations:
     # ---- names and attributes -------------------------------------------------------------
 
     def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
-        """The entry `name` in directory `parent`; a negative Entry or ENOENT if there is none."""
+        """Return the entry `name` of directory `parent`, or a negative Entry or ENOENT."""
         raise _refuse(errno.ENOENT)
 
     def forget(self, node: int, count: int) -> None:
-        """The kernel dropped `count` lookups of `node`. Must not raise."""
+        """Called when the kernel dropped `count` lookups of `node`. Must not raise."""
 
     def dropped(self, node: int) -> None:
-        """The lookup count of `node`, which the server keeps, fell to zero and no request that
-        could raise it is under way: what belongs to the node can be freed. Must not raise, and
-        must not wait: lookups wait for it.
+        """Called when the lookup count of `node` fell to zero and no request that could raise it is
+        under way: everything that belongs to the node can be freed.
 
-        May be called again if the node was looked up again. Not called for what a crashed
-        predecessor looked up (see `supervise`).
+        Must not raise, and must not wait: lookups wait for it. May be called again if the node was
+        looked up again. Not called for nodes that a crashed predecessor looked up.
         """
 
     def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
-        """The attributes and for how many seconds they may be cached."""
+        """Return the attributes, and for how many seconds the kernel may cache them."""
         raise _refuse(errno.ENOSYS)
 
     def setattr(
         self, caller: Caller, node: int, changes: SetAttributes
     ) -> tuple[Attributes, float]:
-        """Change attributes (chmod, chown, truncate, utimens); returns as `getattr`."""
+        """Change attributes (chmod, chown, truncate, utimens). Return as `getattr` does."""
         raise _refuse(errno.ENOSYS)
 
     def readlink(self, caller: Caller, node: int) -> bytes:
-        """The target of a symbolic link."""
+        """Return the target of a symbolic link."""
         raise _refuse(errno.EINVAL)
 
-    def access(self, caller: Caller, node: int, mask: int) -> None:
-        """access(2); only asked where the mount lacks `default_permissions`."""
-        raise _refuse(errno.ENOSYS)
-
     # ---- changing the tree ----------------------------------------------------------------
-
-    def mknod(self, caller: Caller, parent: int, name: bytes, mode: int, rdev: int) -> Entry:
-        raise _refuse(errno.EPERM)
 
     def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
         raise _refuse(errno.EPERM)
@@ -223,35 +217,32 @@ class Operations:
     def rmdir(self, caller: Caller, parent: int, name: bytes) -> None:
         raise _refuse(errno.EPERM)
 
-    def symlink(self, caller: Caller, parent: int, name: bytes, target: bytes) -> Entry:
-        raise _refuse(errno.EPERM)
-
-    def link(self, caller: Caller, node: int, parent: int, name: bytes) -> Entry:
-        raise _refuse(errno.EPERM)
-
     def rename(
         self, caller: Caller, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
     ) -> None:
-        """rename(2) with renameat2's flags (RENAME_NOREPLACE = 1, RENAME_EXCHANGE = 2)."""
+        """Rename as renameat2(2), with its flags (RENAME_NOREPLACE = 1, RENAME_EXCHANGE = 2)."""
         raise _refuse(errno.EPERM)
 
     # ---- files ----------------------------------------------------------------------------
 
     def open(self, caller: Caller, node: int, flags: int) -> Opened:
-        """open(2). ENOSYS means: the kernel never asks again and every open succeeds with cached
-        pages kept (only where no file wants `direct_io` or passthrough)."""
+        """Open a file.
+
+        After ENOSYS the kernel never asks again, and every open succeeds with cached pages kept
+        (only where no file wants `direct_io` or passthrough).
+        """
         raise _refuse(errno.ENOSYS)
 
     def create(
         self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
     ) -> tuple[Entry, Opened]:
-        """open(2) with O_CREAT of a name that does not exist. `mode` has the umask applied."""
+        """Create and open a file whose name does not exist. `mode` has the umask applied."""
         raise _refuse(errno.EPERM)
 
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
     ) -> Buffer | Sequence[Buffer]:
-        """Up to `length` bytes from `offset`; shorter only at the end of the file.
+        """Return up to `length` bytes from `offset`, fewer only at the end of the file.
 
         Several buffers are sent with one writev: no need to join them. They must stay unchanged
         until the reply is written, which is before this thread calls `read` again. Views of a
@@ -268,34 +259,34 @@ class Operations:
         data: bytearray | memoryview,
         flags: int,
     ) -> int:
-        """Returns how many bytes were taken. `data` is only valid during the call if it is a
-        memoryview; a bytearray is given away, so that much data need not be copied."""
+        """Write `data`, and return how many bytes were taken.
+
+        A memoryview is valid during the call only; a bytearray is the callee's to keep, so that
+        large writes need not be copied.
+        """
         raise _refuse(errno.EROFS)
 
     def flush(self, caller: Caller, node: int, handle: int) -> None:
-        """Each close(2) of a descriptor; its error becomes close's error. ENOSYS: never ask.
+        """Called for each close(2) of a descriptor; its error becomes that of close.
 
         A child that inherited the descriptor closes it as well, when it ends at the latest:
-        `caller.lock_owner` tells the two apart."""
+        `caller.lock_owner` tells the two apart. After ENOSYS the kernel never asks again.
+        """
         raise _refuse(errno.ENOSYS)
 
     def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
         raise _refuse(errno.ENOSYS)
 
     def release(self, node: int, handle: int, flags: int) -> None:
-        """The last descriptor of this open is gone. No process sees an error."""
+        """Called when the last descriptor of this open is gone. No process sees an error."""
 
     def cancel_open(self, node: int, handle: int, flags: int) -> None:
         """Undo an open or create whose reply the kernel did not take: no process has the file."""
         self.release(node, handle, flags)
 
-    def fallocate(
-        self, caller: Caller, node: int, handle: int, offset: int, length: int, mode: int
-    ) -> None:
-        raise _refuse(errno.EOPNOTSUPP)
-
     def lseek(self, caller: Caller, node: int, handle: int, offset: int, whence: int) -> int:
-        """SEEK_DATA and SEEK_HOLE only. ENOSYS: the kernel treats the file as all data."""
+        """Return the offset that lseek(2) finds for SEEK_DATA or SEEK_HOLE. After ENOSYS the kernel
+        treats the file as all data."""
         raise _refuse(errno.ENOSYS)
 
     # ---- directories ----------------------------------------------------------------------
@@ -306,11 +297,12 @@ class Operations:
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
-        """Entries after the cookie `offset` (0: from the start), "." and ".." included by the
-        server itself, never by the implementation. May return more than fits in one reply; the
-        server sends what fits and asks again with the last sent cookie. With `plus`, each entry
-        that was sent with an `Entry` counts as one lookup of its node; entries that did not fit
-        are not counted. Cookies must be stable while the handle is open, and > 2.
+        """Return entries after the cookie `offset` (0: from the start), without "." and "..".
+
+        May return more than fits in one reply; the server sends the entries that fit and asks
+        again with the last sent cookie. With `plus`, each entry that was sent with an `Entry`
+        counts as one lookup of its node; entries that did not fit are not counted. Cookies must be
+        stable while the handle is open, and > 2.
         """
         raise _refuse(errno.ENOSYS)
 
@@ -325,14 +317,11 @@ class Operations:
         return FileSystemStatistics(0, 0, 0)
 
     def getxattr(self, caller: Caller, node: int, name: bytes) -> bytes:
-        """ENODATA if unset. ENOSYS: the kernel never asks again (saves a round trip a write)."""
+        """Return an xattr's value; ENODATA if it is unset.
+
+        After ENOSYS the kernel never asks again, which saves a round trip for each write.
+        """
         raise _refuse(errno.ENOSYS)
 
     def listxattr(self, caller: Caller, node: int) -> Sequence[bytes]:
-        raise _refuse(errno.ENOSYS)
-
-    def setxattr(self, caller: Caller, node: int, name: bytes, value: bytes, flags: int) -> None:
-        raise _refuse(errno.ENOSYS)
-
-    def removexattr(self, caller: Caller, node: int, name: bytes) -> None:
         raise _refuse(errno.ENOSYS)

@@ -20,12 +20,8 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     allow_other: bool = False
     """Let other users in. Without root it needs user_allow_other in /etc/fuse.conf."""
     default_permissions: bool = True
-    """The kernel checks permissions by mode, uid and gid; `access` is then never asked."""
+    """The kernel checks permissions by mode, uid and gid."""
     read_only: bool = False
-    allow_suid: bool = False
-    """Honour set-user-id bits and file capabilities (a container's root needs it; root only)."""
-    allow_devices: bool = False
-    """Honour device nodes (root only)."""
     max_read_bytes: int = _MIB
     max_write_bytes: int = _MIB
     max_readahead_bytes: int = 128 * 1024
@@ -36,14 +32,11 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     passthrough: bool = False
     """Agree on passthrough, so that `Opened.passthrough_fd` takes effect (root, Linux 6.9+)."""
     read_directory_plus: bool = True
-    cache_symlinks: bool = True
     invalidate_on_change: bool = True
     """Drop a file's pages when its size or mtime changes. False for trees that never change:
     pages then live until memory is short or `notify_inval_inode`."""
     atomic_truncate: bool = False
     """Pass O_TRUNC to `open`; otherwise the kernel sends a setattr of size 0 after the open."""
-    clear_privileges: bool = False
-    """The file system itself clears set-user-id bits on write, truncate and chown."""
     request_deadline_s: float | None = None
     """A request older than this is answered ETIMEDOUT in the operation's stead."""
     kernel_deadline_s: int = 0

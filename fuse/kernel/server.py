@@ -1,7 +1,8 @@
-"""A mounted file system: its life from mount to unmount.
+"""A mounted file system, from the mount to the end of serving.
 
-`Server` serves from background threads of this process; `serve` and `supervise` build on it.
-Alone ties mount, negotiation, session and shutdown together. `Server` is thread-safe.
+`attach` mounts and agrees with the kernel on the protocol; `Server` answers requests from threads
+of this process. `served.supervision` does the first in a process that lasts and the second in one
+that it replaces.
 """
 
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.errors import BusyError, InvalidInputError, UnavailableError, from_oserror
+from bootseer.errors import UnavailableError, from_oserror
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.backing import BackingFiles, new_table
 from bootseer.fuse.kernel.connection import Connection, decode_init, negotiate
@@ -80,150 +81,84 @@ def attach(mountpoint: Path, options: MountOptions) -> Attached:
 
 
 class Server:
-    """Serves `operations` on `mountpoint` from background threads.
+    """Threads that answer the requests for one mount with an `Operations`. Thread-safe.
 
-        with Server(operations, Path("/mnt/x"), MountOptions()) as server:
-            ...
-
-    `on_end` is called once from a server thread when serving ends for whatever reason.
+    `on_end` is called once from a server thread when serving ends for whatever reason. `failure`
+    then says whether a server thread failed; the connection still waits for answers in that case,
+    from a successor, or until it is aborted.
     """
 
     def __init__(
         self,
         operations: Operations,
-        mountpoint: Path,
+        attached: Attached,
         options: MountOptions,
         *,
-        on_end: Callable[[], None] | None = None,
-        abort_on_failure: bool = True,
+        on_end: Callable[[], None],
     ) -> None:
-        """`abort_on_failure=False` is for a process whose supervisor replaces it when it fails."""
         self.operations = operations
-        self.mountpoint = mountpoint
+        self.attached = attached
         self.options = options
         self.failure: BaseException | None = None
-        """Why serving ended, if a server thread failed."""
+        """The exception that ended a server thread, if one did."""
         self._on_end = on_end
-        self._abort_on_failure = abort_on_failure
-        self._attached: Attached | None = None
         self._session: Session | None = None
-        self._dispatcher: Dispatcher | None = None
         self._ended = threading.Event()
         self._close_lock = threading.Lock()
         # Held while notifying, so that the descriptor is not closed, and reused, under a write.
         self._notify_lock = threading.Lock()
         self._closed = False
 
-    # ---- start ------------------------------------------------------------------------------
+    def start(self, *, resend: bool) -> None:
+        """Start the threads. The mount works when this returns.
 
-    def mount(self) -> None:
-        """Mount and start serving. The mount works when this returns.
+        With `resend`, take over from a server that died: the kernel repeats the requests that it
+        took and did not answer.
 
-        Raises:
-            BootseerError: the mount failed; nothing is left of it.
+        Raises: whatever `Operations.mounted` raises; then no thread was started.
         """
-        if self._attached is not None:
-            raise BusyError(f"this server has been started already, on {self._attached.path}")
-        self.adopt(attach(self.mountpoint, self.options), resend=False)
-
-    def adopt(self, attached: Attached, *, resend: bool) -> None:
-        """Start serving a mount that is there already; with `resend`, take over from a server
-        that died: the kernel repeats to us what that one did not answer."""
-        backing = None
-        if attached.backing_table is not None:
-            backing = BackingFiles(attached.device, attached.backing_table)
-        self._attached = attached
-        self._dispatcher = Dispatcher(self.operations, backing)
+        attached = self.attached
+        table = attached.backing_table
+        backing = None if table is None else BackingFiles(attached.device, table)
         if attached.connection.times_out:
             self.operations.store_pages = self.notify_store
         self.operations.forget_pages = self.notify_inval_inode
-        try:
-            self.operations.mounted()
-        except BaseException:
-            self._closed = True
-            if self._abort_on_failure:
-                self.detach()
-                self.abort()
-                os.close(attached.device)
-            self._end(None)
-            raise
+        self.operations.mounted()
         self._session = Session(
             attached.device,
-            self._dispatcher,
+            Dispatcher(self.operations, backing),
             attached.connection,
             threads=self.options.threads,
             request_deadline_s=self.options.request_deadline_s,
             on_end=self._end,
         )
-        if resend:
+        if resend and attached.connection.resend:
             # Before the threads start: it repeats all that was taken, also what they would take.
-            self.notify_resend()
+            self._notify(wire.encode_notify(wire.NOTIFY_RESEND))
         self._session.start()
-
-    def __enter__(self) -> "Server":
-        self.mount()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.unmount()
-
-    # ---- facts ------------------------------------------------------------------------------
-
-    @property
-    def attached(self) -> Attached:
-        """The live mount. Raises InvalidInputError before `mount`."""
-        if self._attached is None:
-            raise InvalidInputError("this server is not mounted yet: call mount() first")
-        return self._attached
-
-    @property
-    def connection(self) -> Connection:
-        """What the kernel agreed to."""
-        return self.attached.connection
-
-    def lookup_counts(self) -> dict[int, int]:
-        """node -> how many lookups the kernel has not forgotten yet."""
-        return {} if self._dispatcher is None else self._dispatcher.lookups.snapshot()
-
-    def backing_counts(self) -> dict[int, tuple[int, int]]:
-        """node -> (backing id, or 0; opens) where passthrough was agreed on."""
-        dispatcher = self._dispatcher
-        if dispatcher is None or dispatcher.backing is None:
-            return {}
-        return dispatcher.backing.open_counts()
 
     # ---- notifications ----------------------------------------------------------------------
     # Never from inside an operation, for which the kernel may hold a lock; but for attributes alone
     # (a negative offset), which need none.
 
     def notify_inval_inode(self, node: int, offset: int = 0, length: int = 0) -> bool:
-        """Drop cached attributes, and the pages of a range (length 0: to the end; a negative
-        offset: attributes only). False: the kernel does not have the node."""
+        """Drop a node's cached attributes, and cached pages of a range.
+
+        Length 0 means to the end of the file; a negative offset means attributes only. Returns
+        False if the kernel does not have the node.
+        """
         body = wire.INVAL_INODE_OUT.pack(node, offset, length)
         return self._notify(wire.encode_notify(wire.NOTIFY_INVAL_INODE, body))
 
-    def notify_inval_entry(self, parent: int, name: bytes, *, expire_only: bool = False) -> bool:
-        """Drop a cached name, also a negative one. `expire_only`: ask about it again at its next
-        use, where the kernel can do that (else drop). False: the kernel does not have it."""
-        flags = wire.EXPIRE_ONLY if expire_only and self.connection.expire_only else 0
-        body = wire.INVAL_ENTRY_OUT.pack(parent, len(name), flags)
-        return self._notify(wire.encode_notify(wire.NOTIFY_INVAL_ENTRY, body, name, b"\0"))
-
     def notify_store(self, node: int, offset: int, data: Buffer) -> bool:
-        """Put bytes into the page cache of a file. False: the kernel does not have the node.
+        """Put bytes into the page cache of a file. Returns False if the kernel lacks the node.
 
         Waits for reads under way of the same pages, so it is not for a thread that one of them
         waits for. Killed in here, this process does not end before a successor brings the pages, or
-        the kernel gives the reads up."""
+        the kernel gives the reads up.
+        """
         body = wire.STORE_OUT.pack(node, offset, len(data), 0)
         return self._notify(wire.encode_notify(wire.NOTIFY_STORE, body, data))
-
-    def notify_resend(self) -> bool:
-        """Make the kernel repeat every request that was taken and not answered. Only for a
-        server that takes over; False where the kernel cannot (before 7.40)."""
-        if not self.connection.resend:
-            return False
-        return self._notify(wire.encode_notify(wire.NOTIFY_RESEND))
 
     def _notify(self, message: bytes) -> bool:
         try:
@@ -242,68 +177,50 @@ class Server:
     # ---- end --------------------------------------------------------------------------------
 
     def _end(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            self.failure = failure
-            if self._abort_on_failure and not self.abort():
-                log.critical("%s cannot be aborted: end this process", self.attached.path)
+        self.failure = failure
         self._ended.set()
-        if self._on_end is not None:
-            self._on_end()
+        self._on_end()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until serving ends: unmounted, aborted or failed."""
         return self._ended.wait(timeout_s)
 
     def abort(self) -> bool:
-        """Fail every request now and for ever. False where it is not possible."""
-        attached = self.attached
-        return abort_connection(attached.device_minor, attached.path)
+        """Fail every request now and for ever. Returns False if that is not possible."""
+        return abort_connection(self.attached.device_minor, self.attached.path)
 
     def detach(self) -> None:
-        """Take the mount off its path, if it is still ours; open files live on."""
+        """Take the mount off its path if it is still ours. Open files live on."""
         attached = self.attached
         mounted = mount_table.find_mount(attached.path)
         if mounted is not None and mounted.device_minor == attached.device_minor:
             detach(attached.path, lazy=True)
 
-    def unmount(self, *, timeout_s: float | None = None) -> None:
-        """End serving: detach, give open files `timeout_s` (default: `shutdown_s`), abort what
-        is left, release everything. Idempotent.
+    def unmount(self) -> None:
+        """End serving and release everything. Idempotent.
+
+        Detaches the mount, gives open files `MountOptions.shutdown_s` to be closed, and aborts
+        what is left.
 
         Raises:
-            UnavailableError: a server thread had failed.
             BootseerError: the mount cannot be taken off.
         """
-        if self._attached is None:
-            return
         if not self._ended.is_set():
             self.detach()
-            wait_s = self.options.shutdown_s if timeout_s is None else timeout_s
-            if not self._ended.wait(wait_s):
+            if not self._ended.wait(self.options.shutdown_s):
                 log.warning(
                     "%s still has open files, or reads under way: aborting them",
-                    self._attached.path,
+                    self.attached.path,
                 )
                 self.abort()
                 self._ended.wait(_THREADS_END_S)
-        self.close()
-
-    def close(self) -> None:
-        """Release everything after serving ended. Idempotent.
-
-        Raises:
-            UnavailableError: a server thread had failed.
-        """
         with self._close_lock:
-            if not self._closed and self._attached is not None:
+            if not self._closed:
                 self._closed = True
-                self._release(self._attached)
-        if self.failure is not None:
-            raise UnavailableError(
-                f"serving {self.attached.path} failed: {self.failure!r}; its readers got an error"
-            ) from self.failure
+                self._release()
 
-    def _release(self, attached: Attached) -> None:
+    def _release(self) -> None:
+        attached = self.attached
         # An aborted mount, whichever process aborted it, stays in its place and answers ENOTCONN.
         try:
             self.detach()

@@ -1,8 +1,8 @@
 """The threads that read requests from /dev/fuse and write the replies.
 
 Alone reads the device. READ and WRITE are handled here with as little Python as possible; all
-else goes to the `Dispatcher`. A thread that fails in an unforeseen way aborts the connection,
-so that no reader waits for it. The kernel is the arbiter of "answered once": it refuses a second
+else goes to the `Dispatcher`. A thread that fails in an unforeseen way ends the session, so that
+no reader waits for it. The kernel is the arbiter of "answered once": it refuses a second
 reply with ENOENT, so the watchdog needs no lock and costs the fast path one store.
 """
 
@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.connection import Connection
-from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.name_requests import Answer
+from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.fuse.kernel.request_buffer import RequestBuffer
 
@@ -62,8 +61,9 @@ class Session:
         request_deadline_s: float | None,
         on_end: Callable[[BaseException | None], None],
     ) -> None:
-        """`on_end` is called once, from a server thread, when the connection ended (None) or a
-        thread failed (why); it must make sure that the connection is aborted."""
+        """`on_end` is called once, from a server thread: with None when the connection ended, or
+        with the exception that ended a thread. Then requests wait until another process answers
+        them, or the connection is aborted."""
         self._device = device
         self._dispatcher = dispatcher
         self._max_write_bytes = connection.max_write_bytes
@@ -115,7 +115,7 @@ class Session:
         try:
             self._serve(slot)
         except BaseException as error:
-            log.critical("a FUSE server thread failed: aborting the connection", exc_info=error)
+            log.critical("a FUSE server thread failed: serving ends", exc_info=error)
             failure = error
         slot.unique = 0
         with self._lock:
@@ -274,7 +274,7 @@ class Session:
                 for slot in slots:
                     self._check(slot, deadline_s)
         except BaseException as error:
-            log.critical("the FUSE watchdog failed: aborting the connection", exc_info=error)
+            log.critical("the FUSE watchdog failed: serving ends", exc_info=error)
             self._end(error)
 
     def _check(self, slot: _Slot, deadline_s: float) -> None:

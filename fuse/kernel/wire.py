@@ -40,22 +40,17 @@ BATCH_FORGET_IN = struct.Struct("=II")  # fuse_batch_forget_in: count dummy
 FORGET_ONE = struct.Struct("=QQ")  # fuse_forget_one: nodeid nlookup
 GETATTR_IN = struct.Struct("=IIQ")  # fuse_getattr_in: getattr_flags dummy fh
 SETATTR_IN = struct.Struct("=IIQQQqqqIIIIIIII")  # fuse_setattr_in
-MKNOD_IN = struct.Struct("=IIII")  # fuse_mknod_in: mode rdev umask padding
 MKDIR_IN = struct.Struct("=II")  # fuse_mkdir_in: mode umask
 RENAME_IN = struct.Struct("=Q")  # fuse_rename_in: newdir
 RENAME2_IN = struct.Struct("=QII")  # fuse_rename2_in: newdir flags padding
-LINK_IN = struct.Struct("=Q")  # fuse_link_in: oldnodeid
 OPEN_IN = struct.Struct("=II")  # fuse_open_in: flags open_flags
 CREATE_IN = struct.Struct("=IIII")  # fuse_create_in: flags mode umask open_flags
 RELEASE_IN = struct.Struct("=QIIQ")  # fuse_release_in: fh flags release_flags lock_owner
 FLUSH_IN = struct.Struct("=QIIQ")  # fuse_flush_in: fh unused padding lock_owner
 READ_IN = struct.Struct("=QQIIQII")  # fuse_read_in: fh offset size read_flags lock_owner flags pad
 FSYNC_IN = struct.Struct("=QII")  # fuse_fsync_in: fh fsync_flags padding
-SETXATTR_IN = struct.Struct("=II")  # fuse_setxattr_in without FUSE_SETXATTR_EXT: size flags
 GETXATTR_IN = struct.Struct("=II")  # fuse_getxattr_in: size padding
-ACCESS_IN = struct.Struct("=II")  # fuse_access_in: mask padding
 INTERRUPT_IN = struct.Struct("=Q")  # fuse_interrupt_in: unique
-FALLOCATE_IN = struct.Struct("=QQQII")  # fuse_fallocate_in: fh offset length mode padding
 LSEEK_IN = struct.Struct("=QQII")  # fuse_lseek_in: fh offset whence padding
 
 # ---- replies --------------------------------------------------------------------------------
@@ -80,13 +75,10 @@ DIRENT = struct.Struct("=QQII")  # fuse_dirent before its name: ino off namelen 
 
 # ---- notifications and ioctls ---------------------------------------------------------------
 INVAL_INODE_OUT = struct.Struct("=Qqq")  # fuse_notify_inval_inode_out: ino off len
-INVAL_ENTRY_OUT = struct.Struct("=QII")  # fuse_notify_inval_entry_out: parent namelen flags
 STORE_OUT = struct.Struct("=QQII")  # fuse_notify_store_out: nodeid offset size padding
 NOTIFY_INVAL_INODE = 2
-NOTIFY_INVAL_ENTRY = 3
 NOTIFY_STORE = 4
 NOTIFY_RESEND = 7  # 7.40
-EXPIRE_ONLY = 1 << 0  # FUSE_EXPIRE_ONLY in fuse_notify_inval_entry_out.flags, 7.38
 BACKING_MAP = struct.Struct("=iIQ")  # fuse_backing_map: fd flags padding
 BACKING_ID = struct.Struct("=I")
 IOC_BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct fuse_backing_map)
@@ -117,9 +109,7 @@ MAX_PAGES = 1 << 22
 CACHE_SYMLINKS = 1 << 23
 NO_OPENDIR_SUPPORT = 1 << 24
 EXPLICIT_INVAL_DATA = 1 << 25
-HANDLE_KILLPRIV_V2 = 1 << 28
 INIT_EXT = 1 << 30
-HAS_EXPIRE_ONLY = 1 << 35
 DIRECT_IO_ALLOW_MMAP = 1 << 36
 PASSTHROUGH = 1 << 37
 HAS_RESEND = 1 << 39

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.foreground import serve
 from bootseer.fuse.kernel.operations import Buffer, Caller
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy
 from testbed.kernels import offer_as
 from testbed.mounts.flat_directory import FlatDirectory, Mode
 from testbed.mounts.fuse_mount import short_options
+from testbed.mounts.serving import serve
 
 KERNEL = "BOOTSEER_TEST_KERNEL"
 

@@ -17,6 +17,7 @@ from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Server
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
+from testbed.mounts.serving import start_server, stop_server
 from testbed.needs import require
 from testbed.paths import REPOSITORY
 
@@ -106,10 +107,9 @@ def mounted(
     """
     require("fuse")
     mountpoint.mkdir(parents=True, exist_ok=True)
-    server = Server(operations, mountpoint, options or short_options())
     try:
-        server.mount()
+        server = start_server(operations, mountpoint, options or short_options())
         yield server
-        server.unmount()
+        stop_server(server)
     finally:
         clear_mount(mountpoint)

@@ -1,4 +1,4 @@
-"""A read-write mirror of a directory, with every operation: the reference for the server's tests.
+"""A read-write mirror of a directory, with all operations: the reference for the server's tests.
 
 A node is an O_PATH descriptor of the mirrored inode, so renames and hard links need no paths.
 Not a product: files are made with the server's own credentials.
@@ -140,10 +140,6 @@ class PassthroughFileSystem(Operations):
     def readlink(self, caller: Caller, node: int) -> bytes:
         return os.readlink(_NAMELESS, dir_fd=self._fds[node])
 
-    def mknod(self, caller: Caller, parent: int, name: bytes, mode: int, rdev: int) -> Entry:
-        os.mknod(name, mode, rdev, dir_fd=self._fds[parent])
-        return self._entry(parent, name)
-
     def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
         os.mkdir(name, mode, dir_fd=self._fds[parent])
         return self._entry(parent, name)
@@ -153,15 +149,6 @@ class PassthroughFileSystem(Operations):
 
     def rmdir(self, caller: Caller, parent: int, name: bytes) -> None:
         os.rmdir(name, dir_fd=self._fds[parent])
-
-    def symlink(self, caller: Caller, parent: int, name: bytes, target: bytes) -> Entry:
-        os.symlink(target, name, dir_fd=self._fds[parent])
-        return self._entry(parent, name)
-
-    def link(self, caller: Caller, node: int, parent: int, name: bytes) -> Entry:
-        # Through /proc: linkat(AT_EMPTY_PATH) would need a capability.
-        os.link(self._path(node).encode(), name, dst_dir_fd=self._fds[parent], follow_symlinks=True)
-        return self._entry(parent, name)
 
     def rename(
         self, caller: Caller, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
@@ -214,12 +201,6 @@ class PassthroughFileSystem(Operations):
     def release(self, node: int, handle: int, flags: int) -> None:
         os.close(handle)
 
-    def fallocate(
-        self, caller: Caller, node: int, handle: int, offset: int, length: int, mode: int
-    ) -> None:
-        c_int64 = ctypes.c_int64
-        _check(_libc.fallocate64(handle, mode, c_int64(offset), c_int64(length)))
-
     def lseek(self, caller: Caller, node: int, handle: int, offset: int, whence: int) -> int:
         return os.lseek(handle, offset, whence)
 
@@ -269,9 +250,3 @@ class PassthroughFileSystem(Operations):
 
     def listxattr(self, caller: Caller, node: int) -> Sequence[bytes]:
         return [os.fsencode(name) for name in os.listxattr(self._path(node))]
-
-    def setxattr(self, caller: Caller, node: int, name: bytes, value: bytes, flags: int) -> None:
-        os.setxattr(self._path(node), name, value, flags)
-
-    def removexattr(self, caller: Caller, node: int, name: bytes) -> None:
-        os.removexattr(self._path(node), name)

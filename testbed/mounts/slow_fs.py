@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.fuse.kernel.foreground import serve
 from bootseer.fuse.kernel.operations import Buffer, Caller, Entry, Opened
 from bootseer.fuse.kernel.options import MountOptions
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
+from testbed.mounts.serving import serve
 from testbed.waiting import pause
 
 _TTL_S = 3600.0

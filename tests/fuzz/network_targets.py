@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
 from bootseer.fuse.kernel import wire
-from bootseer.fuse.kernel.dispatch import Dispatcher
-from bootseer.fuse.kernel.name_requests import Answer
+from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
 from bootseer.fuse.kernel.operations import Caller, Operations
 from bootseer.kubernetes.webhook.plan import Cluster
 from bootseer.kubernetes.webhook.review import answer

@@ -35,7 +35,6 @@ from msgspec import Struct, field
 
 from bootseer.errors import InvalidInputError, UnavailableError
 from bootseer.fuse.kernel import control
-from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
@@ -43,6 +42,7 @@ from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_readable
 from bootseer.served.background import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
+from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
 from bootseer.served.supervision.worker import (
     Factory,
     RestartPolicy,

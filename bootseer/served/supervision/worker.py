@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.kernel.foreground import STOP_SIGNALS, StopSignal
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server
 from bootseer.linux.processes import stat_fields, wait_ended
 from bootseer.served.background import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
+from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,8 @@ def work(
         with StopSignal() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             operations = _made(factory, attached, report)
-            server = Server(
-                operations, attached.path, options, on_end=stop.wake, abort_on_failure=False
-            )
-            server.adopt(attached, resend=resend)
+            server = Server(operations, attached, options, on_end=stop.wake)
+            server.start(resend=resend)
             # After a restart no process listens.
             try:
                 os.write(tell, b"1")

@@ -37,12 +37,11 @@ def _agree(
 def test_linux_5_4_gets_large_requests_and_nothing_newer() -> None:
     connection, reply = _agree(31, _FLAGS_5_4, None)
     assert reply[:2] == (7, 31)
-    assert (connection.max_pages, connection.max_write_bytes) == (256, 1 << 20)
+    assert (reply[8], connection.max_write_bytes) == (256, 1 << 20)
     assert connection.flags & wire.PARALLEL_DIROPS
     assert connection.flags & wire.CACHE_SYMLINKS
     assert not connection.flags >> 30
-    facts = (connection.passthrough, connection.resend, connection.expire_only)
-    assert facts == (False, False, False)
+    assert (connection.passthrough, connection.resend) == (False, False)
     assert reply[10:] == (0, 0, 0), "flags2, stack depth and timeout stay 0"
 
 
@@ -55,7 +54,7 @@ def test_linux_5_15_has_no_second_word() -> None:
 def test_linux_6_1_second_word_counts_only_with_init_ext() -> None:
     connection, _ = _agree(37, _FLAGS_6_1, _FLAGS2_6_1)
     assert connection.flags & wire.INIT_EXT
-    assert not connection.expire_only
+    assert not connection.direct_io_mmap
     garbage, _ = _agree(37, _FLAGS_6_1 & ~wire.INIT_EXT, 0xFFFFFFFF)
     assert not garbage.flags >> 32
     assert not garbage.passthrough
@@ -64,13 +63,12 @@ def test_linux_6_1_second_word_counts_only_with_init_ext() -> None:
 def test_linux_6_6_maps_direct_io_files() -> None:
     connection, _ = _agree(39, _FLAGS_6_1, _FLAGS2_6_6)
     assert connection.direct_io_mmap
-    assert connection.expire_only
     assert not connection.passthrough
 
 
 def test_linux_6_18_takes_all() -> None:
     connection, reply = _agree(45, _FLAGS_6_18 & 0xFFFFFFFF, _FLAGS_6_18 >> 32)
-    assert (connection.passthrough, connection.resend, connection.expire_only) == (True,) * 3
+    assert (connection.passthrough, connection.resend) == (True, True)
     assert connection.direct_io_mmap
     assert reply[11] == 1, "passthrough is refused without a stack depth"
     assert connection.flags == reply[3] | reply[10] << 32
@@ -88,9 +86,8 @@ def test_linux_6_18_gives_up_requests_where_it_is_told_to() -> None:
 
 
 def test_a_later_kernel_is_answered_in_our_version() -> None:
-    connection, reply = _agree(99, 0xFFFFFFFF, 0xFFFFFFFF)
+    _, reply = _agree(99, 0xFFFFFFFF, 0xFFFFFFFF)
     assert reply[:2] == (7, wire.KERNEL_MINOR_NEWEST)
-    assert connection.kernel_minor == 99
 
 
 @pytest.mark.parametrize(("major", "minor"), [(7, 30), (6, 40), (8, 0)])
@@ -102,7 +99,6 @@ def test_other_versions_are_refused_by_name(major: int, minor: int) -> None:
 
 def test_without_max_pages_a_request_has_32_pages() -> None:
     connection, reply = _agree(31, _FLAGS_5_4 & ~wire.MAX_PAGES, None)
-    assert connection.max_pages == 32
     assert connection.max_write_bytes == 32 * wire.PAGE_BYTES
     assert reply[8] == 0
 

@@ -48,16 +48,16 @@ def served(
 @pytest.mark.parametrize("scenario", _SCENARIOS, ids=lambda path: path.stem)
 def test_as_on_the_directory_behind(served: tuple[Server, Path], scenario: Path) -> None:
     server, plain = served
-    connection = server.connection
+    connection = server.attached.connection
     direct_io = isinstance(server.operations, PassthroughFileSystem) and server.operations.direct_io
     if direct_io and scenario.stem == "mmap_shared" and not connection.direct_io_mmap:
         raise MissingError("this kernel maps no direct_io files (Linux 6.6 does)")
     name = f"{scenario.stem}-{next(_numbers)}"
-    backing = server.mountpoint.parent / "backing"
+    backing = server.attached.path.parent / "backing"
     outputs = []
     for parent in (backing, plain):
         (parent / name).mkdir()
-    for path in (server.mountpoint / name, plain / name):
+    for path in (server.attached.path / name, plain / name):
         outputs.append(fuse_mount.check_python(scenario.read_text(), path))
     assert outputs[0] == outputs[1]
     assert outputs[0]
@@ -66,12 +66,12 @@ def test_as_on_the_directory_behind(served: tuple[Server, Path], scenario: Path)
 def test_more_entries_than_a_reply_holds(served: tuple[Server, Path]) -> None:
     server, _ = served
     name = f"many-{next(_numbers)}"
-    backing = server.mountpoint.parent / "backing" / name
+    backing = server.attached.path.parent / "backing" / name
     backing.mkdir()
     for number in range(2_000):
         (backing / f"file-{number}").touch()
     code = "import os, sys; names = os.listdir(sys.argv[1]); print(len(names), len(set(names)))"
-    path = server.mountpoint / name
+    path = server.attached.path / name
     assert fuse_mount.check_python(code, path).split() == ["2000", "2000"]
     code = "import os, sys; print(sum(e.stat().st_size == 0 for e in os.scandir(sys.argv[1])))"
     assert fuse_mount.check_python(code, path).strip() == "2000"

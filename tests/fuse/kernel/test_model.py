@@ -77,14 +77,6 @@ class MountedFiles(RuleBasedStateMachine):
     def rename(self, path: str, new: str) -> None:
         self._both("rename", path, new)
 
-    @rule(path=_PATHS, new=_PATHS)
-    def link(self, path: str, new: str) -> None:
-        self._both("link", path, new)
-
-    @rule(path=_PATHS, points_to=_PATHS)
-    def symlink(self, path: str, points_to: str) -> None:
-        self._both("symlink", points_to, path)
-
     @rule(path=_PATHS, mode=st.integers(0, 0o777))
     def chmod(self, path: str, mode: int) -> None:
         # Root may do all, so a mode never changes what the other steps can do.

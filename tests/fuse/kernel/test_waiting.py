@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import UnavailableError
 from bootseer.fuse.kernel.dispatch import Dispatcher
 from bootseer.fuse.kernel.operations import (
     ROOT_NODE,
@@ -178,8 +177,7 @@ def test_the_connection_is_aborted_when_nobody_is_left_to_answer(
         assert said[0] == "ETIMEDOUT"
         assert server.wait(_DEADLINE_S)
         slow.release_reads.set()
-        with pytest.raises(UnavailableError, match="do not end"):
-            server.unmount()
+        assert "do not end" in str(server.failure)
         server.failure = None
     assert mount_table.find_mount(mountpoint) is None
 
@@ -232,10 +230,9 @@ def test_a_failing_server_thread_aborts_the_connection(
         assert _said(reader) in {"ECONNABORTED", "ENOTCONN"}
         assert server.wait(_DEADLINE_S)
         slow.release_reads.set()
-        with pytest.raises(UnavailableError, match="a bug in the server"):
-            server.unmount()
+        assert "a bug in the server" in str(server.failure)
         server.failure = None
-    assert "aborting the connection" in caplog.text
+    assert "a FUSE server thread failed" in caplog.text
     assert mount_table.find_mount(mountpoint) is None
 
 
@@ -260,6 +257,6 @@ except OSError: sys.stdout.write("ended")
         for reader in readers:
             assert reader.stdout is not None
             assert reader.stdout.read(1) == "x"
-        server.unmount(timeout_s=0.2)
+        server.unmount()
         for reader in readers:
             assert _said(reader) == "ended"
