@@ -41,6 +41,7 @@ from bootseer.registry.documents import (
     Document,
     digest_of,
     fallback_tag,
+    manifest_for_this_machine,
     parse_object,
 )
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR, Host, load_hosts
@@ -165,6 +166,14 @@ class RegistryClient(Closing):
         if for_update:
             return self._ask("push", get)
         return self._ask("pull" if by_digest else "resolve", get)
+
+    def for_this_machine(self, document: Document, where: str) -> Document:
+        """Return the manifest for this machine: `document`, or what it leads to as an index.
+
+        `where`: what to call the image in messages. Raises: as `manifest_for_this_machine`, and
+        `manifest`.
+        """
+        return manifest_for_this_machine(document, lambda one: self.manifest(one.digest), where)
 
     def resolve(self, tag: str) -> str:
         """The digest of the manifest that `tag` names now, without fetching it where the registry

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, from_oserror
 from bootseer.prefetch.index.chains import chain_ids
-from bootseer.prefetch.sources.documents import Descriptor
 from bootseer.prefetch.sources.layout import Image, read_image
 from bootseer.prefetch.sources.model import ImageSource
 from bootseer.prefetch.sources.oci_layout import open_regular, opener_in
-from bootseer.registry.documents import DOCUMENT_BYTES_MAX
+from bootseer.registry.documents import DOCUMENT_BYTES_MAX, Descriptor
 
 
 def open_content(directory: Path, chain_id: str) -> ImageSource:

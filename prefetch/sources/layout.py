@@ -12,21 +12,20 @@ from msgspec import Struct
 
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.sources.documents import (
+from bootseer.prefetch.sources.documents import parse_config, parse_manifest
+from bootseer.prefetch.sources.model import TarLayer, layer_count_checked
+from bootseer.registry.documents import (
+    DOCUMENT_BYTES_MAX,
     Descriptor,
-    parse_config,
+    Document,
+    manifest_for_this_machine,
     parse_index,
-    parse_manifest,
     pick_platform,
     verified,
 )
-from bootseer.prefetch.sources.model import TarLayer, layer_count_checked
-from bootseer.registry.documents import DOCUMENT_BYTES_MAX
 
 OpenFile = Callable[[str], BinaryIO]
 """Opens a file by its path in the layout. Raises: NotFoundError."""
-
-_NESTING_MAX = 4
 
 
 def read_document(open_file: OpenFile, path: str, where: str) -> bytes:
@@ -53,14 +52,16 @@ class Image(Struct, frozen=True):
 
 
 def read_image(open_file: OpenFile, descriptor: Descriptor, where: str) -> Image:
-    """The image whose manifest is this blob.
+    """Return the image whose manifest is this blob.
 
     Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError.
     """
-    manifest = parse_manifest(
-        _blob(open_file, descriptor, where), f"{where}: manifest {descriptor.digest}"
-    )
-    data = _blob(open_file, manifest.config, where)
+    return _image_of(open_file, _document(open_file, where, descriptor), where)
+
+
+def _image_of(open_file: OpenFile, document: Document, where: str) -> Image:
+    manifest = parse_manifest(document.data, f"{where}: manifest {document.digest}")
+    data = _document(open_file, where, manifest.config).data
     config = parse_config(data, f"{where}: {manifest.config.digest}")
     layer_count_checked(len(manifest.layers), config, where)
     layers = [
@@ -72,9 +73,9 @@ def read_image(open_file: OpenFile, descriptor: Descriptor, where: str) -> Image
     return Image(manifest.config.digest, config, layers)
 
 
-def _blob(open_file: OpenFile, descriptor: Descriptor, where: str) -> bytes:
+def _document(open_file: OpenFile, where: str, descriptor: Descriptor) -> Document:
     data = read_document(open_file, blob_path(descriptor.digest), where)
-    return verified(data, descriptor, where)
+    return Document(descriptor.digest, descriptor.media_type, verified(data, descriptor, where))
 
 
 def reference_of(tag: str, base: str) -> str:
@@ -94,15 +95,9 @@ def read_layout(open_file: OpenFile, tag: str, where: str) -> tuple[str, Image]:
     chosen = _pick_tag(entries, tag, where)
     name = chosen[0].tag
 
-    descriptor = pick_platform(chosen, where) if len(chosen) > 1 else chosen[0]
-    for _ in range(_NESTING_MAX):
-        if not descriptor.is_index:
-            break
-        nested = parse_index(_blob(open_file, descriptor, where), f"{where}: {descriptor.digest}")
-        descriptor = pick_platform(nested, where)
-    else:
-        raise CorruptError(f"{where}: indexes are nested too deeply")
-    return name, read_image(open_file, descriptor, where)
+    fetch = partial(_document, open_file, where)
+    first = fetch(pick_platform(chosen, where) if len(chosen) > 1 else chosen[0])
+    return name, _image_of(open_file, manifest_for_this_machine(first, fetch, where), where)
 
 
 def _pick_tag(entries: Sequence[Descriptor], tag: str, where: str) -> Sequence[Descriptor]:

@@ -7,23 +7,15 @@ that name them, a tag being whatever the registry says; layers are verified by w
 from functools import partial
 from pathlib import Path
 
-from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
-from bootseer.prefetch.sources.documents import (
-    Descriptor,
-    Manifest,
-    parse_config,
-    parse_index,
-    parse_manifest,
-    pick_platform,
-)
+from bootseer.errors import InvalidInputError, UnsupportedError
+from bootseer.prefetch.sources.documents import Manifest, parse_config, parse_manifest
 from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
 from bootseer.registry.client import RegistryClient, open_registry_client
-from bootseer.registry.documents import DOCUMENT_BYTES_MAX, INDEX_TYPES, Document
+from bootseer.registry.documents import DOCUMENT_BYTES_MAX
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR
 from bootseer.registry.reference import Reference
 from bootseer.registry.reference import parse_reference as parse_image_name
 
-_NESTING_MAX = 4
 _FOREIGN = ("foreign", "nondistributable")
 _CONFIG_TYPES = (
     "application/vnd.oci.image.config.v1+json",
@@ -50,8 +42,9 @@ def open_registry(
     reference = parse_image_name(name)
     client = open_registry_client(reference, hosts_dir=hosts_dir, deadline_s=deadline_s)
     try:
-        digest, manifest = _manifest_of(client, reference)
-        return _source(client, reference, digest, manifest)
+        document = client.for_this_machine(client.manifest(reference.target), str(reference))
+        manifest = parse_manifest(document.data, str(reference))
+        return _source(client, reference, document.digest, manifest)
     except BaseException:
         client.close()
         raise
@@ -62,28 +55,6 @@ def store_name(reference: Reference) -> str:
     # No name in a store has the brackets of an IPv6 address, nor begins with a colon.
     name = str(reference).replace("[", "").replace("]", "")
     return f"0{name}" if name.startswith(":") else name
-
-
-def _manifest_of(client: RegistryClient, reference: Reference) -> tuple[str, Manifest]:
-    """The digest and the manifest of the image for this machine."""
-    where = str(reference)
-    document = client.manifest(reference.target)
-    for _ in range(_NESTING_MAX):
-        if document.media_type not in INDEX_TYPES:
-            return document.digest, parse_manifest(document.data, where)
-        chosen = pick_platform(parse_index(document.data, where), where)
-        document = _verified(client.manifest(chosen.digest), chosen, where)
-    raise CorruptError(f"{where}: indexes are nested too deeply")
-
-
-def _verified(document: Document, expected: Descriptor, where: str) -> Document:
-    """`document`, whose digest the client verified, if it has the size its index says."""
-    if len(document.data) != expected.size_bytes:
-        raise CorruptError(
-            f"{where}: {expected.digest} has {len(document.data)} bytes, not the "
-            f"{expected.size_bytes} declared"
-        )
-    return document
 
 
 def _source(

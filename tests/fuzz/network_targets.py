@@ -15,7 +15,7 @@ from bootseer.fuse.kernel.operations import Caller, Operations
 from bootseer.kubernetes.webhook.plan import Cluster
 from bootseer.kubernetes.webhook.review import answer
 from bootseer.prefetch.sources import documents
-from bootseer.registry.documents import parse_object
+from bootseer.registry.documents import parse_index, parse_object
 from bootseer.registry.hosts import parse_hosts
 from bootseer.registry.tokens import parse_challenges
 from bootseer.store.hdfs.direct.datanode import Connection, DataNodes, packet_headers
@@ -146,7 +146,7 @@ _DOCUMENTS: list[Any] = [
 
 def _read_document(data: bytes) -> None:
     for read in (
-        documents.parse_index,
+        parse_index,
         documents.parse_manifest,
         documents.parse_config,
         documents.parse_archive_manifest,

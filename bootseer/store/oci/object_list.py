@@ -5,7 +5,6 @@ object's own digest; and the order of requests by which writers that nothing exc
 other agree. Thread-safe: writers wait for each other, and for no writer waits who only looks.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -20,13 +19,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.registry.client import RegistryClient
-from bootseer.registry.documents import (
-    INDEX_TYPES,
-    MANIFEST_TYPE,
-    digest_of,
-    parse_object,
-    unsuitability,
-)
+from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import Reference
 from bootseer.store.oci.objects import (
     ARTIFACT_TYPE,
@@ -195,7 +188,7 @@ class ObjectList:
 
     def _described_subject(self) -> Mapping[str, Any]:
         if self._subject is None:
-            self._subject = describe_subject(self._client, self._reference)
+            self._subject = _describe_subject(self._client, self._reference)
         return self._subject
 
     def _push_empty(self) -> None:
@@ -279,7 +272,7 @@ def _is_old(when: float) -> bool:
     return time.monotonic() - when > _MINE_S
 
 
-def describe_subject(client: RegistryClient, reference: Reference) -> Mapping[str, Any]:
+def _describe_subject(client: RegistryClient, reference: Reference) -> Mapping[str, Any]:
     """The descriptor of the image's manifest; of an index, that of this machine's platform.
 
     Raises: InvalidInputError where there is no such image, NotFoundError where it has none for this
@@ -290,19 +283,8 @@ def describe_subject(client: RegistryClient, reference: Reference) -> Mapping[st
     except NotFoundError as error:
         # Not as the error that it is: this is no object that may yet come.
         raise InvalidInputError(f"there is no image {reference} to keep a store beside") from error
-    if document.media_type in INDEX_TYPES and reference.digest is None:
-        entries = parse_object(document.data, client.name).get("manifests")
-        ranked: list[tuple[int, int, str]] = []
-        for entry in entries if isinstance(entries, list) else []:
-            with contextlib.suppress(AttributeError, KeyError):
-                where = entry["platform"]
-                names = (str(where.get(name) or "") for name in ("os", "architecture", "variant"))
-                rank = unsuitability(*names)
-                if rank is not None:
-                    ranked.append((rank, len(ranked), str(entry["digest"])))
-        if not ranked:
-            raise NotFoundError(f"{reference} has no image for this machine's platform")
-        document = client.manifest(min(ranked)[2])
+    if reference.digest is None:
+        document = client.for_this_machine(document, str(reference))
     return {
         "mediaType": document.media_type,
         "digest": document.digest,

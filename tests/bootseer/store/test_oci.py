@@ -258,6 +258,18 @@ def test_a_tag_of_several_platforms_means_this_machines(image: str, client: Regi
         assert store.read("a") == b"1"
 
 
+def test_a_lone_image_of_an_index_needs_no_platform(image: str, client: RegistryClient) -> None:
+    """As for sources of images, which choose by the same rule."""
+    own = client.manifest(image_digest(image))
+    entry = {"mediaType": MANIFEST_TYPE, "digest": own.digest, "size": len(own.data)}
+    index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [entry]}
+    client.push_manifest("lone", INDEX_TYPE, json.dumps(index).encode())
+    with beside(image) as store:
+        store.publish("a", b"1")
+    with beside(image.replace(f"@{own.digest}", ":lone")) as store:
+        assert store.read("a") == b"1"
+
+
 def test_a_file_becomes_no_folder_beside_an_image(image: str) -> None:
     with beside(image) as store:
         store.publish("a", b"1")
