@@ -23,10 +23,10 @@ from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.http.transport import Response
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.executor import Batch, Executor
+from bootseer.transfer.chunks import Batch, ChunkFetcher
 from bootseer.transfer.pace import FLOOR_BYTES_PER_S, STALL_S, Pace, Progress
-from bootseer.transfer.plan import Chunk, Priority, covering
 from bootseer.transfer.policy import REQUEST, Attempts, Policy
+from bootseer.transfer.ranges import Chunk, Priority, covering
 
 _RANGE = re.compile("bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|[*])")
 _NO_RANGE = re.compile("bytes [*]/([0-9]{1,19})")
@@ -374,7 +374,7 @@ class _Parallel(_InOrder):
         self._waited_s = 0.0
         self._next = FIRST_BYTES
         self._part = memoryview(b"")
-        self._executor: Executor | None = None
+        self._fetcher: ChunkFetcher | None = None
         self._parts: deque[tuple[Chunk, Batch]] = deque()
         self._came: dict[Chunk, memoryview] = {}
 
@@ -389,23 +389,23 @@ class _Parallel(_InOrder):
             self._single = self._file.stream(self._next, self._file.size_bytes)
             self._next = self._file.size_bytes
             return
-        self._executor = Executor(
+        self._fetcher = ChunkFetcher(
             lambda _, *part: self._file.read_into(*part),
-            workers=STREAMS_COUNT,
+            threads=STREAMS_COUNT,
             # As long as bytes come: how long a part may take nobody can say.
             deadline_s=inf,
-            attempt_deadline_s=self._file.stall_s,
+            stall_s=self._file.stall_s,
             policy=self._file.policy,
         )
-        self._fill(self._executor)
+        self._fill(self._fetcher)
 
-    def _fill(self, executor: Executor) -> None:
+    def _fill(self, fetcher: ChunkFetcher) -> None:
         size_bytes = self._file.size_bytes
         while self._next < size_bytes and len(self._parts) < STREAMS_COUNT:
             length = min(PART_BYTES, size_bytes - self._next)
             part = Chunk(self._file.name, self._next, length)
             fetch = covering((part,), Priority.PREFETCH)
-            self._parts.append((part, executor.submit([fetch], self._came.__setitem__)))
+            self._parts.append((part, fetcher.submit([fetch], self._came.__setitem__)))
             self._next = part.end
 
     def read(self, size: int = -1, /) -> bytes:
@@ -418,11 +418,11 @@ class _Parallel(_InOrder):
                 self._waited_s += time.monotonic() - began_s
                 return data
             self._go_on()
-        if not self._part and self._parts and self._executor:
+        if not self._part and self._parts and self._fetcher:
             part, batch = self._parts.popleft()
             batch.wait()
             self._part = self._came.pop(part)
-            self._fill(self._executor)
+            self._fill(self._fetcher)
         data = bytes(self._part[: min(size, _PIECE_BYTES)])
         self._part = self._part[len(data) :]
         return data
@@ -431,7 +431,7 @@ class _Parallel(_InOrder):
         """Idempotent; the threads end after the piece they wait for."""
         if self._single is not None:
             self._single.close()
-        if self._executor is not None:
-            self._executor.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
         self._parts.clear()
         super().close()

@@ -1,6 +1,9 @@
-"""Moves ranges of stored objects: a pure plan, and an executor that carries it out.
+"""Reads of stored bytes: a pure plan, and the engine that carries it out.
 
-fetches = plan(wanted, is_cached)            # bootseer.transfer.plan, pure
-batch = executor.submit(fetches, deliver)    # bootseer.transfer.executor
-executor.demand(chunk, deliver)              # returns when that chunk has been delivered
+fetches = plan(wanted, is_cached)           # bootseer.transfer.ranges, pure
+batch = fetcher.submit(fetches, deliver)    # bootseer.transfer.chunks
+fetcher.demand(chunk, deliver)              # returns when that chunk has been delivered
+
+`bootseer.transfer.engine` does the reads, for chunk fetchers and for checkpoints alike. `policy`
+and `pace` say when something is asked for again.
 """

@@ -10,7 +10,15 @@ import threading
 class Attempt:
     """One try to fill a buffer, which its owner may give up at any moment."""
 
-    __slots__ = ("done_bytes", "is_checked", "is_given_up", "is_second", "lock", "server")
+    __slots__ = (
+        "done_bytes",
+        "follows_damage",
+        "is_checked",
+        "is_given_up",
+        "is_second",
+        "lock",
+        "server",
+    )
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -24,6 +32,8 @@ class Attempt:
         self.is_second = False
         """Whether an earlier one at the same bytes failed, or is late: another server may do
         better, where there is one."""
+        self.follows_damage = False
+        """Whether an earlier one at the same bytes brought wrong ones."""
         self.server = ""
         """Where the bytes come from, as HOST:PORT; as far as the reader knows."""
 

@@ -1,340 +1,975 @@
-"""The engine: the threads of two pools, and the clock that watches over them.
+"""The fetch engine: carries out reads of stored bytes for many callers, in parallel.
 
-Owns the one lock, the threads and the running attempts; the `Scheduler` has what is under way.
-The demand pool reads DEMAND alone; the shared pool reads everything, DEMAND first.
+The engine decides when a read begins, when it is tried again, when it is asked for a second time,
+and when it is given up. A `Job` says what is read, how the bytes are checked and where they go.
+
+    WAITING --a thread is free--> READING --bytes checked--> LANDING --delivered--> ENDED
+       ^                             |
+       +---------- RESTING <---------+  a try failed; the policy says when there is another
+
+Every state leads to ENDED: by a final error, by `withdraw` and by `close`. The rules are:
+
+- Bytes are checked before a try wins: a damaged replica that is fast does not beat a sound one.
+- A try that brings nothing for `stall_s` is given up and its thread replaced. A job fails when
+  nothing came for `deadline_s`, by all of its tries together. A try whose reader does not report
+  progress has all of the deadline.
+- A try that is slower than its peers (`pace`) is joined by a second one, on another thread and so
+  on another connection. The first whose bytes are right wins.
+- Each try goes on behind the bytes that the last one brought. It uses the same buffer unless the
+  thread of the last one may still write there.
+- Jobs with the priority DEMAND run in their order and have threads of their own. Of the others the
+  next one is that of the place with the fewest reads under way.
+- Jobs that rest hold no thread.
+
+Thread safety: one lock guards the engine and the fields of its jobs. It is held for bookkeeping
+only, never during a read, a check or a delivery. Each method says whether its caller holds it.
 """
 
+import heapq
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import TypeAlias
 
-from bootseer.base.content_digest import content_digest
 from bootseer.errors import CorruptError, DeadlineError, UnavailableError
-from bootseer.transfer.pace import LOOK_AFTER_S, TokenBucket
-from bootseer.transfer.pending import PendingChunk, Phase, Reader, Reading, Task
-from bootseer.transfer.plan import Priority
-from bootseer.transfer.policy import Policy, as_bootseer_error
-from bootseer.transfer.running import Running
-from bootseer.transfer.scheduler import Scheduler
-from bootseer.transfer.statistics import Recorder
-from bootseer.transfer.worker_pool import Worker, WorkerPool
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.pace import (
+    FLOOR_BYTES_PER_S,
+    LOOK_AFTER_S,
+    LOOK_S,
+    STALL_S,
+    Pace,
+    Progress,
+    TokenBucket,
+)
+from bootseer.transfer.policy import Policy, as_bootseer_error, dice
+from bootseer.transfer.ranges import Priority
 
 logger = logging.getLogger(__name__)
 
-# How long `close` waits for threads that are inside a read; one that hangs is a daemon and is left.
+ReadInto: TypeAlias = Callable[[int, memoryview, Attempt], int]
+"""`read(start, buffer, attempt)` fills the buffer from byte `start` of the job; returns the
+count."""
+
+# Threads that hang in a read are daemons; `close` waits no longer than this for them.
 _CLOSE_S = 2.0
+# How often a waiter looks whether its caller was interrupted.
+_POLL_S = 0.25
+# For each thread two others may take its place while it hangs: an outage that hangs all reads once
+# is survived.
+_REPLACEMENTS = 2
+_SECONDS_MAX = 5
 
 
-class Engine:
-    """Carries out what is queued in `scheduler`. Methods need `lock` held unless they say that they
-    take it themselves."""
+class State(Enum):
+    """Stage of a job; the module's docstring has the transitions."""
+
+    WAITING = auto()
+    READING = auto()
+    """One try is under way, or several where the first is late."""
+    RESTING = auto()
+    LANDING = auto()
+    ENDED = auto()
+
+
+class Job:
+    """One read of consecutive stored bytes.
+
+    Subclasses override the methods. The engine calls `open`, `buffer`, `spare_buffer`, `check` and
+    `land` without its lock, from any of its threads; it holds the lock when it calls `split`,
+    `late` and `ended`, which must be quick. The fields are the engine's.
+    """
+
+    def __init__(self, place: str, length: int, what: str) -> None:
+        """Make a job that `FetchEngine.add` starts.
+
+        Args:
+            place: Name of what the job competes for with others: a stored file, or a block of one.
+            length: Number of bytes to read.
+            what: Name of the job in messages, such as "bytes 0 to 5 of blobs/x".
+        """
+        self.place = place
+        self.length = length
+        self.what = what
+        self.state = State.ENDED
+        self.priority = Priority.PREFETCH
+        self.sequence = 0
+        """Rank among the jobs of one priority."""
+        self.failure_count = 0
+        """Failed tries since bytes came."""
+        self.wrong_count = 0
+        """Tries that brought wrong bytes."""
+        self.second_count = 0
+        """Tries that were made because another one was late."""
+        self.resume_s = 0.0
+        """Monotonic time at which a resting job is due."""
+        self.moved_s: float | None = None
+        """Monotonic time at which bytes came last, or the first try began."""
+        self.tries: list[Try] = []
+        """The tries under way."""
+        self.tried: set[int] = set()
+        """Numbers of the readers that failed or are late."""
+        self.earlier: Try | None = None
+        """The try whose bytes the next one goes on behind."""
+        self.failure: BaseException | None = None
+        """The last failure that says more than that nothing came."""
+        self.error: BaseException | None = None
+        """The reason why the job failed; set when it ends."""
+        self.done: threading.Event | None = None
+        """Set when the job has ended; made by the first waiter."""
+
+    def open(self, one: "Try") -> ReadInto:
+        """Return the function that reads for `one`, and note on `one` which reader that is.
+
+        Raises as the storage does.
+        """
+        raise NotImplementedError
+
+    def buffer(self, one: "Try") -> memoryview:
+        """Return memory of `length` bytes for `one`. May wait. Raises as taking memory does."""
+        return memoryview(bytearray(self.length))
+
+    def spare_buffer(self) -> memoryview | None:
+        """Return memory for a second try, or None. Must not wait."""
+        return memoryview(bytearray(self.length))
+
+    def check(self, one: "Try", data: memoryview) -> None:
+        """Raise CorruptError where `data` is not what was stored; other errors fail the try."""
+
+    def land(self, one: "Try", data: memoryview) -> None:
+        """Deliver the bytes that `one` brought. An error that this raises is the job's."""
+
+    def split(self, error: BaseException | None) -> "Sequence[Job]":
+        """Return jobs that take over a part of this one, to be queued at once.
+
+        Called before a try, with None, where no other is under way: the job may become shorter.
+        Called after a failed try with its error.
+        """
+        return ()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody needs the job after `split`; otherwise it ends without an error."""
+        return True
+
+    def late(self, one: "Try") -> None:
+        """Note that `one` is late and another reader is about to be asked."""
+
+    def told(self, error: BaseException) -> BaseException:
+        """Return what the waiters are told of the error that ended the job."""
+        return as_bootseer_error(error, f"read {self.what}")
+
+    def ended(self) -> None:
+        """Note that the job has ended; `error` says how."""
+
+    def take_over(self, other: "Job") -> None:
+        """Take the rank, the failures and the deadline of `other`, a part of which this one is."""
+        self.priority, self.sequence = other.priority, other.sequence
+        self.failure_count, self.wrong_count = other.failure_count, other.wrong_count
+        self.moved_s, self.failure = other.moved_s, other.failure
+
+
+class Try:
+    """One attempt at a job, made by one thread."""
+
+    __slots__ = (
+        "attempt",
+        "buffer",
+        "deadline_s",
+        "has_replicas",
+        "has_returned",
+        "is_opened",
+        "is_second",
+        "job",
+        "number",
+        "progress",
+        "start_bytes",
+        "started_s",
+        "tells_progress",
+        "was_late",
+        "worker",
+    )
+
+    def __init__(self, job: Job, worker: "Worker", buffer: memoryview | None, now_s: float) -> None:
+        """`buffer` is the memory of a second try, made because another one is late."""
+        self.job = job
+        self.worker = worker
+        self.is_second = buffer is not None
+        self.attempt = Attempt()
+        self.attempt.is_second = bool(job.tried) or job.earlier is not None
+        self.attempt.follows_damage = job.wrong_count > 0
+        self.buffer = memoryview(b"") if buffer is None else buffer
+        self.started_s = now_s
+        self.progress = Progress(now_s)
+        self.deadline_s = math.inf
+        self.start_bytes = 0
+        """Bytes at the front of the buffer that an earlier try brought."""
+        self.is_opened = False
+        self.was_late = False
+        self.has_returned = False
+        """Whether the thread will not write into the buffer any more."""
+        # Set by `Job.open`.
+        self.number = -1
+        """Number of the reader, where the job has several."""
+        self.has_replicas = False
+        """Whether another reader may be served by another disk."""
+        self.tells_progress = False
+        """Whether `attempt` is told while bytes come."""
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of the job that are in the buffer."""
+        return min(self.start_bytes + self.attempt.done_bytes, len(self.buffer))
+
+    def read(self, earlier: "Try | None") -> memoryview:
+        """Read the job behind the bytes that `earlier` brought; return all of its bytes, checked.
+
+        Raises as the reader and `Job.check` do.
+        """
+        job = self.job
+        read_into = job.open(self)
+        self.is_opened = True
+        if not self.is_second:
+            reusable = earlier is not None and earlier.has_returned and len(earlier.buffer)
+            self.buffer = earlier.buffer if earlier and reusable else job.buffer(self)
+        buffer = self.buffer
+        if earlier is not None:
+            start = self.start_bytes = earlier.done_bytes
+            if buffer is not earlier.buffer:
+                buffer[:start] = earlier.buffer[:start]
+        count = self.start_bytes
+        if count < len(buffer):
+            count += read_into(count, buffer[count:], self.attempt)
+        if not self.attempt.is_given_up:
+            if count != len(buffer):
+                raise CorruptError(f"the storage gave {count} of {len(buffer)} bytes: {job.what}")
+            job.check(self, buffer)
+        return buffer
+
+    def look(self, now_s: float) -> None:
+        """Note on the job when bytes came last."""
+        self.progress.silent_s(self.attempt.done_bytes, now_s)
+        if self.progress.seen_s > self.started_s:
+            self.job.moved_s = max(self.job.moved_s or 0.0, self.progress.seen_s)
+
+    def is_late(self, pace: Pace, now_s: float) -> bool:
+        """Whether another connection should be asked for the same bytes."""
+        job = self.job
+        if self.was_late or not self.is_opened or job.second_count >= _SECONDS_MAX:
+            return False
+        if job.state is not State.READING or job.priority is Priority.FILL:
+            return False
+        done_bytes, elapsed_s = self.attempt.done_bytes, now_s - self.started_s
+        silent_s = self.progress.silent_s(done_bytes, now_s)
+        length = job.length - self.start_bytes
+        if self.has_replicas:
+            return pace.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=True)
+        return pace.is_late_alike(length, done_bytes, elapsed_s, silent_s)
+
+
+class Figures:
+    """Receiver of an engine's counts, which ignores them. The engine's lock is held."""
+
+    def won(self, one: Try, seconds: float) -> None:
+        """Count a try that brought all bytes of its job, and took so long."""
+
+    def retried(self, job: Job, error: BaseException) -> None:
+        """Count a job that is tried again after `error`."""
+
+    def damaged(self, job: Job) -> None:
+        """Count a try that brought wrong bytes."""
+
+    def late(self, one: Try) -> None:
+        """Count a try whose bytes another one is asked for, too."""
+
+    def hung(self, one: Try) -> None:
+        """Count a try that was given up because nothing came."""
+
+
+class Worker:
+    """One thread of a crew."""
+
+    __slots__ = ("crew", "is_abandoned", "thread")
+
+    def __init__(self, crew: "Crew") -> None:
+        self.crew = crew
+        self.is_abandoned = False
+        self.thread: threading.Thread | None = None
+
+
+class Crew:
+    """Threads of one kind, started when first needed. The caller of each method holds the lock.
+
+    A thread that hangs in a read cannot be ended. It is abandoned: another one takes its place, up
+    to a bound, and it rejoins when its read returns.
+    """
+
+    def __init__(
+        self, name: str, size: int, work: Callable[[Worker], None], lock: threading.Lock
+    ) -> None:
+        self._name = name
+        self._size = size
+        self._work = work
+        self._idle = threading.Condition(lock)
+        self._idle_count = 0
+        self._abandoned_count = 0
+        self._numbers = itertools.count(1)
+        self.workers: set[Worker] = set()
+        self.stalled_since_s: float | None = None
+        """Monotonic time since which every thread hangs and no other may be started."""
+
+    def wake(self) -> bool:
+        """Have a thread look for work; False where none is idle and no other may be started."""
+        if self._idle_count:
+            # Counted as busy from here on, so that two jobs never rely on the same thread.
+            self._idle_count -= 1
+            self._idle.notify()
+            return True
+        working_count = len(self.workers) - self._abandoned_count
+        if working_count >= self._size or not self._may_grow:
+            return False
+        worker = Worker(self)
+        name = f"bootseer-{self._name}-{next(self._numbers)}"
+        worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+        self.workers.add(worker)
+        try:
+            worker.thread.start()
+        except RuntimeError as error:
+            self.workers.discard(worker)
+            logger.warning("cannot start a thread for reads: %s", error)
+            self._note_stall()
+            return False
+        self.stalled_since_s = None
+        return True
+
+    def wake_all(self) -> None:
+        """Wake every idle thread, to let it end."""
+        self._idle_count = 0
+        self._idle.notify_all()
+
+    def sleep(self) -> None:
+        """Wait for `wake`."""
+        self._idle_count += 1
+        self._idle.wait()
+
+    @property
+    def _may_grow(self) -> bool:
+        return len(self.workers) < (1 + _REPLACEMENTS) * self._size
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether a thread could be had for a second try."""
+        return bool(self._idle_count) or self._may_grow
+
+    def abandon(self, worker: Worker) -> None:
+        """Let another thread take the place of `worker` until its read returns."""
+        if not worker.is_abandoned:
+            worker.is_abandoned = True
+            self._abandoned_count += 1
+            self._note_stall()
+
+    def rejoin(self, worker: Worker) -> bool:
+        """Count `worker` as working again; False where others have its place and it must end."""
+        if not worker.is_abandoned:
+            return True
+        worker.is_abandoned = False
+        self._abandoned_count -= 1
+        self.stalled_since_s = None
+        return len(self.workers) - self._abandoned_count <= self._size
+
+    def leave(self, worker: Worker) -> None:
+        """Forget a thread that ends."""
+        self.workers.discard(worker)
+        self._abandoned_count -= worker.is_abandoned
+
+    def _note_stall(self) -> None:
+        is_stuck = not self._may_grow or not self.workers
+        if is_stuck and len(self.workers) == self._abandoned_count:
+            self.stalled_since_s = time.monotonic()
+
+
+class JobQueue:
+    """Waiting jobs, by priority, place and rank. The caller of each method holds the lock.
+
+    A job that was withdrawn, or whose priority changed, leaves a stale entry behind, which is
+    skipped when it surfaces: moving a job costs one push, never a search.
+    """
+
+    def __init__(self) -> None:
+        self._heaps: dict[Priority, dict[str, list[tuple[int, int, Job]]]] = {
+            priority: {} for priority in Priority
+        }
+        self._tie = itertools.count()
+        self.under_way: Counter[str] = Counter()
+        """Number of reads under way by place."""
+
+    def put(self, job: Job) -> None:
+        """Queue `job`."""
+        heap = self._heaps[job.priority].setdefault(self._place(job), [])
+        heapq.heappush(heap, (job.sequence, next(self._tie), job))
+
+    def peek(self, priority: Priority) -> Job | None:
+        """Return the next job of a priority, left in the queue."""
+        best: tuple[int, int, Job] | None = None
+        heaps = self._heaps[priority]
+        for place in tuple(heaps):
+            heap = heaps[place]
+            while heap and not self._is_waiting(heap[0][2], priority):
+                heapq.heappop(heap)
+            if not heap:
+                del heaps[place]
+                continue
+            sequence, _, job = heap[0]
+            found = (self.under_way[place] if place else 0, sequence, job)
+            if best is None or found[:2] < best[:2]:
+                best = found
+        return None if best is None else best[2]
+
+    def take(self, job: Job) -> None:
+        """Remove `job`, which `peek` has returned."""
+        heapq.heappop(self._heaps[job.priority][self._place(job)])
+
+    def clear(self) -> None:
+        """Forget every job."""
+        for heaps in self._heaps.values():
+            heaps.clear()
+
+    @staticmethod
+    def _place(job: Job) -> str:
+        # Demands are served in their order, wherever they read.
+        return "" if job.priority is Priority.DEMAND else job.place
+
+    @staticmethod
+    def _is_waiting(job: Job, priority: Priority) -> bool:
+        return job.state is State.WAITING and job.priority is priority
+
+
+class FetchEngine:
+    """Threads, queue and clock for the reads of one storage, mount or image.
+
+    An engine does not survive fork(2): make it in the process that uses it.
+    """
 
     def __init__(
         self,
-        read: Reader,
-        policy: Policy,
-        take_buffer: Callable[[int], memoryview],
+        policies: Mapping[Priority, Policy],
         *,
-        workers: int,
-        demand_workers: int,
+        threads: int,
+        demand_threads: int,
         deadline_s: float,
-        attempt_deadline_s: float,
-        fill_bytes_per_s: float | None,
-        on_progress: Callable[[int], None] | None,
+        stall_s: float,
+        fill_bytes_per_s: float | None = None,
+        figures: Figures | None = None,
+        name: str = "the transfer",
     ) -> None:
+        """Start nothing yet; the first job starts threads.
+
+        Args:
+            policies: When a job of each priority is tried again.
+            threads: Number of threads for every job.
+            demand_threads: Number of threads for jobs with the priority DEMAND alone.
+            deadline_s: Seconds without any bytes after which a job fails.
+            stall_s: Seconds without any bytes after which a try is given up.
+            fill_bytes_per_s: Limit of the rate at which jobs with the priority FILL begin.
+            figures: Gets the counts; called with the lock held.
+            name: What is read from, for the message of `close`.
+        """
         self.lock = threading.Lock()
-        self.recorder = Recorder()
-        self.scheduler = Scheduler(policy, self.recorder, self._wake)
-        self._read = read
-        self._take_buffer = take_buffer
+        self._policies = policies
         self._deadline_s = deadline_s
-        self._attempt_deadline_s = attempt_deadline_s
-        self._on_progress = on_progress
-        self._demand_pool = self._make_pool("demand", demand_workers)
-        self._shared_pool = self._make_pool("transfer", workers)
+        self._stall_s = stall_s
+        self._figures = figures or Figures()
+        self._name = name
+        self._queue = JobQueue()
+        self._demand_crew = Crew("demand", demand_threads, self._work, self.lock)
+        self._shared_crew = Crew("transfer", threads, self._work, self.lock)
+        self._jobs: set[Job] = set()
+        self._running: set[Try] = set()
+        """The tries that count; a thread whose try is not here any more has nothing to say."""
+        self._late: deque[tuple[Try, memoryview]] = deque()
+        """Late tries, each with the memory for its second, that no thread has come for yet."""
+        self._resting: list[tuple[float, int, Job]] = []
+        self._numbers = itertools.count(1)
+        self._pace = Pace()
+        self._moved_s = 0.0
+        """Monotonic time at which bytes came last, for any job."""
         self._bucket: TokenBucket | None = None
         if fill_bytes_per_s is not None:
             self._bucket = TokenBucket(fill_bytes_per_s, now_s=time.monotonic())
-        self._fill_at_s = math.inf
-        self._running = Running()
+        self._fill_s = math.inf
         self._clock: threading.Thread | None = None
-        self._clock_alarm = threading.Condition(self.lock)
-        self._clock_due_s = math.inf
+        self._alarm = threading.Condition(self.lock)
+        self._due_s = math.inf
         self._is_closed = False
 
+    # ---- jobs; the caller holds the lock ------------------------------------------------------
+
+    def add(self, job: Job, priority: Priority) -> None:
+        """Queue `job` behind the others of its priority. Raises: UnavailableError when closed."""
+        self.check_open()
+        job.priority = priority
+        job.sequence = next(self._numbers)
+        self._enqueue(job)
+
     def check_open(self) -> None:
-        """Raises: UnavailableError when closed. Otherwise the engine runs from here on."""
+        """Raise UnavailableError when the engine is closed."""
         if self._is_closed:
-            raise UnavailableError("the transfer was stopped")
-        if self._clock is None:
-            self._clock = threading.Thread(
-                target=self._keep_time, name="bootseer-transfer-clock", daemon=True
-            )
-            self._clock.start()
+            raise UnavailableError(f"{self._name} was closed")
+
+    def hasten(self, job: Job, priority: Priority) -> None:
+        """Raise the priority of `job`; lowering it is ignored."""
+        if priority >= job.priority:
+            return
+        job.priority = priority
+        if job.state is State.WAITING:
+            job.sequence = next(self._numbers)
+            self._enqueue(job)
+
+    def withdraw(self, job: Job) -> bool:
+        """Drop a job that waits or rests; False where it is being read."""
+        if job.state not in (State.WAITING, State.RESTING):
+            return False
+        job.state = State.ENDED
+        self._jobs.discard(job)
+        return True
+
+    def end(self, job: Job, error: BaseException | None) -> None:
+        """End `job` now, whatever its state. Idempotent."""
+        if job.state is State.ENDED:
+            return
+        job.state, job.error = State.ENDED, error
+        job.earlier = job.failure = None
+        self._jobs.discard(job)
+        for one in tuple(job.tries):
+            self._drop(one)
+        job.ended()
+        if job.done is not None:
+            job.done.set()
+
+    def silent_s(self, job: Job, since_s: float, now_s: float) -> float:
+        """Return the seconds since bytes came for `job`, at most those since `since_s`.
+
+        A job that waits in the queue waits for others: their bytes count as its own.
+        """
+        for one in job.tries:
+            one.look(now_s)
+        moved_s = job.moved_s or 0.0
+        if job.state is State.WAITING:
+            moved_s = max(moved_s, self._moved_s)
+        return now_s - max(moved_s, since_s)
+
+    # ---- jobs; the caller does not hold the lock ----------------------------------------------
+
+    def wait(
+        self, job: Job, timeout_s: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until `job` has ended; False where nothing came for `timeout_s`.
+
+        `cancelled` is asked several times a second. Raises: InterruptedError where it says so.
+        """
+        with self.lock:
+            if job.state is State.ENDED:
+                return True
+            done = job.done = job.done or threading.Event()
+        began_s = time.monotonic()
+        while not done.wait(min(_POLL_S, timeout_s)):
+            if cancelled():
+                raise InterruptedError
+            now_s = time.monotonic()
+            with self.lock:
+                if self.silent_s(job, began_s, now_s) >= timeout_s:
+                    return done.is_set()
+        return True
 
     def close(self) -> None:
-        """Fail everything and end the threads. Takes the lock. Idempotent."""
-        pools = (self._demand_pool, self._shared_pool)
+        """Fail every job, tell every waiter, and end the threads. Idempotent.
+
+        A thread that hangs in a read is left behind and ends when the read does.
+        """
         with self.lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._running.clear()
-                self.scheduler.fail_everything(UnavailableError("the transfer was stopped"))
-            for pool in pools:
-                pool.wake_all()
-            self._clock_alarm.notify_all()
+                for job in tuple(self._jobs):
+                    self.end(job, job.told(UnavailableError(f"{self._name} was closed")))
+                self._queue.clear()
+                self._resting.clear()
+                self._late.clear()
+            crews = (self._demand_crew, self._shared_crew)
+            for crew in crews:
+                crew.wake_all()
+            self._alarm.notify_all()
+            threads = [worker.thread for crew in crews for worker in crew.workers]
         until_s = time.monotonic() + _CLOSE_S
-        left_count = sum(pool.join(until_s) for pool in pools)
+        left_count = 0
+        for thread in (*threads, self._clock):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+                left_count += thread.is_alive()
         if left_count:
             logger.warning("%d reads still hang; their threads end with them", left_count)
-        if self._clock is not None and self._clock is not threading.current_thread():
-            self._clock.join(_CLOSE_S)
 
-    def _make_pool(self, name: str, size: int) -> WorkerPool:
-        # As many replacements as threads: an outage that hangs all reads once is survived.
-        return WorkerPool(name, size=size, spare_count=2 * size, lock=self.lock, run=self._work)
+    # ---- threads ------------------------------------------------------------------------------
 
-    def _pools_for(self, priority: Priority) -> tuple[WorkerPool, ...]:
+    def _crews_for(self, priority: Priority) -> tuple[Crew, ...]:
         if priority is Priority.DEMAND:
-            return (self._demand_pool, self._shared_pool)
-        return (self._shared_pool,)
+            return (self._demand_crew, self._shared_crew)
+        return (self._shared_crew,)
+
+    def _enqueue(self, job: Job) -> None:
+        if self._clock is None:
+            clock = threading.Thread(
+                target=self._keep_time, name="bootseer-transfer-clock", daemon=True
+            )
+            clock.start()
+            self._clock = clock
+        job.state = State.WAITING
+        self._jobs.add(job)
+        self._queue.put(job)
+        self._wake(job.priority)
 
     def _wake(self, priority: Priority) -> None:
-        """See that a thread comes for what has just been queued."""
-        pools = self._pools_for(priority)
-        if any(pool.wake_idle() for pool in pools) or any(pool.spawn() for pool in pools):
-            return
-        if any(pool.stalled_since_s is not None for pool in pools):
-            self._alarm(time.monotonic())
+        crews = self._crews_for(priority)
+        if not any(crew.wake() for crew in crews) and any(c.stalled_since_s for c in crews):
+            self._look_at(0.0)
 
-    def _alarm(self, at_s: float) -> None:
+    def _look_at(self, at_s: float) -> None:
         """Have the clock look around at `at_s` at the latest."""
-        if at_s < self._clock_due_s:
-            self._clock_due_s = at_s
-            self._clock_alarm.notify()
-
-    def _take(self, pool: WorkerPool) -> Task | None:
-        """The next task for a thread of `pool`."""
-        queue = self.scheduler.queue
-        task = self._running.next_late(is_demanded=pool is self._demand_pool)
-        task = task or queue.pop(Priority.DEMAND)
-        if task is not None or pool is self._demand_pool:
-            return task
-        return queue.pop(Priority.PREFETCH) or self._take_fill()
-
-    def _take_fill(self) -> Task | None:
-        queue = self.scheduler.queue
-        if self._bucket is None:
-            return queue.pop(Priority.FILL)
-        now_s = time.monotonic()
-        task = None
-        if self._bucket.ready_at_s(now_s) <= now_s:
-            task = queue.pop(Priority.FILL)
-            if task is not None:
-                self._bucket.take(task.fetch.length, now_s)
-        if queue.peek(Priority.FILL) is not None:
-            # The clock sends a thread for the next one when its time has come.
-            self._fill_at_s = self._bucket.ready_at_s(now_s)
-            self._alarm(self._fill_at_s)
-        return task
-
-    def _is_late(self, task: Task) -> bool:
-        """Whether `task` waited in the queue beyond its deadline; then it is given up here."""
-        if task.deadline_s is None or time.monotonic() < task.deadline_s:
-            return False
-        late = DeadlineError(
-            f"{task.fetch.key} could not be read within {self._deadline_s:g} s; "
-            "the store answers too slowly"
-        )
-        self.scheduler.fail(task.pending_chunks.values(), late)
-        return True
-
-    def _start_attempt(self, worker: Worker, task: Task) -> Reading:
-        now_s = time.monotonic()
-        if task.deadline_s is None:
-            task.deadline_s = now_s + self._deadline_s
-        task.phase = Phase.READING
-        task.attempts_made += 1
-        attempt = Reading(worker, task, self._attempt_deadline_s, now_s)
-        self._running.add(attempt)
-        self._alarm(min(attempt.deadline_s, now_s + LOOK_AFTER_S))
-        return attempt
-
-    def _is_void(self, attempt: Reading) -> bool:
-        return attempt not in self._running
+        if at_s < self._due_s:
+            self._due_s = at_s
+            self._alarm.notify()
 
     def _work(self, worker: Worker) -> None:
-        """Life of one worker thread. Takes the lock."""
-        pool = worker.pool
-        while True:
-            with self.lock:
-                if not pool.rejoin(worker):
-                    return
-                while True:
-                    if self._is_closed:
-                        return
-                    task = self._take(pool)
-                    if task is None:
-                        pool.sleep()
-                    elif not self._is_late(task):
-                        break
-                attempt = self._start_attempt(worker, task)
-            self._carry_out(attempt)
-            # Nothing of the last read may stay alive while the thread is idle.
-            del task, attempt
-
-    def _carry_out(self, attempt: Reading) -> None:
-        """Read, verify, deliver. Takes the lock; never raises."""
-        fetch = attempt.fetch
+        """Live as a thread of a crew. Takes the lock."""
+        crew = worker.crew
         try:
-            count = attempt.fill(self._read, self._take_buffer(fetch.length))
-            if count != fetch.length:
-                raise CorruptError(
-                    f"the store returned {count} of {fetch.length} bytes of {fetch.key} "
-                    f"from {fetch.offset}"
-                )
-        except BaseException as error:  # a worker outlives whatever a reader raises
+            while True:
+                with self.lock:
+                    if not crew.rejoin(worker):
+                        return
+                    while (begun := self._begin(worker)) is None:
+                        if self._is_closed:
+                            return
+                        crew.sleep()
+                self._carry_out(*begun)
+                del begun  # nothing of the last read stays alive while the thread is idle
+        finally:
             with self.lock:
-                if not self._is_void(attempt):
-                    now_s = time.monotonic()
-                    self._failed(attempt, error, now_s)
-                    self._alarm(self.scheduler.wake_rested(now_s))
-            return
-        with self.lock:
-            if self._is_void(attempt):
-                return
-            self._running.won(attempt, time.monotonic())
-            self.recorder.fetch_count += 1
-            self.recorder.fetched_bytes += fetch.length
-            # Verifying and delivering get as long again, so that a full disk queue is no failure.
-            attempt.is_landing = True
-            attempt.deadline_s = time.monotonic() + self._attempt_deadline_s
-        whole = attempt.buffer
-        corrupt: list[PendingChunk] = []
-        for pending in attempt.pending_chunks:
-            chunk = pending.chunk
-            piece = whole[chunk.offset - fetch.offset : chunk.end - fetch.offset]
-            if chunk.digest is not None and content_digest(piece) != chunk.digest:
-                corrupt.append(pending)
-            elif not self._deliver(attempt, pending, piece):
-                return
-        with self.lock:
-            if self._is_void(attempt):
-                return
-            self._running.discard(attempt)
-            now_s = time.monotonic()
-            for pending in corrupt:
-                chunk = pending.chunk
-                damage = CorruptError(
-                    f"bytes {chunk.offset} to {chunk.end} of {chunk.key} do not match their "
-                    "digest; the stored object or the network is damaged"
-                )
-                self.scheduler.chunk_corrupt(pending, damage, now_s)
-            self._alarm(self.scheduler.wake_rested(now_s))
+                crew.leave(worker)
 
-    def _deliver(self, attempt: Reading, pending: PendingChunk, piece: memoryview) -> bool:
-        """Hand `piece` to all requesters, also those that ask meanwhile, then wake them. False:
-        the attempt was given up. Takes the lock; never raises."""
-        done_count = 0
-        while True:
-            with self.lock:
-                if self._is_void(attempt):
-                    return False
-                if done_count == len(pending.deliveries):
-                    self.scheduler.finish(pending)
-                    break
-                delivery = pending.deliveries[done_count]
-            try:
-                delivery.deliver(pending.chunk, piece)
-            except BaseException as error:  # a worker outlives whatever a callback raises
-                delivery.error = as_bootseer_error(error, f"keep a chunk of {pending.chunk.key}")
-            done_count += 1
-        if self._on_progress is not None:
-            try:
-                self._on_progress(pending.chunk.length)
-            except Exception:
-                logger.exception("a progress callback failed")
-        return True
+    def _begin(self, worker: Worker) -> "tuple[Try, Try | None] | None":
+        """Return the next try for this thread, and the one that it goes on from."""
+        while not self._is_closed:
+            now_s = time.monotonic()
+            buffer = None
+            found = self._next_late(worker)
+            if found is not None:
+                job, buffer = found
+            else:
+                waiting = self._next_waiting(worker, now_s)
+                if waiting is None:
+                    return None
+                job = waiting
+                if job.moved_s is not None and self.silent_s(job, 0.0, now_s) >= self._deadline_s:
+                    self.end(job, job.told(job.failure or self._no_answer(job)))
+                    continue
+                for part in job.split(None):
+                    self._enqueue(part)
+                if not job.is_wanted:
+                    self.end(job, None)
+                    continue
+                self._queue.take(job)
+            if job.moved_s is None:
+                job.moved_s = now_s
+            job.state = State.READING
+            one = Try(job, worker, buffer, now_s)
+            self._extend(one)
+            job.tries.append(one)
+            job.second_count += one.is_second
+            self._running.add(one)
+            self._queue.under_way[job.place] += 1
+            self._look_at(min(one.deadline_s, now_s + LOOK_AFTER_S))
+            return one, job.earlier
+        return None
+
+    def _next_late(self, worker: Worker) -> tuple[Job, memoryview] | None:
+        for late in tuple(self._late):
+            one, buffer = late
+            if one not in self._running:
+                self._late.remove(late)
+            elif worker.crew in self._crews_for(one.job.priority):
+                self._late.remove(late)
+                return one.job, buffer
+        return None
+
+    def _next_waiting(self, worker: Worker, now_s: float) -> Job | None:
+        queue = self._queue
+        job = queue.peek(Priority.DEMAND)
+        if job is not None or worker.crew is self._demand_crew:
+            return job
+        job = queue.peek(Priority.PREFETCH)
+        if job is not None:
+            return job
+        job = queue.peek(Priority.FILL)
+        if job is not None and self._bucket is not None:
+            is_due = self._bucket.ready_at_s(now_s) <= now_s
+            if is_due:
+                self._bucket.take(job.length, now_s)
+            # The clock sends a thread for the next one when its time has come.
+            self._fill_s = self._bucket.ready_at_s(now_s)
+            self._look_at(self._fill_s)
+            if not is_due:
+                return None
+        return job
+
+    def _carry_out(self, one: Try, earlier: Try | None) -> None:
+        """Read, check and deliver. Takes the lock; never raises."""
+        job = one.job
+        failure: BaseException | None = None
+        try:
+            data = one.read(earlier)
+        except BaseException as error:  # a thread outlives whatever a reader raises
+            _clear_frames(error)
+            failure = error
+        del earlier
+        with self.lock:
+            one.has_returned = True
+            if one not in self._running:
+                return
+            now_s = time.monotonic()
+            if failure is not None:
+                self._failed(one, failure, now_s)
+                return
+            self._won(one, now_s)
+        try:
+            job.land(one, data)
+        except BaseException as error:  # a thread outlives whatever a callback raises
+            _clear_frames(error)
+            failure = job.told(error)
+        with self.lock:
+            if one in self._running:
+                self._forget(one)
+                self.end(job, failure)
+
+    # ---- the end of a try; the lock is held ---------------------------------------------------
+
+    def _won(self, one: Try, now_s: float) -> None:
+        job, seconds = one.job, now_s - one.started_s
+        for other in tuple(job.tries):
+            if other is not one:
+                self._drop(other)
+        job.state = State.LANDING
+        job.earlier = None
+        self._moved_s = job.moved_s = now_s
+        # Delivery gets as long again, so that a full disk queue is no failure.
+        one.deadline_s = now_s + self._stall_s
+        self._pace.note(job.length - one.start_bytes, seconds, is_second=one.is_second)
+        self._figures.won(one, seconds)
+
+    def _failed(
+        self, one: Try, error: BaseException, now_s: float, *, is_silence: bool = False
+    ) -> None:
+        """Note that a try brought `error`, or nothing at all; its job goes on with the bytes that
+        came."""
+        job = one.job
+        one.look(now_s)
+        self._forget(one)
+        job.tried.add(one.number)
+        is_wrong = isinstance(error, CorruptError)
+        if is_wrong:
+            self._figures.damaged(job)
+        if job.tries:
+            return  # another one is under way, and decides
+        if is_wrong:
+            job.wrong_count += 1
+        elif one.attempt.done_bytes >= FLOOR_BYTES_PER_S * STALL_S:
+            # More than a trickle: failures count anew.
+            job.failure_count, job.failure = 1, None
+        else:
+            job.failure_count += 1
+        job.earlier = one if len(one.buffer) and not is_wrong else None
+        if job.failure is None or not is_silence:
+            job.failure = error
+        for part in job.split(error):
+            self._figures.retried(job, error)
+            self._enqueue(part)
+        if job.is_wanted:
+            self.rest_or_end(job, error)
+        else:
+            self.end(job, None)
+
+    def rest_or_end(self, job: Job, error: BaseException) -> None:
+        """Try `job` again after `error` when its policy says so, or end it."""
+        now_s = time.monotonic()
+        count = job.wrong_count if isinstance(error, CorruptError) else job.failure_count
+        left_s = self._deadline_s - self.silent_s(job, 0.0 if job.moved_s else now_s, now_s)
+        pause_s = self._policies[job.priority].pause_s(error, count, left_s, dice())
+        if pause_s is None:
+            self.end(job, job.told(job.failure or error))
+            return
+        logger.debug("reading %s again in %.3f s: %s", job.what, pause_s, error)
+        self._figures.retried(job, error)
+        self._jobs.add(job)
+        if pause_s > 0:
+            job.state, job.resume_s = State.RESTING, now_s + pause_s
+            heapq.heappush(self._resting, (job.resume_s, next(self._numbers), job))
+            self._look_at(job.resume_s)
+        else:
+            self._enqueue(job)
+
+    def _drop(self, one: Try) -> None:
+        """Make a try void. Until its read returns, another thread works in its stead."""
+        self._forget(one)
+        one.attempt.give_up()
+        one.worker.crew.abandon(one.worker)
+
+    def _forget(self, one: Try) -> None:
+        self._running.discard(one)
+        one.job.tries.remove(one)
+        place = one.job.place
+        self._queue.under_way[place] -= 1
+        if not self._queue.under_way[place]:
+            del self._queue.under_way[place]
+
+    def _no_answer(self, job: Job) -> DeadlineError:
+        return DeadlineError(f"cannot read {job.what}: no answer within {self._deadline_s:g} s")
+
+    # ---- the clock ----------------------------------------------------------------------------
 
     def _keep_time(self) -> None:
-        """Life of the clock thread: deadlines, retries, the rate cap, stalls. Takes the lock."""
-        with self.lock:
-            while not self._is_closed:
+        """Live as the thread that watches over deadlines, rests and late reads. Takes the lock."""
+        while True:
+            for one in self._late_tries():
+                self._ask_again(one)
+            with self.lock:
+                if self._is_closed:
+                    return
                 now_s = time.monotonic()
-                for attempt in self._running.overdue(now_s):
-                    self._give_up(attempt, now_s)
-                for attempt in self._running.newly_late(now_s):
-                    self._ask_again(attempt)
-                rested_at_s = self.scheduler.wake_rested(now_s)
-                if self._fill_at_s <= now_s:
-                    self._fill_at_s = math.inf
+                due_s = [self._look(one, now_s) for one in tuple(self._running)]
+                if self._fill_s <= now_s:
+                    self._fill_s = math.inf
                     self._wake(Priority.FILL)
-                stalled_at_s = self._fail_stalled(now_s)
-                self._clock_due_s = min(
-                    rested_at_s, self._fill_at_s, stalled_at_s, self._running.due_s(now_s)
-                )
-                idle = self._clock_due_s == math.inf
-                self._clock_alarm.wait(
-                    None if idle else max(0.0, self._clock_due_s - time.monotonic())
-                )
+                due_s += [self._wake_rested(now_s), self._fill_s, self._fail_stalled(now_s)]
+                self._due_s = min(due_s)
+                is_idle = self._due_s == math.inf
+                self._alarm.wait(None if is_idle else max(0.0, self._due_s - time.monotonic()))
 
-    def _ask_again(self, attempt: Reading) -> None:
-        """The attempt is late: have another thread, by another connection, bring what it lacks."""
-        logger.debug("asking again for %s, which is late", attempt.fetch.key)
-        self.recorder.retry_count += 1
-        attempt.worker.pool.abandon(attempt.worker)
-        self._wake(attempt.task.priority)
+    def _look(self, one: Try, now_s: float) -> float:
+        """See to one try; return when to look at it again."""
+        if one.job.state is State.READING:
+            one.look(now_s)
+            self._moved_s = max(self._moved_s, one.job.moved_s or 0.0)
+            self._extend(one)
+        if one.deadline_s <= now_s:
+            self._give_up(one, now_s)
+            return now_s
+        look_s = math.inf if one.was_late else max(one.started_s + LOOK_AFTER_S, now_s + LOOK_S)
+        return min(look_s, one.deadline_s)
 
-    def _failed(self, attempt: Reading, error: BaseException, now_s: float) -> None:
-        """The attempt brought an error; the task goes on, with the bytes that came."""
-        self._running.discard(attempt)
-        if isinstance(error, CorruptError):
-            attempt.task.earlier = None
-        else:
-            attempt.task.earlier = attempt
-            if attempt.has_progressed:
-                attempt.task.attempts_made = 0
-        if not self._running.beside(attempt):
-            self.scheduler.attempt_failed(attempt.task, error, now_s)
+    def _extend(self, one: Try) -> None:
+        """Move the deadline of a try on, by when bytes came last."""
+        one.deadline_s = (one.job.moved_s or one.started_s) + self._deadline_s
+        if one.tells_progress:
+            one.deadline_s = min(one.deadline_s, one.progress.seen_s + self._stall_s)
 
-    def _give_up(self, attempt: Reading, now_s: float) -> None:
-        """The attempt outlived its deadline: replace its thread, and try elsewhere."""
-        self._running.discard(attempt)
-        self.recorder.hung_count += 1
-        attempt.worker.pool.abandon(attempt.worker)
-        fetch = attempt.fetch
-        doing = "keeping" if attempt.is_landing else "reading"
-        error = DeadlineError(
-            f"{doing} bytes {fetch.offset} to {fetch.offset + fetch.length} of {fetch.key} "
-            f"did not go on for {self._attempt_deadline_s:g} s"
-        )
+    def _give_up(self, one: Try, now_s: float) -> None:
+        """End a try that outlived its deadline: replace its thread, and go on elsewhere."""
+        job = one.job
+        is_landing = job.state is State.LANDING
+        doing = "keeping" if is_landing else "reading"
+        error = DeadlineError(f"{doing} {job.what} did not go on for {self._stall_s:g} s")
         logger.warning("%s", error)
-        if attempt.is_landing:
-            # The callback may still be at it: the same bytes must not reach it a second time.
-            self.scheduler.fail(attempt.task.pending_chunks.values(), error)
+        self._figures.hung(one)
+        one.attempt.give_up()
+        one.worker.crew.abandon(one.worker)
+        if is_landing:
+            # The callback may still be at work: the same bytes must not reach it a second time.
+            self.end(job, error)
         else:
-            attempt.attempt.give_up()
-            self._failed(attempt, error, now_s)
-        # The abandoned thread may be replaced, by one that comes for what waits.
+            self._failed(one, self._no_answer(job), now_s, is_silence=True)
         for priority in Priority:
-            if self.scheduler.queue.peek(priority) is not None:
+            if self._queue.peek(priority) is not None:
                 self._wake(priority)
 
+    def _wake_rested(self, now_s: float) -> float:
+        while self._resting:
+            due_s, _, job = self._resting[0]
+            is_resting = job.state is State.RESTING and job.resume_s == due_s
+            if is_resting and due_s > now_s:
+                return due_s
+            heapq.heappop(self._resting)
+            if is_resting:
+                self._enqueue(job)
+        return math.inf
+
     def _fail_stalled(self, now_s: float) -> float:
-        """Give up what no thread can come for; when to look again (monotonic, inf: no stall)."""
-        look_again_s = math.inf
+        """End what no thread can come for; return when to look again."""
+        again_s = math.inf
         for priority in Priority:
-            since_s = [pool.stalled_since_s for pool in self._pools_for(priority)]
-            stalls_s = [stall_s for stall_s in since_s if stall_s is not None]
-            if len(stalls_s) < len(since_s) or self.scheduler.queue.peek(priority) is None:
+            crews = self._crews_for(priority)
+            since_s = [c.stalled_since_s for c in crews if c.stalled_since_s is not None]
+            if len(since_s) < len(crews) or self._queue.peek(priority) is None:
                 continue
-            fails_at_s = max(stalls_s) + self._deadline_s
-            if fails_at_s <= now_s:
-                self.scheduler.fail_queued(
-                    priority, DeadlineError("every connection to the store hangs")
-                )
-            else:
-                look_again_s = min(look_again_s, fails_at_s)
-        return look_again_s
+            fails_s = max(since_s) + self._deadline_s
+            if fails_s > now_s:
+                again_s = min(again_s, fails_s)
+                continue
+            while (job := self._queue.peek(priority)) is not None:
+                self.end(job, job.told(DeadlineError("every connection to the store hangs")))
+        return again_s
+
+    # ---- second tries -------------------------------------------------------------------------
+
+    def _late_tries(self) -> "list[Try]":
+        """Return the tries that are late. Takes the lock."""
+        with self.lock:
+            if not self._pace.has_credit:
+                return []
+            now_s = time.monotonic()
+            return [one for one in self._running if one.is_late(self._pace, now_s)]
+
+    def _ask_again(self, one: Try) -> None:
+        """Have another thread read what `one`, which is late, has not brought. Takes the lock.
+
+        Credit is spent last: what cannot be asked for now is looked at again.
+        """
+        job, crew = one.job, one.worker.crew
+        try:
+            buffer = job.spare_buffer()
+        except Exception:
+            logger.exception("a late read is not asked for again")
+            return
+        with self.lock:
+            is_late = one in self._running and job.state is State.READING and not one.was_late
+            if buffer is None or not is_late or not crew.can_lend or not self._pace.spend():
+                return
+            logger.debug("asking again for %s, which is late", job.what)
+            one.was_late = True
+            job.tried.add(one.number)
+            job.late(one)
+            self._figures.late(one)
+            crew.abandon(one.worker)
+            late = [other for other in job.tries if other.was_late]
+            if len(late) > 1:
+                # Two that are late share what one slow server has: the better one stays.
+                worst = min(late, key=lambda other: other.done_bytes)
+                self._drop(worst)
+                late.remove(worst)
+            job.earlier = late[0]
+            self._late.append((late[0], buffer))
+            self._wake(job.priority)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the buffers in the frames of `error`, which may be kept for long."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__

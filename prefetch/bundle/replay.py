@@ -1,6 +1,6 @@
 """Replay: stream the bundle into the node cache, in the order in which a start wants it.
 
-Alone owns which frames of a bundle are still to come. Planning is pure; the executor moves the
+Alone owns which frames of a bundle are still to come. Planning is pure; the fetcher moves the
 bytes. A bundle is a help, never a condition: the first thing wrong with it ends its use with one
 warning, and faults go to the blobs. Of several servers on a node that replay one bundle at once,
 one fetches it and the others follow.
@@ -26,8 +26,8 @@ from bootseer.prefetch.bundle.format import (
 )
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.cache.image_stream import ImageStream
-from bootseer.transfer.executor import Batch, Executor
-from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
+from bootseer.transfer.chunks import Batch, ChunkFetcher
+from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _GAP_BYTES = 32 * 1024
 
 
 def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
-    """The frames of the bundle called `digest` as what the executor fetches. Pure."""
+    """The frames of the bundle called `digest` as what the fetcher fetches. Pure."""
     return [
         Chunk(part_key(digest, frame.part), frame.offset, frame.length, frame.digest)
         for frame in bundle.frames
@@ -86,7 +86,7 @@ class Replay:
         bundle: Bundle,
         digest: str,
         caches: Sequence[ImageStream],
-        executor: Executor,
+        fetcher: ChunkFetcher,
         *,
         lock: Path | None = None,
         look: Callable[[], None] = lambda: None,
@@ -104,7 +104,7 @@ class Replay:
         """Whether it was given up because the cache's disk takes no more: nothing is wrong with the
         bundle."""
         self._caches = caches
-        self._executor = executor
+        self._fetcher = fetcher
         self._placement = Placement(bundle.frames, len(caches))
         self._chunks = chunks_of(bundle, digest)
         self._numbers = {chunk: number for number, chunk in enumerate(self._chunks)}
@@ -170,7 +170,7 @@ class Replay:
             return
         fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
         try:
-            self._batch = self._executor.submit(fetches, self._deliver)
+            self._batch = self._fetcher.submit(fetches, self._deliver)
         except BootseerError as error:
             self.give_up(error)
         if self.error is not None and self._batch is not None:
@@ -259,7 +259,7 @@ class Replay:
             if self._is_following and self._comes_from_elsewhere(number):
                 continue
             try:
-                self._executor.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
+                self._fetcher.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
             except (BootseerError, OSError) as error:
                 self.give_up(error)
         return waited

@@ -21,7 +21,7 @@ from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.store import Store
 
 if TYPE_CHECKING:
-    from bootseer.transfer.plan import Chunk
+    from bootseer.transfer.ranges import Chunk
 
 _FOLDER = "damaged"
 _KEPT_S = 30 * 86400.0

@@ -99,7 +99,7 @@ class BundleUse:
                 bundle,
                 digest,
                 self._streams.caches,
-                self._streams.executor,
+                self._streams.fetcher,
                 # What is borrowed goes into the image's own streams: no other server brings it.
                 lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
                     digest if self.pointer.index_digest == index else index,

@@ -9,7 +9,7 @@ from bootseer.base.documents import to_builtins
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
-from bootseer.transfer.statistics import Statistics
+from bootseer.transfer.figures import Statistics
 
 
 class PrefetchFigures(Struct, frozen=True):

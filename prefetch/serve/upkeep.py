@@ -109,7 +109,7 @@ class Upkeep:
         self._stopping.set()
         if self._fill is not None:
             self._fill.stop()
-        self._streams.executor.close()
+        self._streams.fetcher.close()
         if self._fill is not None:
             self._fill.join(_CLOSE_S)
         if self._thread.is_alive():

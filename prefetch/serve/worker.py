@@ -46,7 +46,7 @@ from bootseer.served.folders import RUN, write_state
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
-from bootseer.transfer.plan import Chunk
+from bootseer.transfer.ranges import Chunk
 
 if TYPE_CHECKING:
     from bootseer.served.spawned import Spawned

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.transfer.executor import Deliver, Executor
-from bootseer.transfer.plan import Fetch
+from bootseer.transfer.chunks import ChunkFetcher, Deliver
 from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
+from bootseer.transfer.ranges import Fetch
 
 _AGAIN_S = 1.0
 """The kernel's second request comes within milliseconds; a program that tries again comes later."""
@@ -51,9 +51,9 @@ class Patience:
         self._closing.set()
 
     def demand(
-        self, executor: Executor, fetches: Sequence[Fetch], deliver: Deliver, budget: Budget
+        self, fetcher: ChunkFetcher, fetches: Sequence[Fetch], deliver: Deliver, budget: Budget
     ) -> None:
-        """`Executor.demand_all`, again and again until it does not end in UnavailableError.
+        """`ChunkFetcher.demand_all`, again and again until it does not end in UnavailableError.
 
         Raises: as it does; DeadlineError when the time is used up; UnavailableError where there is
         a second source, and when this is closed.
@@ -61,7 +61,7 @@ class Patience:
         attempts = Attempts(UNTIL_DEADLINE, budget.left_s)
         while True:
             try:
-                return executor.demand_all(fetches, deliver, deadline_s=budget.left_s)
+                return fetcher.demand_all(fetches, deliver, deadline_s=budget.left_s)
             except UnavailableError as error:
                 pause_s = attempts.pause_s(error)
                 if self._has_other or self._closing.wait(pause_s or 0.0):

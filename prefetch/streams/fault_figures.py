@@ -9,7 +9,7 @@ from collections import deque
 
 from msgspec import Struct
 
-from bootseer.transfer.statistics import percentile
+from bootseer.transfer.figures import percentile
 
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds: from a wait for a frame that is nearly here to a store that hardly answers."""

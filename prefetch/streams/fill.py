@@ -79,7 +79,7 @@ class Fill:
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon; what is under way ends with the streams' executor. Idempotent."""
+        """End soon; what is under way ends with the streams' fetcher. Idempotent."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> None:

@@ -24,10 +24,9 @@ from bootseer.prefetch.streams.fault_figures import FaultFigures, FaultRecorder,
 from bootseer.prefetch.streams.frame_memory import FrameMemory
 from bootseer.prefetch.streams.readahead import ReadAhead
 from bootseer.prefetch.streams.repairs import Repair, Repairs
-from bootseer.transfer.executor import Executor
-from bootseer.transfer.pending import Reader
-from bootseer.transfer.plan import Chunk, Fetch, Priority, plan
-from bootseer.transfer.statistics import Statistics
+from bootseer.transfer.chunks import ChunkFetcher, Reader
+from bootseer.transfer.figures import Statistics
+from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 
 _MEMORY_BYTES = 64 * 2**20
 """Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
@@ -54,7 +53,7 @@ class BlobStreams:
         deadline_s: float = 30.0,
         workers: int = 8,
         fill_bytes_per_s: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] = lambda count: None,
         repair: Repair | None = None,
         on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
         claimant: str | None = None,
@@ -95,9 +94,9 @@ class BlobStreams:
         self.claims = Claims(self.caches, mark, refuse, on_refuted)
         self._memory = FrameMemory(_MEMORY_BYTES)
         self._ahead = ReadAhead()
-        self.executor = Executor(
+        self.fetcher = ChunkFetcher(
             read_object,
-            workers=workers,
+            threads=workers,
             deadline_s=deadline_s,
             fill_bytes_per_s=fill_bytes_per_s,
             is_cached=self._is_verified,
@@ -207,9 +206,9 @@ class BlobStreams:
                 return
             chunks = [self.chunk(blob, number) for number in numbers]
             self.faults.frames(fault_count=len(chunks))
-            # Planned without looking into the cache again: the executor does, at the last moment.
+            # Planned without looking into the cache again: the fetcher does, at the last moment.
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
-            self._patience.demand(self.executor, fetches, self._deliver_fault, budget)
+            self._patience.demand(self.fetcher, fetches, self._deliver_fault, budget)
         finally:
             cache.proven.withdraw(offset, length)
 
@@ -223,12 +222,12 @@ class BlobStreams:
             self.faults.frames(readahead_count=len(ahead))
             chunks = [self.chunk(blob, number) for number in ahead]
             fetches = plan(chunks, self._is_verified, max_gap_bytes=0)
-            self.executor.submit(fetches, self._deliver_ahead)
+            self.fetcher.submit(fetches, self._deliver_ahead)
 
     # ---- frames of blobs ----------------------------------------------------------------------
 
     def chunk(self, blob: int, number: int) -> Chunk:
-        """Frame `number` of a blob as what the executor fetches."""
+        """Frame `number` of a blob as what the fetcher fetches."""
         stored = self.blobs[blob]
         frame = stored.frames[number]
         return Chunk(blob_key(stored.digest), frame.offset, frame.length, frame.digest)
@@ -254,7 +253,7 @@ class BlobStreams:
         """Bring `fetches`, by default everything, here in the background priority. Returns when
         they are. Raises: as `read`."""
         wanted = self.fill_fetches() if fetches is None else fetches
-        self.executor.submit(wanted, self._deliver_fill).wait()
+        self.fetcher.submit(wanted, self._deliver_fill).wait()
 
     def _place_of(self, chunk: Chunk) -> tuple[int, int, Frame]:
         blob = self._numbers[chunk.key]
@@ -263,7 +262,7 @@ class BlobStreams:
         return blob, number, frames[number]
 
     def _is_verified(self, chunk: Chunk) -> bool:
-        """Whether a chunk is here, without reading: it is asked under the executor's lock."""
+        """Whether a chunk is here, without reading: it is asked under the fetcher's lock."""
         if chunk.key not in self._numbers:
             replay = self.replay
             return replay is not None and replay.is_cached(chunk)
@@ -347,13 +346,13 @@ class BlobStreams:
 
     def statistics(self) -> Statistics:
         """What was moved so far."""
-        return self.executor.statistics()
+        return self.fetcher.statistics()
 
     def close(self, *, durable: bool = True) -> None:
         """End all transfers and let go of the cache (see `StreamCache.close`). Idempotent."""
         self._patience.close()
         if self.replay is not None:
             self.replay.stop()
-        self.executor.close()
+        self.fetcher.close()
         for cache in self.caches:
             cache.close(durable=durable)

@@ -4,7 +4,7 @@ Alone owns the window of frames in memory, and that memory, which is used again 
 are fetched in the order in which they will be wanted, in parallel and in runs of neighbours, and
 each is verified as it arrives. So the storage's own checks are left out, where it has a way that
 does without, until something has come damaged. What an extraction needs and is not here yet becomes
-a demand. The extraction's thread reads; what arrives comes from the executor's.
+a demand. The extraction's thread reads; what arrives comes from the fetcher's.
 """
 
 import threading
@@ -24,8 +24,8 @@ from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
 from bootseer.store import Store
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.executor import Executor
-from bootseer.transfer.plan import Chunk, Priority, covering
+from bootseer.transfer.chunks import ChunkFetcher
+from bootseer.transfer.ranges import Chunk, Priority, covering
 
 # Enough to keep eight streams busy while a thread is held up by a large file.
 WINDOW_BYTES = 64 * 1024 * 1024
@@ -124,7 +124,7 @@ class FrameSource(Closing):
         plan: FramePlan,
         *,
         deadline_s: float,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] = lambda count: None,
     ) -> None:
         """`on_progress` gets counts of bytes that arrived."""
         self._store = store
@@ -144,7 +144,7 @@ class FrameSource(Closing):
         self._ahead_bytes = 0
         # Blobs of which something came damaged, or not at all.
         self._doubted: set[str] = set()
-        self._executor = Executor(
+        self._fetcher = ChunkFetcher(
             self._fetch,
             deadline_s=deadline_s,
             take_buffer=self._take_buffer,
@@ -181,7 +181,7 @@ class FrameSource(Closing):
     def _run(self, number: int, run: Run) -> memoryview:
         data = self._taken(number, run)
         if data is None:
-            self._executor.demand(run.chunk, self._deliver)
+            self._fetcher.demand(run.chunk, self._deliver)
             data = self._taken(number, run)
         if data is None:
             # Damaged on the way.
@@ -190,7 +190,7 @@ class FrameSource(Closing):
         return data
 
     def _verified(self, blob: int, frames: Sequence[Frame]) -> memoryview:
-        """Neighbouring frames, which the executor verifies, and asks for again one by one."""
+        """Neighbouring frames, which the fetcher verifies, and asks for again one by one."""
         key = self._plan.keys[blob]
         chunks = [Chunk(key, frame.offset, frame.length, frame.digest) for frame in frames]
         found: dict[int, bytes] = {}
@@ -198,7 +198,7 @@ class FrameSource(Closing):
         def keep(chunk: Chunk, data: memoryview) -> None:
             found[chunk.offset] = bytes(data)
 
-        self._executor.demand_all([covering(chunks, Priority.DEMAND)], keep)
+        self._fetcher.demand_all([covering(chunks, Priority.DEMAND)], keep)
         return memoryview(b"".join(found[frame.offset] for frame in frames))
 
     def _taken(self, number: int, run: Run) -> memoryview | None:
@@ -241,7 +241,7 @@ class FrameSource(Closing):
             self._here[number] = data
 
     def _take_buffer(self, length: int) -> memoryview:
-        """Memory for one of the executor's reads, which no other thread writes to."""
+        """Memory for one of the fetcher's reads, which no other thread writes to."""
         buffer = None
         with self._lock:
             if length <= _FETCH_BYTES and self._spare:
@@ -249,7 +249,7 @@ class FrameSource(Closing):
         return memoryview(buffer or bytearray(max(length, _FETCH_BYTES)))[:length]
 
     def _fetch(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """The executor's reader."""
+        """The fetcher's reader."""
         if key in self._doubted:
             return self._store.read_into(key, offset, buffer, attempt)
         try:
@@ -275,8 +275,8 @@ class FrameSource(Closing):
                     self._ahead_bytes += chunk.length
                     room -= chunk.length
         if wanted:
-            self._executor.submit(wanted, self._deliver)
+            self._fetcher.submit(wanted, self._deliver)
 
     def close(self) -> None:
         """Stop fetching. Idempotent."""
-        self._executor.close()
+        self._fetcher.close()

@@ -1,9 +1,9 @@
-"""A function that returns bytes as one that an executor reads with."""
+"""A function that returns bytes as one that a fetcher reads with."""
 
 from collections.abc import Callable
 
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.pending import Reader
+from bootseer.transfer.chunks import Reader
 
 
 def into(read: Callable[[str, int, int], bytes]) -> Reader:

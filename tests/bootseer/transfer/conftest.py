@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bootseer.transfer.executor import Executor
+from bootseer.transfer.chunks import ChunkFetcher
 from tests.bootseer.transfer.faults import FAST, LONG_S, Cache, FaultyReader
 from tests.support.ranged import into
 
@@ -29,18 +29,18 @@ def gate() -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., Executor]]:
-    made: list[Executor] = []
+def make(reader: FaultyReader, gate: threading.Event) -> Iterator[Callable[..., ChunkFetcher]]:
+    made: list[ChunkFetcher] = []
     before = set(threading.enumerate())
 
-    def build(**options: object) -> Executor:
+    def build(**options: object) -> ChunkFetcher:
         settings: dict[str, object] = {"policy": FAST, "deadline_s": LONG_S, **options}
-        made.append(Executor(into(reader), **settings))  # type: ignore[arg-type]
+        made.append(ChunkFetcher(into(reader), **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
     gate.set()
-    for executor in made:
-        executor.close()
+    for fetcher in made:
+        fetcher.close()
     left = set(threading.enumerate()) - before
     assert not [thread.name for thread in left if thread.name.startswith("bootseer-")]

@@ -6,9 +6,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from bootseer.base.content_digest import content_digest
-from bootseer.transfer.executor import Executor
-from bootseer.transfer.plan import Chunk, Fetch, Priority, covering
+from bootseer.transfer.chunks import ChunkFetcher
 from bootseer.transfer.policy import Policy
+from bootseer.transfer.ranges import Chunk, Fetch, Priority, covering
 from testbed.waiting import wait_for
 
 CHUNK_BYTES = 64
@@ -94,11 +94,11 @@ def blocking(gate: threading.Event, entered: threading.Event | None = None) -> F
     return fault
 
 
-def open_when_joined(executor: Executor, gate: threading.Event) -> threading.Thread:
+def open_when_joined(fetcher: ChunkFetcher, gate: threading.Event) -> threading.Thread:
     """Opens `gate` once a request waits for a chunk that another one is reading."""
 
     def wait() -> None:
-        wait_for(lambda: executor.statistics().joined_count or gate.is_set(), look_s=0.001)
+        wait_for(lambda: fetcher.statistics().joined_count or gate.is_set(), look_s=0.001)
         gate.set()
 
     opener = threading.Thread(target=wait)

@@ -17,10 +17,9 @@ from bootseer.registry.documents import digest_of
 from bootseer.registry.hosts import Host
 from bootseer.store import open_backend
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.executor import Executor
-from bootseer.transfer.pending import Reader
-from bootseer.transfer.plan import Chunk, Priority, covering
+from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.policy import Policy
+from bootseer.transfer.ranges import Chunk, Priority, covering
 from testbed.servers.faulty_relay import Fault as Broken
 from testbed.servers.faulty_relay import FaultyRelay
 from testbed.servers.s3 import make_bucket, s3_server
@@ -84,11 +83,11 @@ def test_a_range_goes_on_behind_the_bytes_that_came(
             covering([chunk(start, start + 2 * MIB)], Priority.PREFETCH)
             for start in range(0, len(DATA), 2 * MIB)
         ]
-        with Executor(read, policy=Policy(base_s=0.01), deadline_s=60) as executor:
-            executor.submit(
+        with ChunkFetcher(read, policy=Policy(base_s=0.01), deadline_s=60) as fetcher:
+            fetcher.submit(
                 fetches, lambda one, data: found.update({one.offset: bytes(data)})
             ).wait()
-            retries = executor.statistics().retry_count
+            retries = fetcher.statistics().retry_count
         close()
         assert b"".join(found[start] for start in sorted(found)) == DATA
         again = [start for start, end in server.ranges if end == 6 * MIB and start > 4 * MIB]
@@ -106,8 +105,8 @@ def test_bytes_that_were_resumed_are_verified_as_all_others() -> None:
     wrong[100] ^= 1
     with StarvingServer(bytes(wrong), once(BREAK, 0)) as server:
         read, close = by_http(server)
-        with Executor(read, policy=Policy(base_s=0.01)) as executor, pytest.raises(CorruptError):
-            executor.demand(chunk(0, 2 * MIB), lambda one, data: None)
+        with ChunkFetcher(read, policy=Policy(base_s=0.01)) as fetcher, pytest.raises(CorruptError):
+            fetcher.demand(chunk(0, 2 * MIB), lambda one, data: None)
         close()
         assert server.ranges[1][0] == MIB // 2
         assert [start for start, _ in server.ranges[2:]] == [0] * 3
@@ -159,8 +158,8 @@ def test_a_late_read_that_ends_first_wins() -> None:
         release.wait(60)
         return 0
 
-    with Executor(read, deadline_s=120) as executor:
-        executor.demand(chunk(0, MIB), lambda one, data: None)
+    with ChunkFetcher(read, deadline_s=120) as fetcher:
+        fetcher.demand(chunk(0, MIB), lambda one, data: None)
         release.set()
     assert reads == [0, MIB // 4]
 
@@ -178,8 +177,8 @@ def test_a_second_read_that_fails_does_not_fail_the_first() -> None:
         attempt.put(0, buffer, DATA[:MIB])
         return len(buffer)
 
-    with Executor(read, deadline_s=120) as executor:
-        executor.demand(chunk(0, MIB), lambda one, data: None)
+    with ChunkFetcher(read, deadline_s=120) as fetcher:
+        fetcher.demand(chunk(0, MIB), lambda one, data: None)
     assert reads == [0, 0]
 
 
@@ -203,10 +202,10 @@ def test_a_range_of_s3_goes_on_behind_the_bytes_that_came(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{relay.host}")
         backend = open_backend("s3://late")
         found: list[bytes] = []
-        with Executor(backend.read_into, policy=Policy(base_s=0.01)) as executor:
+        with ChunkFetcher(backend.read_into, policy=Policy(base_s=0.01)) as fetcher:
             # Of this priority nothing is late: on a busy machine the client takes a second to load.
             whole = covering([chunk(0, 4 * MIB)], Priority.FILL)
-            executor.submit([whole], lambda one, data: found.append(bytes(data))).wait()
+            fetcher.submit([whole], lambda one, data: found.append(bytes(data))).wait()
         assert found == [DATA[: 4 * MIB]]
         ranges = [one.headers["range"] for one in relay.seen if one.path.startswith("/late/file")]
         buffer = memoryview(bytearray(100))

@@ -6,7 +6,7 @@ import pytest
 
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.bundle.replay import plan_replay
-from bootseer.transfer.plan import Chunk
+from bootseer.transfer.ranges import Chunk
 from testbed.waiting import wait_for
 from tests.support.images.stored_image import Image, stored_image
 

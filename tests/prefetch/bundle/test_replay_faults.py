@@ -12,8 +12,8 @@ from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.streams.streams import BlobStreams
-from bootseer.transfer.pending import Deliver
-from bootseer.transfer.plan import Chunk
+from bootseer.transfer.chunks import Deliver
+from bootseer.transfer.ranges import Chunk
 from testbed.waiting import wait_for
 from tests.support.full_disk import FullDisk
 from tests.support.images.stored_image import Image, stored_image
@@ -291,7 +291,7 @@ def test_a_fault_waits_for_the_bundle_for_a_part_of_its_deadline_only(
     replay = image.replay(streams, *bundle)
     replay.start()
     waits: list[float] = []
-    demand = streams.executor.demand
+    demand = streams.fetcher.demand
 
     def waiting(chunk: Chunk, deliver: Deliver, *, deadline_s: float) -> None:
         if not is_bundle(chunk.key):
@@ -300,7 +300,7 @@ def test_a_fault_waits_for_the_bundle_for_a_part_of_its_deadline_only(
         waits.append(deadline_s)
         raise DeadlineError("it hangs")
 
-    monkeypatch.setattr(streams.executor, "demand", waiting)
+    monkeypatch.setattr(streams.fetcher, "demand", waiting)
     check(image, streams, HOT[:1])
     assert 0 < max(waits) <= wait_s
     release.set()

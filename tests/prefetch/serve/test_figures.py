@@ -19,11 +19,12 @@ from bootseer.prefetch.serve.launch_figures import (
 from bootseer.prefetch.serve.prometheus import render
 from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultRecorder
 from bootseer.served.figures_file import FiguresFile, file_name
-from bootseer.transfer.statistics import Recorder, percentile
+from bootseer.transfer.figures import Recorder, percentile
 
 
 def figures_of(recorder: FaultRecorder, image: str = "train:v1") -> LaunchFigures:
-    moved = Recorder(fetch_count=3, fetched_bytes=5000, retry_count=1)
+    moved = Recorder()
+    moved.fetch_count, moved.fetched_bytes, moved.retry_count = 3, 5000, 1
     prefetch = PrefetchFigures(
         bundle="sha256:00",
         bundle_index="sha256:11",

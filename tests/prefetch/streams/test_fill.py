@@ -186,7 +186,7 @@ def test_it_stops_when_told_also_while_the_store_hangs(tree: Tree, tmp_path: Pat
     assert hanging.wait(60)
     fill.stop()
     release.set()
-    opened.executor.close()
+    opened.fetcher.close()
     fill.join(60)
     assert fill.state == "stopped"
     opened.close()

@@ -87,7 +87,7 @@ class Image:
             bundle,
             digest,
             streams.caches,
-            streams.executor,
+            streams.fetcher,
             lock=lock,
             look=streams.look_for_refutation,
         )

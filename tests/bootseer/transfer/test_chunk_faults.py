@@ -1,4 +1,4 @@
-"""The executor against a store, and deliveries, that hang, fail and lie."""
+"""The fetcher against a store, and deliveries, that hang, fail and lie."""
 
 import threading
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from bootseer.transfer.executor import Executor
-from bootseer.transfer.plan import Chunk, Priority
+from bootseer.transfer.chunks import ChunkFetcher
+from bootseer.transfer.ranges import Chunk, Priority
 from testbed.waiting import wait_for
 from tests.bootseer.transfer import faults
 from tests.bootseer.transfer.faults import (
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_second_requests")
 
 
 def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
     entered = threading.Event()
     wait = faults.blocking(gate, entered)
@@ -41,11 +41,11 @@ def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
         raise UnavailableError("gone")
 
     reader.script.append(fail_late)
-    executor = make()
-    batch = executor.submit([fetch(0, 1, 2)], cache.deliver)
+    fetcher = make()
+    batch = fetcher.submit([fetch(0, 1, 2)], cache.deliver)
     assert entered.wait(LONG_S)
-    opener = open_when_joined(executor, gate)
-    executor.demand(chunk(1), cache.deliver)
+    opener = open_when_joined(fetcher, gate)
+    fetcher.demand(chunk(1), cache.deliver)
     batch.wait(LONG_S)
     opener.join()
     # Alone at once; what was around it is read again in two pieces, without it.
@@ -66,14 +66,14 @@ def test_demand_reads_alone_when_the_large_fetch_it_joined_fails(
     ],
 )
 def test_a_passing_fault_is_retried(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, fault: faults.Fault
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, fault: faults.Fault
 ) -> None:
     reader.script.extend([fault, fault])
-    executor = make()
-    executor.demand(chunk(7), cache.deliver)
+    fetcher = make()
+    fetcher.demand(chunk(7), cache.deliver)
     assert cache.arrived == [7]
     assert len(reader.reads) == 3
-    assert executor.statistics().retry_count == 2
+    assert fetcher.statistics().retry_count == 2
 
 
 @pytest.mark.parametrize(
@@ -91,31 +91,31 @@ def test_a_passing_fault_is_retried(
     ],
 )
 def test_a_lasting_fault_is_reported_and_kills_nothing(
-    make: Callable[..., Executor],
+    make: Callable[..., ChunkFetcher],
     reader: FaultyReader,
     cache: Cache,
     fault: faults.Fault,
     error: type[Exception],
     reads: int,
 ) -> None:
-    executor = make(workers=1, demand_workers=1)
+    fetcher = make(threads=1, demand_threads=1)
     reader.always = fault
     with pytest.raises(error):
-        executor.demand(chunk(7), cache.deliver)
+        fetcher.demand(chunk(7), cache.deliver)
     assert len(reader.reads) == reads
-    batch = executor.submit([fetch(1, 2), fetch(3)], cache.deliver)
+    batch = fetcher.submit([fetch(1, 2), fetch(3)], cache.deliver)
     with pytest.raises(error):
         batch.wait(LONG_S)
     # The first failure was reported; who asks before the last one would share it.
     wait_for(lambda: not batch.remaining_count, look_s=0.001)
     assert cache.arrived == []
     reader.always = None
-    executor.submit([fetch(1, 2, 3)], cache.deliver).wait(LONG_S)
+    fetcher.submit([fetch(1, 2, 3)], cache.deliver).wait(LONG_S)
     assert sorted(cache.arrived) == [1, 2, 3]
 
 
 def test_only_the_corrupt_chunk_is_read_again(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache
 ) -> None:
     size = faults.CHUNK_BYTES
 
@@ -123,85 +123,85 @@ def test_only_the_corrupt_chunk_is_read_again(
         return data[:size] + faults.corrupt(data[size : 2 * size]) + data[2 * size :]
 
     reader.script.append(spoil_second)
-    executor = make()
-    executor.submit([fetch(0, 1, 2)], cache.deliver).wait(LONG_S)
+    fetcher = make()
+    fetcher.submit([fetch(0, 1, 2)], cache.deliver).wait(LONG_S)
     assert reader.reads == [(0, 3 * size), (size, size)]
     assert sorted(cache.arrived) == [0, 1, 2]
-    assert executor.statistics().corrupt_count == 1
+    assert fetcher.statistics().corrupt_count == 1
 
 
 def test_waiters_keep_their_deadline_while_the_reader_hangs(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
     reader.always = faults.blocking(gate)
-    executor = make()
+    fetcher = make()
     with pytest.raises(DeadlineError):
-        executor.demand(chunk(0), cache.deliver, deadline_s=0.05)
+        fetcher.demand(chunk(0), cache.deliver, deadline_s=0.05)
     with pytest.raises(DeadlineError):
-        executor.submit([fetch(1)], cache.deliver).wait(0.05)
+        fetcher.submit([fetch(1)], cache.deliver).wait(0.05)
 
 
 def test_hung_threads_are_replaced(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
     # Each pool hangs once. Which of two pools the next of a row of hangs hits is a matter of luck,
     # and a pool has but one thread to spare.
     reader.always = faults.blocking_first(gate)
-    executor = make(workers=1, demand_workers=1, attempt_deadline_s=3.0)
-    batch = executor.submit([fetch(0, 1)], cache.deliver)
-    executor.demand(chunk(5), cache.deliver)
+    fetcher = make(threads=1, demand_threads=1, stall_s=3.0)
+    batch = fetcher.submit([fetch(0, 1)], cache.deliver)
+    fetcher.demand(chunk(5), cache.deliver)
     batch.wait(LONG_S)
     assert sorted(cache.arrived) == [0, 1, 5]
-    assert executor.statistics().hung_count >= 2
+    assert fetcher.statistics().hung_count >= 2
 
 
 def test_a_store_that_hangs_for_good_fails_everything_and_may_come_back(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
     reader.always = faults.blocking(gate)
-    executor = make(workers=1, demand_workers=1, deadline_s=0.3, attempt_deadline_s=0.05)
-    batches = [executor.submit([fetch(n)], cache.deliver) for n in range(8)]
+    fetcher = make(threads=1, demand_threads=1, deadline_s=0.3, stall_s=0.05)
+    batches = [fetcher.submit([fetch(n)], cache.deliver) for n in range(8)]
     for batch in batches:
         with pytest.raises(DeadlineError):
             batch.wait()  # without a timeout of its own
     reader.always = None
     gate.set()
-    wait_for(lambda: _is_fetched(executor, cache), "a thread that came back")
+    wait_for(lambda: _is_fetched(fetcher, cache), "a thread that came back")
     assert set(cache.arrived) == {30}
 
 
-def _is_fetched(executor: Executor, cache: Cache) -> bool:
+def _is_fetched(fetcher: ChunkFetcher, cache: Cache) -> bool:
     try:
-        executor.submit([fetch(30)], cache.deliver).wait(LONG_S)
+        fetcher.submit([fetch(30)], cache.deliver).wait(LONG_S)
     except DeadlineError:
         return False
     return True
 
 
 def test_a_failing_delivery_fails_its_requester_only(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
     def full(_: Chunk, __: memoryview) -> None:
         raise NoSpaceError("the cache is full")
 
     entered = threading.Event()
     reader.script.append(faults.blocking(gate, entered))
-    executor = make(workers=1)
-    failing = executor.submit([fetch(0, 1)], full)
+    fetcher = make(threads=1)
+    failing = fetcher.submit([fetch(0, 1)], full)
     assert entered.wait(LONG_S)
-    working = executor.submit([fetch(0, 1)], cache.deliver)
+    working = fetcher.submit([fetch(0, 1)], cache.deliver)
     gate.set()
     working.wait(LONG_S)
     with pytest.raises(NoSpaceError):
         failing.wait(LONG_S)
     assert len(reader.reads) == 1
-    executor.demand(chunk(9), cache.deliver)
+    fetcher.demand(chunk(9), cache.deliver)
 
 
 def test_a_hanging_delivery_takes_nothing_else_down(
-    make: Callable[..., Executor], cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], cache: Cache, gate: threading.Event
 ) -> None:
-    executor = make(workers=1, demand_workers=1, attempt_deadline_s=1.5)
+    fetcher = make(threads=1, demand_threads=1, stall_s=1.5)
     calls: list[Chunk] = []
 
     def hang(piece: Chunk, _: memoryview) -> None:
@@ -209,25 +209,25 @@ def test_a_hanging_delivery_takes_nothing_else_down(
         gate.wait(LONG_S)
 
     with pytest.raises(DeadlineError):
-        executor.demand(chunk(0), hang)
+        fetcher.demand(chunk(0), hang)
     with pytest.raises(DeadlineError):
-        executor.submit([fetch(1, 2)], hang).wait()
-    executor.demand(chunk(3), cache.deliver)
-    executor.submit([fetch(4)], cache.deliver).wait(LONG_S)
+        fetcher.submit([fetch(1, 2)], hang).wait()
+    fetcher.demand(chunk(3), cache.deliver)
+    fetcher.submit([fetch(4)], cache.deliver).wait(LONG_S)
     # Never a second time while the first call may still be at it.
     assert calls == [chunk(0), chunk(1)]
 
 
 def test_a_retry_that_waits_too_long_in_the_queue_is_given_up(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache, gate: threading.Event
 ) -> None:
-    executor = make(workers=1, deadline_s=1.0, attempt_deadline_s=LONG_S)
+    fetcher = make(threads=1, deadline_s=1.0, stall_s=LONG_S)
     entered = threading.Event()
     reader.script.extend([faults.raising(UnavailableError("down")), faults.blocking(gate, entered)])
     # Fails at once and rests; meanwhile the only thread goes to the second read, and is kept
     # there until the first one's deadline is over.
-    first = executor.submit([fetch(0, priority=Priority.FILL), fetch(1)], cache.deliver)
+    first = fetcher.submit([fetch(0, priority=Priority.FILL), fetch(1)], cache.deliver)
     with pytest.raises((DeadlineError, UnavailableError)):
         first.wait()
     gate.set()
-    executor.demand(chunk(9), cache.deliver, deadline_s=LONG_S)
+    fetcher.demand(chunk(9), cache.deliver, deadline_s=LONG_S)

@@ -14,19 +14,19 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
-from bootseer.transfer.executor import Batch, Executor
-from bootseer.transfer.plan import Priority
+from bootseer.transfer.chunks import Batch, ChunkFetcher
 from bootseer.transfer.policy import Policy
+from bootseer.transfer.ranges import Priority
 from tests.bootseer.transfer import faults
 from tests.bootseer.transfer.faults import COUNT, FAST, LONG_S, Cache, FaultyReader, chunk, fetch
 from tests.support.ranged import into
 
 
 def test_fifty_threads_read_each_chunk_once(
-    make: Callable[..., Executor], reader: FaultyReader, cache: Cache
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, cache: Cache
 ) -> None:
-    executor = make(is_cached=cache.holds)
-    prefetch = executor.submit([fetch(*range(n, n + 8)) for n in range(0, 32, 8)], cache.deliver)
+    fetcher = make(is_cached=cache.holds)
+    prefetch = fetcher.submit([fetch(*range(n, n + 8)) for n in range(0, 32, 8)], cache.deliver)
     barrier = threading.Barrier(50)
     failures: list[BaseException] = []
 
@@ -36,7 +36,7 @@ def test_fifty_threads_read_each_chunk_once(
         barrier.wait(LONG_S)
         try:
             for number in numbers:
-                executor.demand(chunk(number), cache.deliver)
+                fetcher.demand(chunk(number), cache.deliver)
                 assert number in cache.arrived
         except BaseException as error:
             failures.append(error)
@@ -76,15 +76,15 @@ def test_every_request_ends_and_success_means_delivered(
 ) -> None:
     reader = FaultyReader()
     reader.script.extend(FAULTS[name] for name in script)
-    with Executor(
-        into(reader), workers=2, demand_workers=1, policy=Policy(base_s=0.0005)
-    ) as executor:
+    with ChunkFetcher(
+        into(reader), threads=2, demand_threads=1, policy=Policy(base_s=0.0005)
+    ) as fetcher:
         submitted: list[tuple[Batch, set[int], Cache]] = []
         cancelled: list[Batch] = []
         for listed, is_cancelled in batches:
             cache = Cache()  # each with a delivery of its own, which must come exactly once
             wanted = [fetch(*range(n, n + count), priority=p) for n, count, p in listed]
-            batch = executor.submit(wanted, cache.deliver)
+            batch = fetcher.submit(wanted, cache.deliver)
             numbers = {n for first, count, _ in listed for n in range(first, first + count)}
             submitted.append((batch, numbers, cache))
             if is_cancelled:
@@ -93,7 +93,7 @@ def test_every_request_ends_and_success_means_delivered(
         for number in demands:
             cache = Cache()
             try:
-                executor.demand(chunk(number), cache.deliver, deadline_s=LONG_S)
+                fetcher.demand(chunk(number), cache.deliver, deadline_s=LONG_S)
                 assert cache.arrived == [number]
             except DeadlineError:
                 raise
@@ -111,7 +111,7 @@ def test_every_request_ends_and_success_means_delivered(
 
 
 def test_stress_with_faults_and_cancellation(
-    make: Callable[..., Executor], reader: FaultyReader, gate: threading.Event
+    make: Callable[..., ChunkFetcher], reader: FaultyReader, gate: threading.Event
 ) -> None:
     """Whatever fails or is cancelled: nobody hangs, nothing wrong arrives, nothing is read twice
     at the same time."""
@@ -128,7 +128,7 @@ def test_stress_with_faults_and_cancellation(
         return data
 
     reader.always = sometimes
-    executor = make(workers=3, demand_workers=2, policy=FAST)
+    fetcher = make(threads=3, demand_threads=2, policy=FAST)
     unexpected: list[BaseException] = []
     cache = Cache()
 
@@ -139,11 +139,11 @@ def test_stress_with_faults_and_cancellation(
                 first = dice.randrange(COUNT - 8)
                 priority = dice.choice([Priority.PREFETCH, Priority.FILL])
                 wanted = fetch(*range(first, first + dice.randint(1, 8)), priority=priority)
-                batch = executor.submit([wanted], cache.deliver)
+                batch = fetcher.submit([wanted], cache.deliver)
                 if dice.random() < 0.4:
                     batch.cancel()
                 try:
-                    executor.demand(chunk(dice.randrange(COUNT)), cache.deliver)
+                    fetcher.demand(chunk(dice.randrange(COUNT)), cache.deliver)
                     batch.wait(LONG_S)
                 except (UnavailableError, CorruptError):
                     pass
@@ -158,5 +158,5 @@ def test_stress_with_faults_and_cancellation(
     assert unexpected == []
     assert not reader.concurrent_twice
     reader.always = None
-    executor.submit([fetch(*range(COUNT))], cache.deliver).wait(LONG_S)
+    fetcher.submit([fetch(*range(COUNT))], cache.deliver).wait(LONG_S)
     assert set(cache.arrived) == set(range(COUNT))

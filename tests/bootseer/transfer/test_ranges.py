@@ -5,7 +5,7 @@ import itertools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bootseer.transfer.plan import Chunk, Fetch, Priority, plan, remaining
+from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan, remaining
 
 chunks = st.builds(
     Chunk,

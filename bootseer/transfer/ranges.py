@@ -1,5 +1,6 @@
-"""Which byte ranges to fetch, in which order. Pure (no I/O): the result is the plan an
-`Executor` carries out.
+"""Byte ranges of stored objects: which to fetch, joined how, in which order. Pure.
+
+A `ChunkFetcher` carries out the fetches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +47,7 @@ class Fetch(Struct, frozen=True):
 
 
 def covering(chunks: Sequence[Chunk], priority: Priority) -> Fetch:
-    """The one fetch that reads all of `chunks` (not empty, one key, ascending offset)."""
+    """Return the one fetch that reads all of `chunks` (not empty, one key, ascending offset)."""
     first = chunks[0]
     end = max(chunk.end for chunk in chunks)
     return Fetch(first.key, first.offset, end - first.offset, tuple(chunks), priority)
@@ -60,7 +61,7 @@ def plan(
     max_gap_bytes: int = 64 * 1024,
     max_fetch_bytes: int = 4 * 1024 * 1024,
 ) -> list[Fetch]:
-    """Fetches for what is wanted and not cached. Pure (no I/O).
+    """Return the fetches for all chunks that are wanted and not cached.
 
     Neighbouring chunks of one object join into one fetch while the gap between them is at most
     `max_gap_bytes` and the fetch stays within `max_fetch_bytes`. Wanted order is kept between
@@ -87,7 +88,7 @@ def plan(
 def _groups(
     chunks: Sequence[Chunk], max_gap_bytes: int, max_fetch_bytes: int
 ) -> Iterable[list[Chunk]]:
-    """Runs of `chunks` (one key, sorted by offset) that are worth one read each."""
+    """Yield runs of `chunks` (one key, sorted by offset) that are worth one read each."""
     group: list[Chunk] = []
     end = 0
     for chunk in chunks:
@@ -107,7 +108,7 @@ def _groups(
 
 
 def remaining(fetch: Fetch, is_wanted: Callable[[Chunk], bool]) -> list[Fetch]:
-    """What is left of `fetch` when only some of its chunks are still wanted. Pure (no I/O).
+    """Return the rest of `fetch` when only some of its chunks are still wanted.
 
     The fetch is cut where a chunk is no longer wanted and trimmed to those that are, so that
     nothing unwanted is read but the gaps that were tolerated before.

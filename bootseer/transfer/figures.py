@@ -1,12 +1,13 @@
-"""What an executor has done so far, in numbers.
-
-`Recorder` is written under the executor's lock; `Statistics` is the frozen copy that others see.
+"""Counts of a `ChunkFetcher`: `Recorder` is written under the engine's lock; `Statistics` is the
+frozen copy that others see.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
+
+from bootseer.transfer.engine import Figures, Job, Try
 
 # Percentiles are over the latest demands; enough for a stable p99, bounded for a mount that lives
 # for weeks.
@@ -14,12 +15,12 @@ _KEPT_WAITS_COUNT = 8192
 
 
 class Statistics(Struct, frozen=True):
-    """A snapshot. Counts are since the executor was made."""
+    """Counts since the fetcher was made."""
 
     fetch_count: int
-    """Reads that returned, good or bad bytes."""
+    """Reads that brought all their bytes."""
     fetched_bytes: int
-    """What those reads returned, tolerated gaps and refetches included."""
+    """Bytes of those reads, tolerated gaps and refetches included."""
     delivered_count: int
     """Chunks that were verified and handed over."""
     delivered_bytes: int
@@ -47,27 +48,44 @@ def percentile(ordered: Sequence[int], fraction: float) -> int:
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
-class Recorder(Struct):
-    """Counters of one executor. Not thread-safe: its owner's lock guards it."""
+class Recorder(Figures):
+    """Counters of one fetcher. Not thread-safe: its engine's lock guards it."""
 
-    fetch_count: int = 0
-    fetched_bytes: int = 0
-    delivered_count: int = 0
-    delivered_bytes: int = 0
-    retry_count: int = 0
-    corrupt_count: int = 0
-    failed_count: int = 0
-    hung_count: int = 0
-    demand_count: int = 0
-    joined_count: int = 0
-    _waits_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS_COUNT))
+    def __init__(self) -> None:
+        self.fetch_count = 0
+        self.fetched_bytes = 0
+        self.delivered_count = 0
+        self.delivered_bytes = 0
+        self.retry_count = 0
+        self.corrupt_count = 0
+        self.failed_count = 0
+        self.hung_count = 0
+        self.demand_count = 0
+        self.joined_count = 0
+        self._waits_ns: deque[int] = deque(maxlen=_KEPT_WAITS_COUNT)
+
+    def won(self, one: Try, seconds: float) -> None:
+        self.fetch_count += 1
+        self.fetched_bytes += one.job.length
+
+    def retried(self, job: Job, error: BaseException) -> None:
+        self.retry_count += 1
+
+    def damaged(self, job: Job) -> None:
+        self.corrupt_count += 1
+
+    def late(self, one: Try) -> None:
+        self.retry_count += 1
+
+    def hung(self, one: Try) -> None:
+        self.hung_count += 1
 
     def demand_done(self, wait_ns: int) -> None:
-        """One demand returned or failed after `wait_ns`."""
+        """Count a demand that returned or failed after `wait_ns`."""
         self._waits_ns.append(wait_ns)
 
     def snapshot(self) -> Statistics:
-        """A frozen copy."""
+        """Return a frozen copy."""
         ordered = sorted(self._waits_ns)
         return Statistics(
             fetch_count=self.fetch_count,
