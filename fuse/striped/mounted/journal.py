@@ -165,6 +165,17 @@ class Inherited(Struct):
             case BeginRecord():
                 pass
 
+    def check(self) -> None:
+        """Raise CorruptError if what an open file needs is missing, or damaged."""
+        try:
+            for record in self.files.values():
+                self.view(record.base)
+                self.view(record.reads)
+                if record.is_pinned and record.reads is not None:
+                    self.pinned[record.reads.identity]
+        except KeyError as error:
+            raise CorruptError(f"nothing is kept of the open file {error}") from None
+
     def view(self, record: ViewRecord | None) -> FileView | None:
         """Return the view that was noted. Raises: CorruptError, KeyError."""
         if record is None:
@@ -312,4 +323,5 @@ def read_journal(path: Path) -> Inherited:
         inherited.take(read)
     if begin != BeginRecord(VERSION):
         raise CorruptError(f"{path} is of another version, or damaged")
+    inherited.check()
     return inherited

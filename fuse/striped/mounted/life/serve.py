@@ -71,15 +71,15 @@ def serve_checkpoints(
 
         def worker(attached: Attached) -> Operations:
             # Imported here: a worker that follows one that died starts with little to inherit.
-            from bootseer.fuse.striped.mounted.life.worker import MountedFileSystem
+            from bootseer.fuse.striped.mounted.life.worker import CheckpointWorker
 
-            return MountedFileSystem(
+            return CheckpointWorker(
                 plan,
                 owner_fd=owner_fd,
                 can_restart=attached.connection.resend,
                 passes_files=attached.connection.passthrough,
                 maps_direct_io=attached.connection.direct_io_mmap,
-            )
+            ).operations
 
         def hand_over(attached: Attached) -> None:
             document = {

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.memory import content_bytes
+from bootseer.fuse.striped.mounted.file_system import MountedTree, Ownership
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal, read_journal
 from bootseer.fuse.striped.mounted.life.mount_figures import FiguresWriter, Look
 from bootseer.fuse.striped.mounted.life.spec import JOURNAL, CheckpointPlan, MountSpec
 from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
 from bootseer.fuse.striped.mounted.newest_reading import read_newest
-from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
-from bootseer.fuse.striped.mounted.operations.presentation import Ownership
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ControlServer
@@ -71,8 +70,8 @@ def _keep_freed_memory() -> None:
     mallopt(_M_ARENA_MAX, 1)
 
 
-class MountedFileSystem(StripedFileSystem):
-    """The file system of one worker process, with all that belongs to the process."""
+class CheckpointWorker:
+    """The parts of one worker process around its `MountedTree`."""
 
     def __init__(
         self,
@@ -84,8 +83,8 @@ class MountedFileSystem(StripedFileSystem):
         maps_direct_io: bool,
     ) -> None:
         """`owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the
-        kernel would repeat to a successor what is under way. `passes_files`: whether it may read
-        files of this node past us. `maps_direct_io`: as in `MountTables`.
+        kernel would repeat to a successor what is under way. `passes_files` and `maps_direct_io`:
+        as for `MountedTree`.
 
         Raises: BootseerError.
         """
@@ -101,7 +100,7 @@ class MountedFileSystem(StripedFileSystem):
         path = self._folder / JOURNAL
         self._is_successor = path.exists()
         inherited = _inherited(path)
-        storage = StripedStorage(
+        self._storage = storage = StripedStorage(
             open_backend(spec.url, deadline_s=spec.deadline_s),
             spec.stripe_settings,
             memory_bytes=content_bytes(spec.memory_bytes),
@@ -110,21 +109,24 @@ class MountedFileSystem(StripedFileSystem):
             self._root_was_made = not self._is_successor and _check_root(storage, spec)
             uid = os.geteuid() if spec.uid is None else spec.uid
             gid = os.getegid() if spec.gid is None else spec.gid
-            super().__init__(
+            self.operations = MountedTree(
                 storage,
                 owner=Ownership(uid, gid, spec.umask),
                 journal=Journal(path),
+                inherited=inherited,
                 passes_files=passes_files,
                 maps_direct_io=maps_direct_io,
+                on_mounted=self._begin,
+                on_end=self._end,
+                on_destroyed=storage.close,
             )
-            self.begin(inherited)
         except BaseException:
             storage.close()
             raise
 
     # ---- the process's life ---------------------------------------------------------------
 
-    def mounted(self) -> None:
+    def _begin(self) -> None:
         """Requests may come."""
         state = read_state(self._folder)
         if state is None:
@@ -153,19 +155,15 @@ class MountedFileSystem(StripedFileSystem):
         if self._spec.warm and not self._is_successor:
             self._begin_warming()
 
-    def destroyed(self) -> None:
-        """Ends the worker: no request comes any more, and no successor takes over."""
+    def _end(self, unwritten: Sequence[str]) -> None:
+        """No request comes any more, and no successor takes over."""
         self._stopping.set()
         self._control.close()
         if self._figures_writer is not None:
             self._figures_writer.close()
-        super().destroyed()
-        self._storage.close()
-
-    def note_unwritten(self) -> None:
-        if self.unwritten:
+        if unwritten:
             with contextlib.suppress(BootseerError):
-                write_state(self._folder, replace(self._state, unwritten=tuple(self.unwritten)))
+                write_state(self._folder, replace(self._state, unwritten=tuple(unwritten)))
 
     def _lose_user(self) -> None:
         """A process that the mount is for has ended: wait for another's end, or unmount."""
@@ -190,7 +188,7 @@ class MountedFileSystem(StripedFileSystem):
     def _tell_status(self) -> Mapping[str, Any]:
         statistics = self._storage.counters.look()
         return status_document(
-            self._state, statistics, self.figures(), self._memory(), self._errors.kept()
+            self._state, statistics, self.operations.figures(), self._memory(), self._errors.kept()
         )
 
     def _memory(self) -> Mapping[str, int]:
@@ -203,7 +201,7 @@ class MountedFileSystem(StripedFileSystem):
 
     def _look(self, is_mounted: bool) -> Look:
         statistics, started_s = self._storage.counters.look(), self._state.started_ns / 1e9
-        return Look(statistics, self.figures(), self._memory(), started_s, is_mounted)
+        return Look(statistics, self.operations.figures(), self._memory(), started_s, is_mounted)
 
     def _restart(self, *, now: bool = False) -> Mapping[str, Any]:
         """End soon, unless something is being written, which only `now` gives up."""
@@ -211,13 +209,13 @@ class MountedFileSystem(StripedFileSystem):
             raise UnsupportedError(
                 "this kernel cannot hand a mount's requests to another process (Linux 6.9 can)"
             )
-        unfinished = self.figures().unfinished
+        unfinished = self.operations.figures().unfinished
         if unfinished and not now:
             return {"unfinished": unfinished}
-        threading.Thread(target=self._end, args=(now,), name="restart", daemon=True).start()
+        threading.Thread(target=self._leave, args=(now,), name="restart", daemon=True).start()
         return {"unfinished": ()}
 
-    def _end(self, now: bool) -> None:
+    def _leave(self, now: bool) -> None:
         time.sleep(_LAST_WORDS_S)
 
         def leave() -> None:
@@ -228,7 +226,7 @@ class MountedFileSystem(StripedFileSystem):
 
         if now:
             leave()
-        self.stop_if_quiet(leave)
+        self.operations.stop_if_quiet(leave)
 
 
 def _inherited(path: Path) -> Inherited:

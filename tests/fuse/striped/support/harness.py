@@ -11,8 +11,8 @@ import pytest
 
 from bootseer.errors import BootseerError, errno_of
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
+from bootseer.fuse.striped.mounted.file_system import MountedTree
 from bootseer.fuse.striped.mounted.journal import Journal, read_journal
-from bootseer.fuse.striped.mounted.operations.file_system import StripedFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store.backend import Backend
@@ -51,7 +51,7 @@ class Driver:
         self, storage: StripedStorage, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.storage = storage
-        self.fs = StripedFileSystem(storage, clock=clock)
+        self.fs = MountedTree(storage, clock=clock)
 
     def node(self, path: str) -> int:
         node = ROOT_NODE
@@ -172,5 +172,4 @@ class Restartable(Driver):
         super().__init__(storage_on(root / "backend"))
         path = root / "journal"
         self.journal = Journal(path, retry_s=retry_s)
-        self.fs = StripedFileSystem(self.storage, journal=self.journal)
-        self.fs.begin(read_journal(path))
+        self.fs = MountedTree(self.storage, journal=self.journal, inherited=read_journal(path))

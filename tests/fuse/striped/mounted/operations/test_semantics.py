@@ -155,7 +155,7 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
         one.fs.flush(CALLER, *one.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
     one.fs.all_closed()
     one.fs.destroyed()
-    assert one.fs.unwritten == []
+    assert one.fs.files.unwritten == []
     assert (two.read("made"), two.read("emptied")) == (b"", b"")
 
 
@@ -397,7 +397,7 @@ def test_a_late_close_does_not_hide_a_truncation(
     one.fs.flush(CALLER, *emptied)
     close = threading.Thread(target=one.fs.release, args=(*emptied, 0))
     published, shown, cut, done = (threading.Event() for _ in range(4))
-    show = one.fs.published
+    show = one.fs.files.published
 
     def published_late(node: Any, view: Any) -> None:
         if threading.current_thread() is close:
@@ -412,7 +412,7 @@ def test_a_late_close_does_not_hide_a_truncation(
             cut.set()
             shown.wait(60)
 
-    monkeypatch.setattr(one.fs, "published", published_late)
+    monkeypatch.setattr(one.fs.files, "published", published_late)
     close.start()
     assert published.wait(60)
     one.truncate("f", 5)

@@ -1,0 +1,618 @@
+"""A mounted tree of striped and ordinary files, as the kernel sees it.
+
+The only implementation of FUSE operations for checkpoints: requests for names and attributes are
+answered here, those for open files by `open_files`. What a striped file is, and what is durable
+when, is decided in the storage's tree, reader and writers; docs/SEMANTICS.md says what users may
+rely on. Thread-safe.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fuse.kernel.operations import (
+    ROOT_NODE,
+    Attributes,
+    Buffer,
+    Caller,
+    DirectoryEntry,
+    Entry,
+    FileSystemStatistics,
+    Opened,
+    Operations,
+    SetAttributes,
+)
+from bootseer.fuse.striped.mounted.journal import Inherited, Journal
+from bootseer.fuse.striped.mounted.life.status import OpenFigures
+from bootseer.fuse.striped.mounted.listing import Listings
+from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
+from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as
+from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
+from bootseer.fuse.striped.names.tree import directory_of
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.view import moved_identity
+from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.store.paths import PATH_MAX_BYTES
+
+_CACHE_S = 1.0
+"""How old a name or attribute may be that is shown, the kernel's memory of it included."""
+_BLOCK_BYTES = 4096
+_NAME_MAX_BYTES = 255
+# Its parts' names are longer.
+_PATH_MAX_BYTES = PATH_MAX_BYTES - 100
+# Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
+_UNKNOWN_SPACE_BYTES = 2**50
+_RENAME_NOREPLACE = 1
+# A stream that read nothing for so long is not shown as active.
+_ACTIVE_S = 10.0
+
+
+class Ownership(Struct, frozen=True):
+    """Owner and permissions of everything: storages keep no such thing for us."""
+
+    uid: int
+    gid: int
+    umask: int = 0o022
+
+
+class MountedTree(Operations):
+    """FUSE operations on the tree of one storage, which the caller closes (`on_destroyed`)."""
+
+    def __init__(
+        self,
+        storage: StripedStorage,
+        *,
+        owner: Ownership | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
+        inherited: Inherited | None = None,
+        passes_files: bool = False,
+        maps_direct_io: bool = True,
+        on_mounted: Callable[[], None] = lambda: None,
+        on_end: Callable[[Sequence[str]], None] = lambda unwritten: None,
+        on_destroyed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Go on from what a predecessor knew (`inherited`), and start the journal.
+
+        `passes_files`: whether the kernel may read ordinary files of this node past us.
+        `maps_direct_io`: whether it maps files shared (MAP_SHARED) that it reads without its page
+        cache. Otherwise (before Linux 6.6) what is opened for reading goes through the page cache.
+        `on_end` is called at the end of the mount with the files whose last bytes are lost, before
+        anything is closed; `on_destroyed` when all is closed.
+        """
+        self._tree = storage.tree
+        self._reader = storage.reader
+        self._owner = owner or Ownership(os.geteuid(), os.getegid())
+        self._clock = clock
+        self._on_mounted = on_mounted
+        self._on_end = on_end
+        self._on_destroyed = on_destroyed
+        self._nodes = NodeTable(FileStatus("", True, 0, time.time_ns(), ""), journal)
+        self._lock: threading.RLock = self._nodes.lock
+        self._listings = Listings(_CACHE_S)
+        self.files = OpenFiles(
+            storage,
+            self._nodes,
+            self._listings,
+            clock,
+            self._forget_attributes,
+            passes_files=passes_files,
+            maps_direct_io=maps_direct_io,
+        )
+        if inherited is not None:
+            self._nodes.resume(inherited, clock())
+            self.files.resume(inherited)
+        self._inherited = set(self._nodes.by_id) - {ROOT_NODE}
+        """Nodes that a predecessor of this process named and the kernel has not forgotten."""
+        self._nodes.start_journal()
+
+    # ---- the mount's life -----------------------------------------------------------------
+
+    def mounted(self) -> None:
+        self._on_mounted()
+
+    def all_closed(self) -> None:
+        self.files.close_emptied()
+
+    def destroyed(self) -> None:
+        """A file that is still open was not finished by its writer: it does not appear."""
+        handles = self.files.give_up()
+        # Before the parts are removed: that may take longer than this process is given.
+        self._on_end(self.files.unwritten)
+        self.files.close_all(handles)
+        self._nodes.close_journal()
+        self._tree.close()
+        self._on_destroyed()
+
+    def figures(self) -> OpenFigures:
+        """Return what is open now."""
+        now_s = time.monotonic()
+        active = sum(
+            file.streams.active_count(now_s - _ACTIVE_S) for file in self._reader.open_files()
+        )
+        with self._lock:
+            unfinished = {
+                w.path for w in self._nodes.writers() if w.needs_publishing or w.has_unsaved_bytes
+            }
+            count = len(self._nodes.handles)
+            requests = self._nodes.request_count
+        return OpenFigures(count, active, requests, tuple(sorted(unfinished)))
+
+    def stop_if_quiet(self, stop: Callable[[], None]) -> bool:
+        """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
+        return False where a file is being written."""
+        with self._lock:
+            if any(writer.has_unsaved_bytes for writer in self._nodes.writers()):
+                return False
+            stop()
+            return True
+
+    # ---- looking up and showing -----------------------------------------------------------
+
+    def _child_path(self, directory: Node, name: bytes) -> tuple[str, str]:
+        """Return the name as text, and its path. Under the lock."""
+        if len(name) > _NAME_MAX_BYTES:
+            raise refuse(errno.ENAMETOOLONG)
+        text = os.fsdecode(name)
+        if is_hidden(text):
+            raise refuse(errno.ENOENT, text)
+        parent = directory.attached_path
+        path = f"{parent}/{text}" if parent else text
+        if len(os.fsencode(path)) > _PATH_MAX_BYTES:
+            raise refuse(errno.ENAMETOOLONG)
+        return text, path
+
+    def _new_name(self, parent: int, name: bytes) -> tuple[Node, str, str]:
+        with self._lock:
+            directory = self._nodes.node(parent)
+            if is_hidden(os.fsdecode(name)):
+                raise refuse(errno.EPERM, os.fsdecode(name))
+            return directory, *self._child_path(directory, name)
+
+    def _status(self, path: str) -> tuple[FileStatus | None, float]:
+        """Return what is stored at `path`, and when that was seen."""
+        now_s = self._clock()
+        listed = self._listings.take(path, now_s)
+        try:
+            if listed is not None:
+                return self._tree.stored.status_of(listed[1]), listed[0]
+            return self._tree.stored.status(path), now_s
+        except NotFoundError:
+            return None, now_s
+
+    def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
+        """Return the node for what was just seen under a name. Under the lock."""
+        known = directory.children.get(name)
+        if known is not None and known.is_local:
+            # Somebody else has stored a file of this name: our writer's is another one.
+            self._nodes.make_writing(known)
+            known = None
+        if (
+            known is None
+            or known.status.is_dir != status.is_dir
+            or known.status.identity != status.identity
+        ):
+            return self._nodes.add(directory, name, status)
+        known.status = status
+        known.is_forgotten = False
+        return known
+
+    def lookup(self, caller: Caller, parent: int, name: bytes) -> Entry:
+        with self._lock:
+            directory = self._nodes.node(parent)
+            text, path = self._child_path(directory, name)
+            writing = directory.writing.get(text, ())
+            handles = [handle for node in writing for handle in node.handles]
+        self.files.await_release(handles)
+        status, seen_s = self._status(path)
+        with self._lock:
+            known = directory.children.get(text)
+            if status is not None:
+                known = self._settle(directory, text, status)
+            elif known is None or not known.is_unpublished:
+                if known is not None:
+                    self._nodes.detach(known)
+                raise refuse(errno.ENOENT, path)
+            own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
+            return self._entry(own or known, seen_s)
+
+    def forget(self, node: int, count: int) -> None:
+        """The nodes that a predecessor looked up are in nobody's count: the kernel forgets an inode
+        with all its lookups at once."""
+        if node in self._inherited:
+            self._inherited.discard(node)
+            self.dropped(node)
+
+    def dropped(self, node: int) -> None:
+        with self._lock:
+            self._nodes.forget(node)
+
+    def _entry(self, node: Node, seen_s: float | None = None) -> Entry:
+        """Return the answer to a lookup. `seen_s`: when the storage was asked; now by default."""
+        attributes, ttl_s = self._shown(node, seen_s)
+        # A file that only this mount knows may vanish without the kernel hearing of it.
+        return Entry(attributes, 0.0 if node.is_local else ttl_s, ttl_s)
+
+    def _shown(
+        self, node: Node, seen_s: float | None = None, writer: FileWriter | None = None
+    ) -> tuple[Attributes, float]:
+        """Return attributes, and for how long the kernel may show them.
+
+        `writer`: the one of the descriptor that is asked about, if any.
+        """
+        attributes = self._attributes(node, writer)
+        if node.is_writing or node.is_written:
+            # It means another node as soon as it is published.
+            return attributes, 0.0
+        age_s = self._clock() - seen_s if seen_s is not None else 0.0
+        return attributes, max(0.0, _CACHE_S - age_s)
+
+    def _attributes(self, node: Node, writer: FileWriter | None) -> Attributes:
+        status, owner = node.status, self._owner
+        if status.is_dir:
+            mode, size_bytes, links = stat.S_IFDIR | 0o777 & ~owner.umask, _BLOCK_BYTES, 2
+        else:
+            writer = writer or node.writer()
+            is_growing = writer is not None and not writer.has_failed
+            size_bytes = writer.size_bytes if writer and is_growing else status.size_bytes
+            if writer is None and node.is_emptied:
+                size_bytes = 0
+            mode, links = stat.S_IFREG | 0o666 & ~owner.umask, 0 if node.is_detached else 1
+        return Attributes(
+            node.id,
+            mode,
+            size_bytes,
+            link_count=links,
+            uid=owner.uid,
+            gid=owner.gid,
+            atime_ns=status.modified_ns,
+            mtime_ns=status.modified_ns,
+            ctime_ns=status.modified_ns,
+            inode=node.inode,
+        )
+
+    def _forget_attributes(self, directory: Node) -> None:
+        """Let the kernel ask for the attributes of a directory again.
+
+        A file that is published changes the time of its directory behind the kernel's back, and
+        `tar` takes what it then sees late for a change while it reads.
+        """
+        if self.forget_pages is not None:
+            with contextlib.suppress(BootseerError):
+                self.forget_pages(directory.id, -1, 0)
+
+    def getattr(self, caller: Caller, node: int, handle: int | None) -> tuple[Attributes, float]:
+        with self._lock:
+            known = self._nodes.node(node)
+            opened = self._nodes.handles.get(handle) if handle is not None else None
+            is_root = known.id == ROOT_NODE
+            if is_root or known.is_local or known.is_writing or known.is_detached:
+                return self._shown(known, writer=opened.writer if opened is not None else None)
+            path, before = known.path, known.status
+        status, seen_s = self._status(path)
+        with self._lock:
+            if known.status is not before:
+                # Published here meanwhile.
+                return self._shown(known)
+            if status is None or status.identity != known.status.identity:
+                # The name means something else now. Who has the file open keeps what was opened;
+                # everybody else is sent (ESTALE) to look the name up again.
+                self._nodes.detach(known)
+                if not known.handles:
+                    raise refuse(errno.ESTALE, path)
+            else:
+                known.status = status
+            return self._shown(known, seen_s)
+
+    def setattr(
+        self, caller: Caller, node: int, changes: SetAttributes
+    ) -> tuple[Attributes, float]:
+        # Modes, owners and times belong to the storage: accepted, so that cp -p and tar work, and
+        # not kept.
+        if changes.size_bytes is not None:
+            self.files.truncate(caller, node, changes.handle, changes.size_bytes)
+        return self.getattr(caller, node, changes.handle)
+
+    # ---- directories ----------------------------------------------------------------------
+
+    def mkdir(self, caller: Caller, parent: int, name: bytes, mode: int) -> Entry:
+        directory, text, path = self._new_name(parent, name)
+        try:
+            status = self._tree.mkdir(path)
+        except FileExistsError:
+            made = self._status(path)[0] if caller.is_resent else None
+            if made is None or not made.is_dir:
+                raise
+            status = made
+        with self._lock:
+            return self._entry(self._nodes.add(directory, text, status))
+
+    def rmdir(self, caller: Caller, parent: int, name: bytes) -> None:
+        with self._lock:
+            directory = self._nodes.node(parent)
+            text, path = self._child_path(directory, name)
+            known = directory.children.get(text)
+            if known is not None and known.local_children():
+                raise refuse(errno.ENOTEMPTY, path)
+            self._check_no_parts(path)
+        try:
+            self._tree.rmdir(path)
+        except NotFoundError:
+            if not caller.is_resent:
+                raise
+        self._gone(directory, text, path)
+
+    def _check_no_parts(self, path: str) -> None:
+        """Raise ENOTEMPTY if the folder has parts of a file without a name that is being written,
+        as NFS does. Under the lock."""
+        for writer in self._nodes.writers():
+            if writer.is_detached and writer.has_parts and directory_of(writer.path) == path:
+                raise refuse(errno.ENOTEMPTY, path)
+
+    def opendir(self, caller: Caller, node: int, flags: int) -> Opened:
+        return Opened(handle=self._list(node))
+
+    def _list(self, node: int, handle: int | None = None) -> int:
+        with self._lock:
+            directory = self._nodes.node(node)
+            path = directory.attached_path
+        seen_s = self._clock()
+        try:
+            infos = self._tree.stored.entries(path)
+        except NotFoundError:
+            if path:
+                raise
+            infos = []  # The root is made when something is first written.
+        with self._lock:
+            local = [child.name for child in directory.local_children()]
+        return self._listings.open(infos, local, seen_s, handle)
+
+    def readdir(
+        self, caller: Caller, node: int, handle: int, offset: int, plus: bool
+    ) -> Sequence[DirectoryEntry]:
+        with self._lock:
+            children = self._nodes.node(node).children
+            known = {name: child.shown_inode for name, child in children.items()}
+        entries = self._listings.read(handle, offset, known)
+        if entries is None:
+            # Opened in a predecessor of this process.
+            self._list(node, handle)
+            entries = self._listings.read(handle, offset, known)
+        return entries or ()
+
+    def releasedir(self, node: int, handle: int) -> None:
+        self._listings.close(handle)
+
+    def fsyncdir(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
+        """Every change of names is durable when it returns."""
+
+    def statfs(self, caller: Caller, node: int) -> FileSystemStatistics:
+        space = self._tree.backend.space()
+        total = space.total_bytes if space else _UNKNOWN_SPACE_BYTES
+        free = space.free_bytes if space else _UNKNOWN_SPACE_BYTES
+        return FileSystemStatistics(
+            total // _BLOCK_BYTES,
+            free // _BLOCK_BYTES,
+            free // _BLOCK_BYTES,
+            block_size_bytes=_BLOCK_BYTES,
+            name_max=_NAME_MAX_BYTES,
+        )
+
+    # ---- removing and renaming ------------------------------------------------------------
+
+    def unlink(self, caller: Caller, parent: int, name: bytes) -> None:
+        with self._lock:
+            directory = self._nodes.node(parent)
+            text, path = self._child_path(directory, name)
+            known = directory.children.get(text)
+            is_local = known is not None and known.is_local
+            waiting = self.files.waiting_at(path)
+        gone = [writer for writer in self.files.writers_of(path) if not writer.is_detached]
+        for writer in gone:
+            writer.detach()
+        try:
+            self._tree.unlink(path)
+        except BaseException as error:
+            if not isinstance(error, NotFoundError) or not (is_local or caller.is_resent):
+                for writer in gone:
+                    writer.attach()
+                raise
+        with self._lock:
+            self.files.leave_nameless(waiting)
+        self._gone(directory, text, path)
+
+    def _gone(self, directory: Node, name: str, path: str) -> None:
+        with self._lock:
+            self._listings.drop(path)
+            known = directory.children.get(name)
+            if known is not None:
+                known.is_local = False
+                self._nodes.detach(known)
+            for writing in list(directory.writing.get(name, ())):
+                self._nodes.detach(writing)
+            self._nodes.note_all()
+
+    def rename(
+        self, caller: Caller, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+    ) -> None:
+        if flags & ~_RENAME_NOREPLACE:
+            raise refuse(errno.EINVAL)
+        with self._lock:
+            directory, new_directory = self._nodes.node(parent), self._nodes.node(new_parent)
+            text, source = self._child_path(directory, name)
+            new_text, target = self._child_path(new_directory, new_name)
+            # One whose file is gone has nothing to do with what has the name now; its parts are
+            # still in the folder.
+            writers = [writer for writer in self._nodes.writers() if not writer.is_detached]
+            nameless = [writer for writer in self._nodes.writers() if writer.is_detached]
+            taken = new_directory.children.get(new_text)
+            waiting = self.files.waiting_at(target)
+            if source == target:
+                return
+            if flags and taken is not None and taken.is_unpublished:
+                raise refuse(errno.EEXIST, target)
+            inside = [w for w in writers if w.path.startswith(source + "/")]
+            below = [w for w in nameless if w.path.startswith(source + "/")]
+            if any(writer.needs_publishing for writer in inside) or any(
+                writer.was_written and writer.has_parts for writer in below
+            ):
+                # Their parts lie in a folder that would move away under them.
+                raise refuse(errno.EBUSY, source)
+            moved = directory.children.get(text)
+            if taken is not None and taken.status.is_dir and moved and moved.status.is_dir:
+                if taken.local_children():
+                    raise refuse(errno.ENOTEMPTY, target)
+                self._check_no_parts(target)
+        replaced = self.files.writers_of(target)
+        moving = [w for w in writers if w.path == source and not w.has_failed]
+        is_moved = directory.id != new_directory.id
+        if is_moved and any(writer.has_new_parts for writer in moving):
+            # The parts lie beside the file, and the two cannot move in one step.
+            raise refuse(errno.EXDEV, target)
+        # What is written from the start is published under the new name only, so that a rename that
+        # is refused has published nothing. What is added to a file is published after its rename.
+        begun = [writer for writer in moving if writer.needs_publishing and writer.starts_anew]
+        try:
+            if begun:
+                self._tree.rename_begun(
+                    source,
+                    target,
+                    [functools.partial(writer.publish_as, target) for writer in begun],
+                    replace=not flags,
+                    has_parts=any(writer.has_parts for writer in begun),
+                )
+            else:
+                self._tree.rename(source, target, replace=not flags)
+        except NotFoundError:
+            if not caller.is_resent or self._status(target)[0] is None:
+                raise
+        with self._lock:
+            self.files.leave_nameless(waiting)
+            for writer in replaced:
+                if writer not in begun:
+                    writer.detach()
+            for writer in moving:
+                writer.path = target
+            for writer in (*inside, *below):
+                writer.path = target + writer.path[len(source) :]
+            self._nodes.move_bases(source, target)
+            known = self._move_nodes(directory, text, new_directory, new_text, is_new=bool(begun))
+            handles = [h for h in self._nodes.handles.values() if h.writer in moving]
+            self._nodes.note_all()
+            self._listings.clear()
+        self._refresh_moved(known, source, target)
+        for handle in handles:
+            self.files.publish_moved(handle)
+
+    def _move_nodes(
+        self, directory: Node, name: str, new_directory: Node, new_name: str, *, is_new: bool
+    ) -> Node | None:
+        """Give the nodes of a name another one. Under the lock. `is_new`: whether the file was
+        published by that, and what had the old name is gone. Return the node that lookups find."""
+        nodes = self._nodes
+        for replaced in list(new_directory.writing.get(new_name, ())):
+            nodes.detach(replaced)
+        taken = new_directory.children.get(new_name)
+        if taken is not None:
+            nodes.detach(taken)
+        known = directory.children.get(name)
+        if known is not None and known.is_local:
+            nodes.make_writing(known)
+            known = None
+        for writing in list(directory.writing.get(name, ())):
+            nodes.move(writing, new_directory, new_name)
+        if known is not None and is_new:
+            nodes.detach(known)
+            return None
+        if known is not None:
+            nodes.move(known, new_directory, new_name)
+        return known
+
+    def _refresh_moved(self, node: Node | None, source: str, target: str) -> None:
+        """See an ordinary file anew that was renamed: its identity names its path, and its next
+        open would be refused."""
+        if node is None or node.status.is_dir:
+            return
+        status, _ = self._status(node.path)
+        with self._lock:
+            if status is None or node.is_detached:
+                return
+            is_same = status.identity == moved_identity(node.status.identity, source, target)
+            if node.had_readers and not is_same:
+                # Another node had replaced what was renamed: who has the old file open keeps its
+                # size, and the next one who opens it looks the name up again.
+                return
+            node.status = status
+            self._nodes.note_node(node)
+
+    # ---- open files -----------------------------------------------------------------------
+
+    def create(
+        self, caller: Caller, parent: int, name: bytes, mode: int, flags: int
+    ) -> tuple[Entry, Opened]:
+        directory, text, path = self._new_name(parent, name)
+        with self._lock:
+            again = self.files.opened_before(caller)
+            if again is not None:
+                return self._entry(again.node), opened_as(again)
+        status, _ = self._status(path)
+        with self._lock:
+            known = directory.children.get(text)
+            if status is not None:
+                known = self._settle(directory, text, status)
+            if known is None or not (status is not None or known.is_unpublished):
+                handle = self.files.create(caller, directory, text, path, flags)
+                return self._entry(handle.node), opened_as(handle)
+            if flags & os.O_EXCL:
+                raise refuse(errno.EEXIST, path)
+            if known.status.is_dir:
+                raise refuse(errno.EISDIR, path)
+            if flags & os.O_ACCMODE != os.O_RDONLY:
+                known = self._nodes.add_writing(directory, text, known.status)
+        try:
+            opened = self.files.open(caller, known.id, flags)
+        except BaseException:
+            with self._lock:
+                if known.is_writing and not known.handles:
+                    self._nodes.detach(known)
+            raise
+        return self._entry(known), opened
+
+    def open(self, caller: Caller, node: int, flags: int) -> Opened:
+        return self.files.open(caller, node, flags)
+
+    def cancel_open(self, node: int, handle: int, flags: int) -> None:
+        self.files.cancel(handle)
+
+    def read(
+        self, caller: Caller, node: int, handle: int, offset: int, length: int
+    ) -> Buffer | Sequence[Buffer]:
+        return self.files.read(caller, handle, offset, length)
+
+    def write(
+        self,
+        caller: Caller,
+        node: int,
+        handle: int,
+        offset: int,
+        data: bytearray | memoryview,
+        flags: int,
+    ) -> int:
+        return self.files.write(caller, handle, offset, data)
+
+    def flush(self, caller: Caller, node: int, handle: int) -> None:
+        self.files.flush(caller, handle)
+
+    def fsync(self, caller: Caller, node: int, handle: int, data_only: bool) -> None:
+        self.files.fsync(handle)
+
+    def release(self, node: int, handle: int, flags: int) -> None:
+        self.files.release(handle)

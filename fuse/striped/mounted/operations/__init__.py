@@ -1,1 +1,0 @@
-"""What the kernel asks of a mounted checkpoint tree, and what it is shown."""
