@@ -13,7 +13,6 @@ import contextlib
 import io
 import re
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -155,10 +154,6 @@ class Range(Closing):
             done += len(data)
         return done
 
-    def extend(self, count: int) -> None:
-        """Expect `count` more bytes of a server whose answer goes on."""
-        self.left_bytes += count
-
     def _finish(self) -> None:
         """Give the connection back, which a read of its end does."""
         if self.is_partial:
@@ -218,36 +213,47 @@ class RangedFile:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length), fewer only at the end. Raises: as `read_into`."""
-        with self.stream(offset, min(offset + length, self.size_bytes)) as stream:
+        with Stream(self, offset, min(offset + length, self.size_bytes)) as stream:
             return stream.readall()
 
-    def stream(self, start: int, end: int) -> "Stream":
-        """Return the bytes [start, end) in order, by one connection at a time."""
-        return Stream(self, start, end)
-
     def open(self) -> BinaryIO:
-        """Return all of the file in order: by several connections at once, where it is large and
-        one is slow. `read` raises as `read_into`."""
-        if self.size_bytes < LARGE_BYTES:
-            return cast(BinaryIO, self.stream(0, self.size_bytes))
-        first = self.stream(0, FIRST_BYTES)
-        if not first.is_ranged:
-            first.extend(self.size_bytes)
-            return cast(BinaryIO, first)
-        return cast(BinaryIO, _Parallel(self, first))
+        """Return all of the file in order. `read` raises as `read_into`."""
+        return cast(BinaryIO, Stream(self, 0, self.size_bytes))
 
 
-class _InOrder(io.RawIOBase):
-    """What is read in order, in pieces of any size."""
+class Stream(io.RawIOBase):
+    """Bytes of a file in order, in pieces of any size.
+
+    They come through one connection; another one goes on where it breaks, or is late while the
+    file's `pace` has credit. If there are many bytes, and the first come slowly, the rest is
+    fetched in parts, several at once, of which at most `STREAMS_COUNT` + 1 are in memory.
+    """
+
+    def __init__(self, file: RangedFile, start: int, end: int) -> None:
+        super().__init__()
+        self._file = file
+        self._position = start
+        self._end = end
+        self._trial_end = start + FIRST_BYTES if end - start >= LARGE_BYTES else end
+        """Until there one connection is tried."""
+        self._trial_s = 0.0
+        self._attempts = Attempts(file.policy, file.deadline_s)
+        self._range: Range | None = None
+        self._is_ranged = False
+        self._is_second = False
+        self._new_bytes = 0
+        self._fetcher: ChunkFetcher | None = None
+        self._parts: deque[tuple[Chunk, Batch]] = deque()
+        self._came: dict[Chunk, memoryview] = {}
+        self._part = memoryview(b"")
+        self._next = 0
 
     def readable(self) -> bool:
+        """As its base."""
         return True
 
-    @abstractmethod
-    def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes, as they come; b"" only at the end."""
-
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+        """As its base. Raises: as `read`."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -257,38 +263,6 @@ class _InOrder(io.RawIOBase):
         # The inherited one takes pieces of 8 KiB, each of which costs what a large one does.
         return b"".join(iter(lambda: self.read(_PIECE_BYTES), b""))
 
-
-class Stream(_InOrder):
-    """The bytes [start, end) of a file through one connection; another one goes on where it breaks.
-
-    One that is late is left for another one as well, while the file's `pace` has credit for that.
-    """
-
-    def __init__(self, file: RangedFile, start: int, end: int) -> None:
-        super().__init__()
-        self._file = file
-        self._position = start
-        self._end = end
-        self._attempts = Attempts(file.policy, file.deadline_s)
-        self._range: Range | None = None
-        self._is_second = False
-        self._new_bytes = 0
-
-    def extend(self, end: int) -> None:
-        """Read on to `end`, from a server whose answer goes on."""
-        if self._range is not None:
-            self._range.extend(end - self._end)
-        self._end = end
-
-    @property
-    def is_ranged(self) -> bool:
-        """Whether the server gives ranges; asks it. Raises: as `read`."""
-        while True:
-            try:
-                return self._opened().is_partial
-            except BootseerError as error:
-                self._interrupted(error)
-
     def read(self, size: int = -1, /) -> bytes:
         """Return at most `size` bytes, as they come; b"" only at the end.
 
@@ -297,31 +271,46 @@ class Stream(_InOrder):
         """
         if size < 0:
             return self.readall()
-        while self._position < self._end and size:
-            try:
-                data = self._piece(self._opened(), size)
-            except BootseerError as error:
-                self._interrupted(error)
-                continue
+        data = b""
+        while self._position < self._end and size and not data:
+            if self._position == self._trial_end:
+                self._choose()
+            if self._fetcher is not None:
+                data = self._of_part(self._fetcher, size)
+            else:
+                began_s = time.monotonic()
+                try:
+                    data = self._piece(min(size, self._trial_end - self._position))
+                except BootseerError as error:
+                    self._interrupted(error)
+                self._trial_s += time.monotonic() - began_s
             self._position += len(data)
-            self._new_bytes += len(data)
-            # A trickle is no progress, or it would go on for ever.
-            if self._new_bytes >= FLOOR_BYTES_PER_S * self._file.stall_s:
-                self._attempts.progressed()
-            if self._position == self._end:
-                self._range = None
-            return data
-        return b""
+        return data
 
-    def _opened(self) -> Range:
-        if self._range is None:
-            self._range = self._file.ask(self._position, self._end, self._is_second)
-            self._is_second = False
-        return self._range
+    def _choose(self) -> None:
+        """Choose how the rest is read, by how fast the first bytes have come."""
+        self._trial_end = self._end
+        if self._is_ranged and FAST_BYTES_PER_S * self._trial_s >= FIRST_BYTES:
+            self._drop_range()
+            self._next = self._position
+            self._fetcher = ChunkFetcher(
+                lambda _, *part: self._file.read_into(*part),
+                threads=STREAMS_COUNT,
+                # As long as bytes come: how long a part may take nobody can say.
+                deadline_s=inf,
+                stall_s=self._file.stall_s,
+                policy=self._file.policy,
+            )
 
-    def _piece(self, part: Range, size: int) -> bytes:
-        """Return what comes next. Raises: UnavailableError, DeadlineError where it is late."""
+    # ---- one connection -----------------------------------------------------------------------
+
+    def _piece(self, size: int) -> bytes:
+        """Return what comes next. Raises: BootseerError; DeadlineError also where it is late."""
         pace, stall_s = self._file.pace, self._file.stall_s
+        part = self._range
+        if part is None:
+            part = self._range = self._file.ask(self._position, self._end, self._is_second)
+            self._is_ranged, self._is_second = part.is_partial, False
         length = min(PART_BYTES, self._end - self._position)
         silence_s = pace.silent_limit_s(length) if pace.has_credit else stall_s
         data = part.read(size, silence_s=min(silence_s, stall_s), stall_s=stall_s)
@@ -335,17 +324,19 @@ class Stream(_InOrder):
         if part.came_bytes >= PART_BYTES:
             pace.note(part.came_bytes, time.monotonic() - part.began_s)
             part.begin_window()
+        self._new_bytes += len(data)
+        # A trickle is no progress, or it would go on for ever.
+        if self._new_bytes >= FLOOR_BYTES_PER_S * stall_s:
+            self._attempts.progressed()
         return data
 
     def _interrupted(self, error: BootseerError) -> None:
         """Have another connection go on. Raises: `error` where it was the last attempt."""
         self._new_bytes = 0
-        part, self._range = self._range, None
-        if part is not None:
-            part.close()
-            if isinstance(error, DeadlineError) and part.waited_s < self._file.stall_s:
-                # Late, which is no failure: others of the server's connections may do.
-                self._is_second = self._file.pace.spend()
+        part = self._drop_range()
+        if isinstance(error, DeadlineError) and part and part.waited_s < self._file.stall_s:
+            # Late, which is no failure: others of the server's connections may do.
+            self._is_second = self._file.pace.spend()
         if not self._is_second:
             if part is not None:
                 part.blame()
@@ -354,83 +345,37 @@ class Stream(_InOrder):
                 raise error
             time.sleep(pause_s)
 
-    def close(self) -> None:
-        """Idempotent."""
+    def _drop_range(self) -> Range | None:
         part, self._range = self._range, None
         if part is not None:
             part.close()
-        super().close()
+        return part
 
+    # ---- several connections ------------------------------------------------------------------
 
-class _Parallel(_InOrder):
-    """A whole file in order. Where one connection turns out to be slow, several parts are fetched
-    at once, of which at most `STREAMS_COUNT` + 1 are in memory."""
-
-    def __init__(self, file: RangedFile, first: Stream) -> None:
-        """`first` is the stream of the first `FIRST_BYTES`."""
-        super().__init__()
-        self._file = file
-        self._single: Stream | None = first
-        self._waited_s = 0.0
-        self._next = FIRST_BYTES
-        self._part = memoryview(b"")
-        self._fetcher: ChunkFetcher | None = None
-        self._parts: deque[tuple[Chunk, Batch]] = deque()
-        self._came: dict[Chunk, memoryview] = {}
-
-    def _go_on(self) -> None:
-        """After the first bytes, by whose speed the way of reading the rest is chosen."""
-        assert self._single is not None
-        self._single.close()
-        self._single = None
-        if self._next >= self._file.size_bytes:
-            return
-        if FAST_BYTES_PER_S * self._waited_s < FIRST_BYTES:
-            self._single = self._file.stream(self._next, self._file.size_bytes)
-            self._next = self._file.size_bytes
-            return
-        self._fetcher = ChunkFetcher(
-            lambda _, *part: self._file.read_into(*part),
-            threads=STREAMS_COUNT,
-            # As long as bytes come: how long a part may take nobody can say.
-            deadline_s=inf,
-            stall_s=self._file.stall_s,
-            policy=self._file.policy,
-        )
-        self._fill(self._fetcher)
-
-    def _fill(self, fetcher: ChunkFetcher) -> None:
-        size_bytes = self._file.size_bytes
-        while self._next < size_bytes and len(self._parts) < STREAMS_COUNT:
-            length = min(PART_BYTES, size_bytes - self._next)
-            part = Chunk(self._file.name, self._next, length)
-            fetch = covering((part,), Priority.PREFETCH)
-            self._parts.append((part, fetcher.submit([fetch], self._came.__setitem__)))
-            self._next = part.end
-
-    def read(self, size: int = -1, /) -> bytes:
-        """As `Stream.read`."""
-        if size < 0:
-            return self.readall()
-        while self._single is not None and size:
-            began_s = time.monotonic()
-            if data := self._single.read(size):
-                self._waited_s += time.monotonic() - began_s
-                return data
-            self._go_on()
-        if not self._part and self._parts and self._fetcher:
+    def _of_part(self, fetcher: ChunkFetcher, size: int) -> bytes:
+        """Return what comes next of the next part. Raises: BootseerError."""
+        if not self._part:
+            self._submit(fetcher)
             part, batch = self._parts.popleft()
             batch.wait()
             self._part = self._came.pop(part)
-            self._fill(self._fetcher)
+            self._submit(fetcher)
         data = bytes(self._part[: min(size, _PIECE_BYTES)])
         self._part = self._part[len(data) :]
         return data
 
+    def _submit(self, fetcher: ChunkFetcher) -> None:
+        """Have as many parts under way as may be."""
+        while self._next < self._end and len(self._parts) < STREAMS_COUNT:
+            part = Chunk(self._file.name, self._next, min(PART_BYTES, self._end - self._next))
+            fetch = covering((part,), Priority.PREFETCH)
+            self._parts.append((part, fetcher.submit([fetch], self._came.__setitem__)))
+            self._next = part.end
+
     def close(self) -> None:
-        """Idempotent; the threads end after the piece they wait for."""
-        if self._single is not None:
-            self._single.close()
+        """Idempotent; threads end after the piece that they wait for."""
+        self._drop_range()
         if self._fetcher is not None:
             self._fetcher.close()
         self._parts.clear()
