@@ -11,18 +11,20 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 Messages = dict[str, tuple[tuple[int, str, str], ...]]
-"""The (number, type, name) of each field of each message. "*" before a type: repeated."""
+"""The (number, type, name) of each field of each message. Before a type: "*" repeated, "!" required
+(proto2 alone has such fields)."""
 
 LABELS = "map<string, string>"
 _Field = descriptor_pb2.FieldDescriptorProto
+_LABELS = {"*": _Field.LABEL_REPEATED, "!": _Field.LABEL_REQUIRED}
 
 
 def describe(
-    package: str, messages: Messages, imports: Iterable[str] = ()
+    package: str, messages: Messages, imports: Iterable[str] = (), *, syntax: str = "proto3"
 ) -> descriptor_pb2.FileDescriptorProto:
-    """The messages as protobuf describes a file of them."""
+    """Return the messages as protobuf describes a file of them; `syntax`: "proto2" or "proto3"."""
     file = descriptor_pb2.FileDescriptorProto(
-        name=f"bootseer/{package}.proto", package=package, syntax="proto3", dependency=imports
+        name=f"bootseer/{package}.proto", package=package, syntax=syntax, dependency=imports
     )
     for name, fields in messages.items():
         message = file.message_type.add(name=name)
@@ -59,8 +61,8 @@ def _add_field(
         _add_field(entry, path, 1, "string", "key")
         _add_field(entry, path, 2, "string", "value")
         kind = f"*{path}.{entry.name}"
-    if kind.startswith("*"):
-        field.label = _Field.LABEL_REPEATED
+    if kind[0] in _LABELS:
+        field.label = _LABELS[kind[0]]
         kind = kind[1:]
     if kind.startswith("."):
         field.type, field.type_name = _Field.TYPE_MESSAGE, kind

@@ -48,7 +48,7 @@ class Traits(Struct, frozen=True):
     """Whether what `create(overwrite=True)` writes replaces a file in one atomic step, when it is
     closed (buckets: yes)."""
     can_place: bool = False
-    """Whether `place` and `servers_of` say which servers take a file."""
+    """Whether `Writer.place` and `Writer.servers` say which servers take a file."""
 
 
 class Space(Struct, frozen=True):
@@ -86,6 +86,23 @@ class Writer(Protocol):
         of larger pieces. Before anything is written."""
         return
 
+    def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
+        """Have servers chosen, other than `avoid`, for the file's first block, before anything is
+        written.
+
+        Returns them, one for each replica; empty where the storage does not say; None where there
+        are too few others, and nothing was chosen. Never raises: nothing depends on it but speed.
+        """
+        return ()
+
+    def servers(self) -> tuple[str, ...]:
+        """Return the servers that take the block which is being written now, one for each replica;
+        they may differ from those that `place` returned.
+
+        Empty where the storage does not say. Never raises.
+        """
+        return ()
+
     def keep_alive(self) -> None:
         """Keeps the writer alive: to be called every `KEEP_ALIVE_S` in which nothing is written.
         Raises as `write`."""
@@ -107,12 +124,6 @@ class Writer(Protocol):
         """
         self.abort()
         return True
-
-    @property
-    def stays_placed(self) -> bool:
-        """Whether what was written lies on the servers that were chosen, and a failure of one of
-        them is the writer's."""
-        return False
 
     @property
     def is_buffered(self) -> bool:
@@ -290,22 +301,6 @@ class Backend(ABC):
         """Whether replicas may lie on any servers: as far as is known, none are nearer to each
         other than the rest."""
         return True
-
-    def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """Have servers chosen, other than `avoid`, for the first block of a file that was just
-        created, before anything is written to it.
-
-        Returns them, one for each replica; empty where the storage does not say; None where there
-        are too few others, and nothing was chosen. Never raises: nothing depends on it but speed.
-        """
-        return ()
-
-    def servers_of(self, path: str) -> tuple[str, ...]:
-        """Return the servers that take the block which is being written now, one for each replica.
-
-        Empty where the storage does not say. Never raises.
-        """
-        return ()
 
     def is_being_written(self, path: str) -> bool:
         """Tell whether the file at `path` is open for writing, or that cannot be told; False where

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from bootseer.base.varints import delimited
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
@@ -18,12 +19,9 @@ from bootseer.prefetch.sources import documents
 from bootseer.registry.documents import parse_index, parse_object
 from bootseer.registry.hosts import parse_hosts
 from bootseer.registry.tokens import parse_challenges
-from bootseer.store.hdfs.direct.datanode import Connection, DataNodes, packet_headers
-from bootseer.store.hdfs.direct.replicas import Replica
-from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
-from bootseer.store.hdfs.rpc.frames import result_of
-from bootseer.store.hdfs.rpc.messages import ExtendedBlock
-from bootseer.store.hdfs.rpc.protobuf import delimited
+from bootseer.store.hdfs.messages import MESSAGES
+from bootseer.store.hdfs.namenode import UNANSWERED, NameNode, Replica, StoredBlock, response_in
+from bootseer.store.hdfs.reading import Connection, DataNodes, packet_headers
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.kubernetes.webhook.pod_objects import pod_object, review_of
 from tests.bootseer.store.hdfs import protobuf as pb
@@ -68,23 +66,26 @@ def _answers() -> list[bytes]:
 class _Answered(NameNode, frozen=True):
     """A NameNode that says what a test says."""
 
-    answer: bytes = b""
+    data: bytes = b""
 
-    def _answer(self, method: str, message: bytes, attempts_max: int | None = None) -> bytes:
-        return result_of(self.answer)
+    def answer(self, method: str, request: bytes) -> bytes:
+        return response_in(self.data)
+
+
+_BLOCK = MESSAGES["ExtendedBlock"](poolId="pool", blockId=7, generationStamp=1, numBytes=4096)
 
 
 def _read_answer(data: bytes) -> None:
-    node = _Answered((), "user", 1.0, answer=data)
+    node = _Answered((), "user", 1.0, data=data)
     for ask in (
-        lambda: node.stored_blocks("/f", 2**40),
+        lambda: node.stored_blocks("/f"),
         lambda: node.writing_servers("/f"),
         lambda: node.add_block("/f", "holder", ()).block_of(1),
         lambda: node.plain_block_bytes("/f"),
-        node.capacity,
-        node.default_block_bytes,
-        lambda: node.quota("/"),
-        lambda: node.complete("/f", "holder", ExtendedBlock("pool", 7, 1)),
+        lambda: node.call("getFsStats"),
+        lambda: node.call("getServerDefaults"),
+        lambda: node.call("getQuotaUsage", path="/"),
+        lambda: node.complete("/f", "holder", _BLOCK),
     ):
         try:
             ask()
@@ -120,9 +121,7 @@ def _read_transfer(data: bytes) -> None:
         nodes = DataNodes(5)
         connection = Connection(("127.0.0.1", 1), ours)
         nodes.take = lambda address: connection  # type: ignore[method-assign]
-        block = StoredBlock(
-            0, ExtendedBlock("pool", 7, 1, 4096), b"token", (Replica(("127.0.0.1", 1)),)
-        )
+        block = StoredBlock(0, _BLOCK, b"token", (Replica(("127.0.0.1", 1)),))
         buffer = bytearray(_LENGTH)
         assert nodes.read_into([block], 0, memoryview(buffer), Attempt()) in (0, _LENGTH)
         nodes.close()

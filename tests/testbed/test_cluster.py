@@ -13,7 +13,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, NotFoundError, UnavailableError
 from bootseer.store import open_backend, open_store
-from bootseer.store.hdfs.backend import HdfsBackend
+from bootseer.store.hdfs.native import Native
 from testbed.hdfs.classpath import unshade_class
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
@@ -81,14 +81,14 @@ def test_a_write_that_stalls_when_it_is_tried_again_is_tried_once_more(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer beside a DataNode that died got no answer until its deadline, and failed."""
-    create, gate, made = HdfsBackend.create_raw, threading.Event(), []
+    create, gate, made = Native.create, threading.Event(), []
 
-    def create_spoilt(self: HdfsBackend, path: str, **options: Any) -> Any:
+    def create_spoilt(self: Native, path: str, name: str, **options: Any) -> Any:
         made.append(path)
-        real = create(self, path, **options)
+        real = create(self, path, name, **options)
         return {1: _Spoilt(None), 2: _Spoilt(gate)}.get(len(made), real)
 
-    monkeypatch.setattr(HdfsBackend, "create_raw", create_spoilt)
+    monkeypatch.setattr(Native, "create", create_spoilt)
     data = os.urandom(3 << 20)
     backend = open_backend(hdfs_url + "?deadline_s=20")
     try:

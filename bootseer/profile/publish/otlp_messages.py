@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from bootseer.store.hdfs.rpc.protobuf import delimited, varint
+from bootseer.base.varints import delimited, varint
 
 _Field: TypeAlias = "tuple[int, Callable[[Any], bytes] | Mapping[str, _Field]]"
 _FIXED32, _FIXED64, _VARINT, _BYTES = 5, 1, 0, 2

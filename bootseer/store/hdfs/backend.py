@@ -1,54 +1,47 @@
-"""`hdfs://`: HDFS through hdfs-native (Rust, no JVM), as a backend.
+"""`hdfs://`: the files below one folder of an HDFS, as a backend.
 
-Owns the mapping of paths, the deadline of every call, and the work-arounds for reading with
-hdfs-native 0.14.7 (writing is in `hdfs_writer`). Options in the URL's query: `deadline_s` (no call
-goes on for longer without progress; default: what the caller says, else 60), `block_size_bytes`
-and `replication` of new files (the cluster's defaults). Permissions: those of the root folder; a
-root made here is private.
+Owns the URL with its options, and says who does what: hdfs-native (`native`) names, folders and
+streams; our own calls (`namenode`) what it lacks; DataNodes directly (`reading`, `direct_write`)
+bytes that have checksums of ours, and small files. Options in the URL's query: `deadline_s` (no
+call goes on for longer without progress; default: what the caller says, else 60),
+`block_size_bytes` and `replication` of new files (the cluster's defaults). Permissions: those of
+the root folder; a root made here is private.
 
 Every method is thread-safe.
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
 
+from bootseer.base.redact import public_url
 from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
     NotFoundError,
-    UnavailableError,
     UnsupportedError,
 )
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call
-from bootseer.store.hdfs.connection import HdfsConnection
-from bootseer.store.hdfs.errors import translate
-from bootseer.store.hdfs.reader import HdfsReader, info_of
-from bootseer.store.hdfs.rpc.calls import UNANSWERED, NameNode, StoredBlock
-from bootseer.store.hdfs.rpc.frames import RpcError
+from bootseer.store.hdfs.direct_write import Placer
+from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, RpcError
+from bootseer.store.hdfs.native import Native, translate
+from bootseer.store.hdfs.reading import DataNodes, HdfsReader, fill, info_of, read_bytes
 from bootseer.store.hdfs.writer import HdfsWriter
+from bootseer.store.paths import Folder, split_path
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.policy import Attempts
 
 if TYPE_CHECKING:
-    from hdfs_native import Client, FileReader
+    from hdfs_native import Client
+
+_DEADLINE_S = 60.0
+# A DataNode that hangs is left in time for hdfs-native to try, and then for another replica.
+_SILENCES_PER_DEADLINE = 4
 
 
-# More than a part has. Blocks are of a megabyte or more, so that the NameNode's answer stays below
-# the megabyte that is taken from it.
-_LOCATED_BYTES = 1000 << 20
-# Of blocks as most clusters have them a thousand are so much.
-_LARGE_BLOCK_BYTES = 64 << 20
-_LARGE_LOCATED_BYTES = 1000 * _LARGE_BLOCK_BYTES
-
-# A NameNode that has just become active may not have heard yet who has the latest blocks. Hadoop's
-# own client asks again for some seconds, hdfs-native does not.
-_UNPLACED = "All DataNodes failed: []"
-
-
-class HdfsBackend(HdfsConnection, Backend):
+class HdfsBackend(Folder, Backend):
     """Files beneath one folder of an HDFS."""
 
     traits = Traits(one_step_rename=True, can_place=True)
@@ -56,208 +49,193 @@ class HdfsBackend(HdfsConnection, Backend):
     # 12.4 to 13.4 MiB.
     writer_bytes = 13 << 20
 
+    def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
+        """Asks no server. Raises: InvalidInputError."""
+        self.url = public_url(url)
+        parts = urlsplit(url, allow_fragments=False)
+        deadline_s, block_bytes, replication = _options(url, deadline_s or _DEADLINE_S)
+        # Hadoop does not percent-decode paths, so neither is done here.
+        self._root = "/" + "/".join(split_path(parts.path.strip("/")))
+        cluster = f"{parts.scheme}://{parts.netloc}"
+        self._name_nodes = NameNodes(cluster, deadline_s)
+        self._native = Native(
+            cluster,
+            self._root,
+            self._name_nodes,
+            deadline_s=deadline_s,
+            block_bytes=block_bytes,
+            replication=replication,
+        )
+        self._placer = Placer(self._name_nodes)
+        self._data_nodes = DataNodes(deadline_s / _SILENCES_PER_DEADLINE)
+
+    def wait_for_servers(self, patience_s: float) -> None:
+        self._native.patience_s = patience_s
+
+    def close(self) -> None:
+        self._native.close()
+        self._data_nodes.close()
+
+    def _full(self, path: str) -> str:
+        """Return the path in the file system."""
+        return "/".join((self._root.rstrip("/"), *split_path(path))) or "/"
+
+    def _full_file(self, path: str) -> str:
+        """As `_full`, for what may not be the root itself."""
+        return "/".join((self._root.rstrip("/"), *self._names_of_file(path)))
+
+    # ---- reading --------------------------------------------------------------------------------
+
     def stat(self, path: str) -> FileInfo:
-        full = self.full(path)
-        status = self.call(
-            lambda client: client.get_file_info(full), "look at", path, is_question=True
+        full = self._full(path)
+        status = self._native.call(
+            lambda client: client.get_file_info(full),
+            "look at",
+            self._name(path),
+            is_question=True,
         )
         return info_of(path, status)
 
+    def list(self, path: str) -> Iterator[FileInfo]:
+        full = self._full(path)
+
+        def work(call: Call[list[FileInfo]]) -> list[FileInfo]:
+            found = []
+            for status in self._native.client().list_status(full):
+                if status.path == full and not status.isdir:
+                    raise NotFoundError("not a folder")
+                name = status.path.rpartition("/")[2]
+                found.append(info_of(f"{path}/{name}" if path else name, status))
+                call.progress()
+            return found
+
+        infos = self._native.run(work, "list", self._name(path), is_question=True)
+        infos.sort(key=lambda info: info.path)
+        return iter(infos)
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        full = self.full(path)
-
-        def work(call: Call[bytes]) -> bytes:
-            chunks = []
-            for chunk in self._stream(self.client().read(full), offset, length):
-                chunks.append(chunk)
-                call.progress_count += 1
-                if call.abandoned:
-                    break
-            # One copy; a bytearray turned into bytes would be two.
-            return b"".join(chunks)
-
-        attempts = Attempts()
-        while True:
-            try:
-                return self.run(work, "read", path, is_question=True)
-            except UnavailableError as error:
-                pause_s = attempts.pause_s(error)
-                if _UNPLACED not in str(error) or pause_s is None:
-                    raise
-            time.sleep(pause_s)
+        return read_bytes(self._native, self._full(path), self._name(path), offset, length)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        full, attempt = self.full(path), attempt or Attempt()
-        return self.fill(lambda: self.client().read(full), path, offset, buffer, attempt)
+        full, native = self._full(path), self._native
+        name, attempt = self._name(path), attempt or Attempt()
+        return fill(native, lambda: native.client().read(full), name, offset, buffer, attempt)
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
         """As `Backend.open_reader`: the NameNode is asked once for all reads, and again for
         each reader."""
-        reader = HdfsReader(self, path, self.stored_blocks(path) if is_checked else ())
-        if not reader.blocks:
-            self.call(lambda _: reader.opened, "read", path)
-        return reader
-
-    def fill(
-        self,
-        opened: "Callable[[], FileReader]",
-        path: str,
-        offset: int,
-        buffer: memoryview,
-        attempt: Attempt,
-    ) -> int:
-        """`read_into`, which ends early when the attempt is given up."""
-
-        def work(call: Call[int]) -> int:
-            done = 0
-            for chunk in self._stream(opened(), offset, len(buffer)):
-                with attempt.lock:
-                    if attempt.is_given_up:
-                        break
-                    buffer[done : done + len(chunk)] = chunk
-                done += len(chunk)
-                attempt.done_bytes = done
-                call.progress_count += 1
-            return done
-
+        full, name_node = self._full_file(path), self._name_nodes.hurried() if is_checked else None
         try:
-            return self.run(work, "read", path)
-        except BaseException:
-            attempt.stop()  # a helper that is still in the library must not write any more
-            raise
-
-    def stored_blocks(self, path: str) -> tuple[StoredBlock, ...]:
-        """Where the file lies, for reads without hdfs-native; empty where those cannot be."""
-        name_node = self._found.hurried()
-        if name_node is None:
-            return ()
-        full = self.full(path, file=True)
-        try:
-            blocks = name_node.stored_blocks(full, _LOCATED_BYTES)
-            has_more = blocks and blocks[-1].start + blocks[-1].length >= _LOCATED_BYTES
-            if has_more and blocks[0].length >= _LARGE_BLOCK_BYTES:
-                blocks = name_node.stored_blocks(full, _LARGE_LOCATED_BYTES)
-            return blocks
+            blocks = name_node.stored_blocks(full) if name_node else ()
         except UNANSWERED:
-            return ()
+            blocks = ()
+        return HdfsReader(self._native, self._data_nodes, full, path, self._name(path), blocks)
 
-    def _stream(self, reader: "FileReader", offset: int, length: int | None) -> Iterator[bytes]:
-        if offset < 0 or (length is not None and length < 0):
-            raise InvalidInputError(f"the range ({offset}, {length}) is negative")
-        # Reading past the end is a panic of the Rust code, so never ask for it.
-        wanted = max(0, len(reader) - offset)
-        if length is not None:
-            wanted = min(wanted, length)
-        if not wanted:
-            return iter(())
-        stream: Iterator[bytes] = reader.read_range_stream(offset, wanted)
-        return stream
+    # ---- writing --------------------------------------------------------------------------------
 
     def create(self, path: str, *, overwrite: bool = False) -> HdfsWriter:
-        full = self.full(path, file=True)
-        return HdfsWriter(self, path, full).open(overwrite=overwrite)
+        full, name = self._full_file(path), self._name(path)
+        return HdfsWriter(self._native, self._placer, full, name, overwrite=overwrite)
+
+    @property
+    def is_one_rack(self) -> bool:
+        return self._placer.is_one_rack
+
+    def is_being_written(self, path: str) -> bool:
+        """As `Backend.is_being_written`. With Kerberos the NameNode takes no such question from us:
+        it cannot be told."""
+        name_node = self._name_nodes.get()
+        if name_node is None:
+            return True
+        try:
+            return name_node.is_being_written(self._full_file(path))
+        except UNANSWERED as error:
+            return "FileNotFoundException" not in str(error)
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        old, new = self.full(source, file=True), self.full(target, file=True)
-        verb = f"rename {self.name(source)} to"
+        old, new = self._full_file(source), self._full_file(target)
+        verb = f"rename {self._name(source)} to"
 
         def move(client: "Client") -> None:
             try:
                 client.rename(old, new, overwrite)
             except FileNotFoundError:
                 client.get_file_info(old)  # raises the same when it is the source that is missing
-                client.mkdirs(new.rpartition("/")[0] or "/", self.mode(client), True)
+                mode = self._native.folder_mode(client)
+                client.mkdirs(new.rpartition("/")[0] or "/", mode, True)
                 client.rename(old, new, overwrite)
 
-        self.call(move, verb, target)
-
-    def list(self, path: str) -> Iterator[FileInfo]:
-        full = self.full(path)
-
-        def work(call: Call[list[FileInfo]]) -> list[FileInfo]:
-            found = []
-            for status in self.client().list_status(full):
-                if status.path == full and not status.isdir:
-                    raise NotFoundError("not a folder")
-                name = status.path.rpartition("/")[2]
-                found.append(info_of(f"{path}/{name}" if path else name, status))
-                call.progress_count += 1
-            return found
-
-        infos = self.run(work, "list", path, is_question=True)
-        infos.sort(key=lambda info: info.path)
-        return iter(infos)
-
-    def is_being_written(self, path: str) -> bool:
-        """As `Backend.is_being_written`. With Kerberos the NameNode takes no such question from us:
-        it cannot be told."""
-        name_node = self._found.get()
-        if name_node is None:
-            return True
-        try:
-            return name_node.is_being_written(self.full(path, file=True))
-        except UNANSWERED as error:
-            return "FileNotFoundException" not in str(error)
+        self._native.call(move, verb, self._name(target))
 
     def can_join(self) -> bool:
         """Whether the NameNode lets us call `concat`."""
-        return self._found.get() is not None
+        return self._name_nodes.get() is not None
 
     def join(self, target: str, sources: Sequence[str]) -> None:
-        """As `Backend.join`."""
-        full = self.full(target, file=True)
-        others = [self.full(source, file=True) for source in sources]
-        join_files(self._found.patient(), full, others, f"join files to {self.name(target)}")
-
-    @property
-    def is_one_rack(self) -> bool:
-        """As `Backend.is_one_rack`."""
-        return self._placer.is_one_rack
-
-    def place(self, path: str, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """As `Backend.place`."""
-        return self._placer.place(self.full(path, file=True), avoid)
-
-    def servers_of(self, path: str) -> tuple[str, ...]:
-        """As `Backend.servers_of`."""
-        return self._placer.servers_of(self.full(path, file=True))
+        full = self._full_file(target)
+        others = [self._full_file(source) for source in sources]
+        name_node, what = self._name_nodes.patient(), f"join files to {self._name(target)}"
+        if name_node is None:
+            raise UnsupportedError(f"cannot {what}: the NameNode takes no calls from us")
+        try:
+            name_node.concat(full, others)
+        except RpcError as error:
+            text = str(error)
+            is_missing = "FileNotFoundException" in text
+            raise translate(
+                FileNotFoundError(text) if is_missing else RuntimeError(text), what
+            ) from error
+        except (ConnectionError, TimeoutError) as error:
+            raise translate(error, what) from error
 
     def mkdir(self, path: str) -> None:
-        full = self.full(path)
+        full, native = self._full(path), self._native
         try:
-            self.call(
-                lambda client: client.mkdirs(full, self.mode(client), True),
+            native.call(
+                lambda client: client.mkdirs(full, native.folder_mode(client), True),
                 "create",
-                path,
+                self._name(path),
                 is_question=True,
             )
         except AlreadyExistsError as error:
             raise InvalidInputError(str(error)) from error
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        full = self.full(path, file=True)
+        full = self._full_file(path)
         with contextlib.suppress(NotFoundError):
-            self.call(
-                lambda client: client.delete(full, recursive), "delete", path, is_question=True
+            self._native.call(
+                lambda client: client.delete(full, recursive),
+                "delete",
+                self._name(path),
+                is_question=True,
             )
 
     def space(self) -> Space | None:
         """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""
-        return self._space.space(self.full(""))
+        return self._name_nodes.space(self._root)
 
 
-def join_files(name_node: NameNode | None, target: str, sources: Sequence[str], what: str) -> None:
-    """Absolute paths; `what` is for messages. Raises: errors of `bootseer.errors`."""
-    if name_node is None:
-        raise UnsupportedError(f"cannot {what}: the NameNode takes no calls from us")
+def _options(url: str, deadline_s: float) -> tuple[float, int | None, int | None]:
+    """Return the deadline in seconds, and the block size in bytes and number of replicas of new
+    files, None where the URL leaves them to the cluster. `deadline_s`: where the URL has none.
+
+    Raises: InvalidInputError.
+    """
     try:
-        name_node.concat(target, sources)
-    except RpcError as error:
-        text = str(error)
-        if "FileNotFoundException" in text:
-            raise translate(FileNotFoundError(text), what) from error
-        raise translate(RuntimeError(text), what) from error
-    except (ConnectionError, TimeoutError) as error:
-        raise translate(error, what) from error
+        parts = urlsplit(url, allow_fragments=False)
+        _, query = parts.port, parts.query  # a port that is none raises
+        found = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
+        values = {key: each[-1] for key, each in found.items()}
+        deadline_s = float(values.pop("deadline_s", deadline_s))
+        block_bytes = int(values.pop("block_size_bytes", 0))
+        replication = int(values.pop("replication", 0))
+    except ValueError as error:
+        raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
+    if values or not 0 < deadline_s < math.inf or block_bytes < 0 or replication < 0:
+        raise InvalidInputError(
+            f"{public_url(url)}: options are deadline_s, block_size_bytes, replication; "
+            "each a positive number"
+        )
+    return deadline_s, block_bytes or None, replication or None

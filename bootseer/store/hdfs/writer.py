@@ -1,22 +1,28 @@
-"""Writing one file to HDFS, past the failures that hdfs-native 0.14.7 does not survive; or
-directly, without hdfs-native, as long as nothing fails (`direct`).
+"""Write one file to HDFS so that the failure of a DataNode does not fail the file.
 
-A DataNode may have died without the NameNode knowing (for ten minutes, by default), a pipeline
-may lose a DataNode, or the NameNode may answer the request for the next block with
-NotReplicatedYetException, because the report of the block before is still on its way (seen for
-one block in a few hundred on a loaded cluster). hdfs-native then fails, and forgets the block.
+*Direct* writing (`direct_write`) takes a third of hdfs-native's processor time, but cannot survive
+a failure. Two kinds of files are written so: those whose readers have checksums of their own, and
+whose owner can write them again, and small ones, which are kept in memory until they are closed.
 
-Owns the way out: the last bytes written are kept; a short file is begun again; a longer one is
-finished by lease recovery (0.1 to 1 s), which keeps a prefix of what was sent, opened for append,
-and continued from there. A writer belongs to one thread.
+*Streamed* writing uses hdfs-native 0.14.7, which fails, and forgets a block, where a DataNode has
+died without the NameNode knowing (for ten minutes, by default), where a pipeline loses a DataNode,
+and where the NameNode answers the request for the next block with NotReplicatedYetException,
+because the report of the block before is still on its way (seen for one block in a few hundred on a
+loaded cluster). So the last bytes written are kept, and the file is *recovered*: a short file is
+begun again; a longer one is finished by lease recovery (0.1 to 1 s), which keeps a prefix of what
+was sent, opened for append, and continued from there. With Kerberos, encryption zones and erasure
+coding all files are streamed.
+
+    BUFFERED ──► DIRECT ───────────────► CLOSED     From every state: abort()   ──► CLOSED, no file
+        └──────► STREAMED ◄─► _recover ───┘                           abandon() ──► CLOSED, a prefix
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Self
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum, auto
+from typing import Any
 
 from bootseer.errors import (
     BootseerError,
@@ -27,13 +33,20 @@ from bootseer.errors import (
 )
 from bootseer.store.backend import Piece, Writer
 from bootseer.store.deadline import Call
-from bootseer.store.hdfs.connection import HdfsConnection, begin_direct
-from bootseer.store.hdfs.direct.checksums import LARGE, STANDARD
-from bootseer.store.hdfs.direct.direct_writer import DirectFile
-from bootseer.store.hdfs.rpc.calls import UNANSWERED
+from bootseer.store.hdfs.direct_write import (
+    LARGE,
+    STANDARD,
+    ChecksumKind,
+    DirectFile,
+    Placed,
+    Placer,
+    TooFewServersError,
+)
+from bootseer.store.hdfs.namenode import UNANSWERED
+from bootseer.store.hdfs.native import Native
 from bootseer.transfer.policy import Attempts, Policy
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Some 15 s, not counting what each call waits for a NameNode: whoever writes a part of a checkpoint
 # then begins another file, on other DataNodes.
@@ -50,37 +63,72 @@ _SINGLE_REPLICA_ATTEMPT = 2
 # Of the deadline: where a dead DataNode is the second of a pipeline, hdfs-native was seen to wait
 # for ever (in one write of seven beside one, on a busy machine). A new pipeline does not.
 _STALL_SHARE = 0.25
+# Of the deadline: a DataNode that hangs is left in time for the caller to try another one.
+_SILENCE_SHARE = 0.5
+
+
+class _State(Enum):
+    BUFFERED = auto()
+    """All of it is in the tail; the NameNode knows an empty file."""
+    DIRECT = auto()
+    STREAMED = auto()
+    CLOSED = auto()
 
 
 class HdfsWriter(Writer):
-    """A new file, complete and durable when closed."""
+    """A new file of HDFS, complete and durable when `close` has returned. Used by one thread."""
 
-    def __init__(self, connection: HdfsConnection, path: str, full: str) -> None:
-        self._connection = connection
+    def __init__(
+        self, native: Native, placer: Placer, path: str, name: str, *, overwrite: bool
+    ) -> None:
+        """Create the file at the absolute `path`, which messages call `name`.
+
+        Raises: AlreadyExistsError when it exists and `overwrite` is not set.
+        """
+        self._native = native
+        self._placer = placer
         self._path = path
-        self._full = full
-        self._writer: Any = None
+        self._name = name
+        self._state = _State.BUFFERED
+        self._is_verified = False
+        self._placed: Placed | None = None
+        self._direct: DirectFile | None = None
+        """In the state DIRECT."""
+        self._servers: tuple[str, ...] = ()
+        """Those that a direct write goes to."""
         self._tail: deque[Piece] = deque()
+        """What may have to be streamed again."""
         self._tail_bytes = 0
         self._size_bytes = 0
+        """How much was written; not in the state DIRECT."""
         self._wanted_replication: int | None = None
-        self._direct: DirectFile | None = None
-        self.is_kept = True
-        """All of it is still in the tail: a small file is written when it is closed."""
-        self._awaits_placement = False
-
-    def open(self, *, overwrite: bool) -> Self:
-        """Create the file. Raises: AlreadyExistsError."""
-        self._writer = self._connection.create_raw(self._path, overwrite=overwrite)
-        return self
+        """Where the file was given a single replica for now."""
+        self._stream: Any = native.create(path, name, overwrite=overwrite)
 
     def expect_checksums(self) -> None:
-        self._awaits_placement = True
-        self._connection.placer.await_placed(self._full)
+        self._is_verified = True
+
+    def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
+        try:
+            self._placed = self._placer.place(self._path, avoid)
+        except TooFewServersError:
+            return None
+        return self._placed.servers if self._placed else ()
+
+    def servers(self) -> tuple[str, ...]:
+        return self._servers or self._placer.servers_of(self._path)
+
+    @property
+    def is_buffered(self) -> bool:
+        return self._state is not _State.DIRECT
+
+    @property
+    def held_bytes(self) -> int:
+        return self._direct.unconfirmed_bytes if self._direct else _TAIL_MAX_BYTES
 
     def keep_alive(self) -> None:
         if self._direct is not None:
-            self._write_direct(self._direct.keep_alive)
+            self._directly(self._direct.keep_alive)
 
     def write(self, data: Piece) -> None:
         if not isinstance(data, bytes | bytearray):
@@ -88,52 +136,134 @@ class HdfsWriter(Writer):
         for start in range(0, len(data), _PIECE_BYTES):
             # A slice of all of it would be a copy.
             small = data if len(data) <= _PIECE_BYTES else data[start : start + _PIECE_BYTES]
-            self.write_all([small], lambda: None)
+            self.write_all([small], _ignore)
 
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
-        if self._writer is None:
-            raise InvalidInputError(f"cannot write {self._connection.name(self._path)}: closed")
-        if self._awaits_placement:
-            self._awaits_placement = False
-            self._direct = begin_direct(self._connection, self._path, LARGE)
-        direct = self._direct
-        if direct is not None:
+        if self._state is _State.CLOSED:
+            raise InvalidInputError(f"cannot write {self._name}: closed")
+        if self._is_verified and not self._size_bytes and self._direct is None:
+            self._begin_direct(LARGE)
+        if self._direct is not None:
             for piece in pieces:
-                self._write_direct(partial(direct.write, piece))
+                self._directly(self._direct.write, piece)
                 note_progress()
             return
         self._tail.extend(pieces)
         count = sum(map(len, pieces))
         self._tail_bytes += count
         self._size_bytes += count
-        if self.is_kept:
+        if self._state is _State.BUFFERED:
             if self._size_bytes <= _SMALL_MAX_BYTES:
                 return
-            self.is_kept = False
+            self._state = _State.STREAMED
             pieces = list(self._tail)
         try:
             # One call, and so one change of threads, for all of them.
             self._send(pieces, note_progress)
         except UnavailableError as error:
-            self._try_again(error, close=False)
+            self._recover(error, close=False)
         # Only now: the failure of a piece may concern those before it.
         while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
 
-    def _write_direct(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except UNANSWERED as error:
-            name = self._connection.name(self._path)
-            raise UnavailableError(f"cannot write {name}: {error}") from error
+    def close(self) -> None:
+        if self._direct is not None:
+            # After a failure the caller may want what is there.
+            self._directly(self._direct.close)
+        elif self._state is not _State.CLOSED:
+            try:
+                try:
+                    if self._state is _State.STREAMED or not self._write_small():
+                        self._close_stream()
+                except UnavailableError as error:
+                    self._recover(error, close=True)
+            except BootseerError:
+                self.abort()
+                raise
+            self._restore_replication()
+        self._end()
 
-    def _drop_direct(self) -> None:
-        if self._awaits_placement:
-            self._awaits_placement = False
-            self._connection.placer.take_placed(self._full)
+    def abandon(self) -> bool:
+        """Only a closed file can be read to its end: the lease is recovered for that."""
+        if self._direct is not None:
+            self._direct.drop()
+        if self._state is _State.CLOSED:
+            return True
+        try:
+            self._native.recover_lease(self._path, self._name)
+        except NotFoundError:
+            pass
+        except BootseerError as error:
+            _log.debug("%s: its end cannot be read: %s", self._name, error)
+            return False
+        self._end()
+        return True
+
+    def abort(self) -> None:
+        was_open = self._state is not _State.CLOSED
+        # The client is not told to close, which would make the file look complete.
+        self._end()
+        if was_open:
+            try:
+                self._native.call(
+                    lambda client: client.delete(self._path, False), "delete", self._name
+                )
+            except NotFoundError:
+                pass
+            except BootseerError as error:
+                _log.warning("left %s behind: %s", self._name, error)
+
+    def _end(self) -> None:
+        self._state = _State.CLOSED
         if self._direct is not None:
             self._direct.drop()
             self._direct = None
+        self._stream = None
+        self._tail.clear()
+
+    # ---- direct ---------------------------------------------------------------------------------
+
+    def _begin_direct(self, kind: ChecksumKind) -> None:
+        """Write directly from now on, where the file is placed and its DataNode takes it so.
+        hdfs-native, which is else given the same block, knows more ways."""
+        placed, self._placed = self._placed, None
+        if placed is None:
+            return
+        try:
+            block_bytes = placed.name_node.plain_block_bytes(self._path)
+            if block_bytes:
+                silence_max_s = self._native.deadline_s * _SILENCE_SHARE
+                self._direct = DirectFile(placed, block_bytes, silence_max_s, kind)
+                self._servers, self._state = placed.servers, _State.DIRECT
+        except (*UNANSWERED, BootseerError) as error:
+            _log.debug("%s is not written directly to DataNodes: %s", self._name, error)
+
+    def _directly(self, step: Callable[..., None], *arguments: Piece) -> None:
+        try:
+            step(*arguments)
+        except UNANSWERED as error:
+            raise UnavailableError(f"cannot write {self._name}: {error}") from error
+
+    def _write_small(self) -> bool:
+        """Write what is buffered, and nothing else; returns whether that closed the file too."""
+        self._state = _State.STREAMED
+        if self._tail:
+            self.place(())
+            self._begin_direct(STANDARD)
+            direct, self._direct = self._direct, None
+            if direct is not None:
+                self._state = _State.STREAMED  # where this fails
+                try:
+                    for piece in self._tail:
+                        self._directly(direct.write, piece)
+                    self._directly(direct.close)
+                finally:
+                    direct.drop()
+                return True
+            self._send(self._tail, _ignore)
+        return False
+
+    # ---- streamed -------------------------------------------------------------------------------
 
     def _send(
         self,
@@ -141,30 +271,34 @@ class HdfsWriter(Writer):
         note_progress: Callable[[], None],
         deadline_s: float | None = None,
     ) -> None:
-        writer = self._writer
+        stream = self._stream
 
         def work(call: Call[None]) -> None:
             for piece in pieces:
                 if call.abandoned:
                     return
-                writer.write(piece)
-                call.progress_count += 1
+                stream.write(piece)
+                call.progress()
                 note_progress()
 
         self._call(work, deadline_s)
 
-    def _send_again(self, pieces: Iterable[Piece]) -> None:
+    def _close_stream(self) -> None:
+        stream = self._stream
+        self._call(lambda _: stream.close())
+
+    def _call(self, work: Callable[[Call[None]], None], deadline_s: float | None = None) -> None:
         try:
-            self._send(pieces, lambda: None, self._connection.deadline_s * _STALL_SHARE)
-        except DeadlineError as error:
+            self._native.run(work, "write", self._name, deadline_s=deadline_s)
+        except NotFoundError as error:
             raise UnavailableError(str(error)) from error
 
-    def _try_again(self, cause: UnavailableError, *, close: bool) -> None:
+    def _recover(self, cause: UnavailableError, *, close: bool) -> None:
         """Bring the file to where it should be, and close it or leave it open."""
         # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
         # not be reported yet.
         attempts = Attempts(_AGAIN)
-        end_s = time.monotonic() + self._connection.deadline_s
+        end_s = time.monotonic() + self._native.deadline_s
         kept_bytes = 0
         while True:
             if isinstance(cause.__cause__, NotFoundError):
@@ -174,7 +308,7 @@ class HdfsWriter(Writer):
             pause_s = attempts.pause_s(cause)
             if pause_s is None:
                 raise cause
-            logger.debug("%s: attempt %d after %s", self._path, attempts.failures_count, cause)
+            _log.debug("%s: attempt %d after %s", self._name, attempts.failures_count, cause)
             time.sleep(pause_s)
             try:
                 waiting = "NotReplicatedYet" in str(cause)  # for a report: all servers are well
@@ -184,9 +318,13 @@ class HdfsWriter(Writer):
                     # Of a file of many blocks each may have to wait.
                     attempts.progressed()
                     kept_bytes = size_bytes
-                self._send_again(self._missing(size_bytes))
+                try:
+                    stall_s = self._native.deadline_s * _STALL_SHARE
+                    self._send(self._missing(size_bytes), _ignore, stall_s)
+                except DeadlineError as error:
+                    raise UnavailableError(str(error)) from error
                 if close:
-                    self._close_raw()
+                    self._close_stream()
                 return
             except UnavailableError as error:
                 cause = error
@@ -194,32 +332,28 @@ class HdfsWriter(Writer):
     def _reopen(self, *, single: bool, is_kept: bool) -> int:
         """Have the file open for writing, and return its size; `single`: with one replica;
         `is_kept`: what the DataNodes have of it need not be sent again."""
-        connection, full = self._connection, self._full
+        native, path, name = self._native, self._path, self._name
         if single and self._wanted_replication is None:
-            status = connection.call(lambda client: client.get_file_info(full), "write", self._path)
+            status = native.call(lambda client: client.get_file_info(path), "write", name)
             self._wanted_replication = status.replication or 1
         if self._tail_bytes == self._size_bytes and not is_kept:
             replication = 1 if single else None
-            self._writer = connection.create_raw(
-                self._path, overwrite=True, replication=replication
-            )
+            self._stream = native.create(path, name, overwrite=True, replication=replication)
             return 0
-        self._connection.recover_lease(self._path)
+        native.recover_lease(path, name)
         if single:
-            connection.call(lambda client: client.set_replication(full, 1), "write", self._path)
-        self._writer = connection.call(
-            lambda client: client.inner.append(full), "write", self._path
-        )
-        status = connection.call(lambda client: client.get_file_info(full), "look at", self._path)
+            native.call(lambda client: client.set_replication(path, 1), "write", name)
+        self._stream = native.call(lambda client: client.inner.append(path), "write", name)
+        status = native.call(lambda client: client.get_file_info(path), "look at", name)
         return int(status.length)
 
     def _missing(self, size_bytes: int) -> list[Piece]:
-        """What was given to `write` from `size_bytes` on."""
+        """Return what was written from `size_bytes` on."""
         position = self._size_bytes - self._tail_bytes
         if not position <= size_bytes <= self._size_bytes:
             raise UnavailableError(
-                f"cannot write {self._connection.name(self._path)}: after a failure it has "
-                f"{size_bytes} of {self._size_bytes} bytes"
+                f"cannot write {self._name}: after a failure it has {size_bytes} of "
+                f"{self._size_bytes} bytes"
             )
         missing: list[Piece] = []
         for piece in self._tail:
@@ -229,108 +363,17 @@ class HdfsWriter(Writer):
             position = end
         return missing
 
-    def _finish(self) -> None:
-        if self.is_kept:
-            self.is_kept = False
-            placer = self._connection.placer
-            if self._tail:
-                placer.await_placed(self._full)
-                placer.place(self._full, ())
-                self._direct = begin_direct(self._connection, self._path, STANDARD)
-            if self._direct is not None:
-                try:
-                    for piece in self._tail:
-                        self._write_direct(partial(self._direct.write, piece))
-                    self._write_direct(self._direct.close)
-                finally:
-                    self._drop_direct()
-                return
-            self._send(self._tail, lambda: None)
-        self._close_raw()
-
-    def _close_raw(self) -> None:
-        writer = self._writer
-        self._call(lambda _: writer.close())
-
-    def _call(self, work: Callable[[Call[None]], None], deadline_s: float | None = None) -> None:
-        try:
-            self._connection.run(work, "write", self._path, deadline_s=deadline_s)
-        except NotFoundError as error:
-            raise UnavailableError(str(error)) from error
-
-    def close(self) -> None:
-        if self._writer is None:
-            return
-        if self._direct is not None:
-            # After a failure the caller may want what is there.
-            self._write_direct(self._direct.close)
-            self._writer = None  # hdfs-native's: the file is closed
-        self._drop_direct()
-        if self._writer is None:
+    def _restore_replication(self) -> None:
+        count = self._wanted_replication
+        if count is None:
             return
         try:
-            try:
-                self._finish()
-            except UnavailableError as error:
-                self._try_again(error, close=True)
-        except BootseerError:
-            self.abort()
-            raise
-        self._writer = None
-        self._tail.clear()
-        if self._wanted_replication is not None:
-            self._restore_replication(self._wanted_replication)
-
-    def _restore_replication(self, count: int) -> None:
-        full = self._full
-        try:
-            self._connection.call(
-                lambda client: client.set_replication(full, count), "replicate", self._path
+            self._native.call(
+                lambda client: client.set_replication(self._path, count), "replicate", self._name
             )
         except BootseerError as error:
-            logger.warning("%s has one replica only: %s", self._connection.name(self._path), error)
+            _log.warning("%s has one replica only: %s", self._name, error)
 
-    @property
-    def stays_placed(self) -> bool:
-        return self._direct is not None
 
-    @property
-    def is_buffered(self) -> bool:
-        return self._direct is None
-
-    @property
-    def held_bytes(self) -> int:
-        if self._direct is not None:
-            return self._direct.unconfirmed_bytes
-        return _TAIL_MAX_BYTES
-
-    def abandon(self) -> bool:
-        """Only a closed file can be read to its end: the lease is recovered for that."""
-        self._drop_direct()
-        if self._writer is None:
-            return True
-        self._tail.clear()
-        try:
-            self._connection.recover_lease(self._path)
-        except NotFoundError:
-            pass
-        except BootseerError as error:
-            logger.debug("%s: its end cannot be read: %s", self._path, error)
-            return False
-        self._writer = None
-        return True
-
-    def abort(self) -> None:
-        self._drop_direct()
-        if self._writer is None:
-            return
-        # The client is not told to close, which would make the file look complete.
-        self._writer = None
-        self._tail.clear()
-        try:
-            full = self._full
-            self._connection.call(lambda client: client.delete(full, False), "delete", self._path)
-        except NotFoundError:
-            pass
-        except BootseerError as error:
-            logger.warning("left %s behind: %s", self._connection.name(self._path), error)
+def _ignore() -> None:
+    pass

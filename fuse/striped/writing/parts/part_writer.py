@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import xxhash
@@ -265,7 +264,7 @@ class PartWriter:
             writer.expect_checksums()
         if group.backend.traits.can_place:
             self._servers = group.placement.choose(
-                partial(group.backend.place, path), is_one_rack=group.backend.is_one_rack
+                writer.place, is_one_rack=group.backend.is_one_rack
             )
         return writer
 
@@ -277,8 +276,8 @@ class PartWriter:
             return
         if not group.placement.block_bytes:
             group.placement.block_bytes = backend.stat(path).block_bytes
-        if self._servers and not writer.stays_placed:
-            self._servers = group.placement.settle(self._servers, backend.servers_of(path))
+        if self._servers:
+            self._servers = group.placement.settle(self._servers, writer.servers())
 
     def _leave_servers(self) -> None:
         self._group.placement.release(self._servers)

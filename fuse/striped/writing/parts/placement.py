@@ -24,7 +24,7 @@ _SHUNNED_S = 600.0
 Group = tuple[str, ...]
 """The servers of one part."""
 Place = Callable[[Collection[str]], Group | None]
-"""`Backend.place` of one file: the servers, other than those to avoid."""
+"""`Writer.place` of one file: the servers, other than those to avoid."""
 
 
 class Placement:

@@ -1,6 +1,8 @@
 """Protocol buffers by hand: tests have the numbers of fields from Hadoop, and not from us."""
 
-from bootseer.store.hdfs.rpc.protobuf import varint
+from collections import defaultdict
+
+from bootseer.base.varints import varint
 
 
 def number(field: int, value: int) -> bytes:
@@ -16,3 +18,31 @@ def blob(field: int, data: bytes) -> bytes:
 def text(field: int, text: str) -> bytes:
     """A field that holds a string."""
     return blob(field, text.encode())
+
+
+def fields(message: bytes) -> dict[int, list[int | bytes]]:
+    """The values of a right message's fields, by number."""
+    found: defaultdict[int, list[int | bytes]] = defaultdict(list)
+    position = 0
+
+    def take() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while position < len(message):
+        key = take()
+        if key & 7 == 0:
+            found[key >> 3].append(take())
+        else:
+            assert key & 7 == 2
+            length = take()
+            found[key >> 3].append(message[position : position + length])
+            position += length
+    return found

@@ -4,7 +4,8 @@ import getpass
 import os
 from urllib.parse import urlsplit
 
-from bootseer.store.hdfs.rpc.calls import NameNode
+from bootseer.store.hdfs.namenode import NameNode
+from tests.bootseer.store.hdfs import protobuf as pb
 
 # Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
 _DONT_SET = 2**63 - 1
@@ -19,4 +20,5 @@ def set_space_quota(url: str, quota_bytes: int) -> None:
         os.environ.get("HADOOP_USER_NAME") or getpass.getuser(),
         20.0,
     )
-    name_node._call("setQuota", parts.path, _DONT_SET, quota_bytes)
+    request = pb.text(1, parts.path) + pb.number(2, _DONT_SET) + pb.number(3, quota_bytes)
+    name_node.answer("setQuota", request)

@@ -1,17 +1,17 @@
 """Whose failure it is when a call to HDFS does not return."""
 
+import contextlib
 import signal
-import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.hdfs.backend import HdfsBackend
-
-# Nothing listens there, and no test here connects.
-_URL = "hdfs://127.0.0.1:1/x"
+from bootseer.store import open_backend
+from tests.bootseer.store.hdfs.name_nodes import NativeClient, NativeFile, replaced_library
 
 
 class _StopError(BaseException):
@@ -22,45 +22,94 @@ class _PanicError(BaseException):
     """What hdfs-native raises when Rust panics."""
 
 
+class _Doing(NativeClient):
+    """A library that does the same whatever it is asked for."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self._action = action
+
+    def get_file_info(self, path: str) -> Any:
+        return self._action()
+
+    def read(self, path: str) -> NativeFile:
+        return NativeFile(self._action())
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     raise _StopError
 
 
-def test_a_signal_that_ends_the_waiting_is_no_failure_of_the_server() -> None:
+def test_a_signal_that_ends_the_waiting_is_no_failure_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     release = threading.Event()
     waiting = threading.get_ident()
     before = signal.signal(signal.SIGALRM, _stop)
 
-    def hang(_: object) -> bool:
+    def hang() -> None:
         signal.pthread_kill(waiting, signal.SIGALRM)
-        return release.wait(30)
+        release.wait(30)
 
     try:
-        with pytest.raises(_StopError):
-            HdfsBackend(_URL).run(hang, "read", "a")
+        with replaced_library(monkeypatch, _Doing(hang)) as url, pytest.raises(_StopError):
+            open_backend(url).stat("a")
     finally:
         signal.signal(signal.SIGALRM, before)
         release.set()
 
 
-def test_a_panic_is_a_failure_of_the_server() -> None:
-    def panic(_: object) -> None:
+def test_a_panic_is_a_failure_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic() -> None:
         raise _PanicError("index out of bounds")
 
-    with pytest.raises(UnavailableError, match=r"cannot read \S+/x/a: index out"):
-        HdfsBackend(_URL).run(panic, "read", "a")
+    told = r"cannot look at \S+/x/a: index out"
+    with (
+        replaced_library(monkeypatch, _Doing(panic)) as url,
+        pytest.raises(UnavailableError, match=told),
+    ):
+        open_backend(url).stat("a")
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_call_without_an_answer_names_what_was_asked(listens: bool) -> None:
+def test_a_call_without_an_answer_names_what_was_asked(
+    listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And tells a NameNode that hangs from one that is gone, which may be back soon."""
     release = threading.Event()
     told = "no answer" if listens else "within .* no NameNode took a connection"
     kind = DeadlineError if listens else UnavailableError
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"hdfs://127.0.0.1:{server.getsockname()[1]}/x" if listens else _URL
+    calls: list[Callable[[], Any]] = [lambda: b"first", lambda: release.wait(30)]
+    with contextlib.ExitStack() as stack:
+        client = _Doing(lambda: calls.pop(0)())
+        url = stack.enter_context(replaced_library(monkeypatch, client, "?deadline_s=1"))
+        backend = open_backend(url)
+        assert backend.read("a") == b"first"
+        if not listens:
+            stack.close()
         try:
-            with pytest.raises(kind, match=rf"^cannot read \S+/x/a: {told}"):
-                HdfsBackend(url, deadline_s=1.0).run(lambda _: release.wait(30), "read", "a")
+            with pytest.raises(kind, match=rf"^cannot look at \S+/x/a: {told}"):
+                backend.stat("a")
         finally:
             release.set()
+
+
+def test_a_block_that_nobody_is_known_to_have_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen after a failover to a NameNode that had just been started; where it lasts, the replicas
+    are lost, and nobody waits a minute to hear it."""
+    missing_count, asked = 2, []
+
+    def read() -> bytes:
+        asked.append("")
+        if len(asked) <= missing_count:
+            raise RuntimeError('DataTransferError("All DataNodes failed: []")')
+        return b"abc"
+
+    with replaced_library(monkeypatch, _Doing(read), "?deadline_s=60") as url:
+        assert open_backend(url).read("a") == b"abc"
+        assert len(asked) == 3
+        missing_count = 100
+        with pytest.raises(UnavailableError, match=r"All DataNodes failed: \[\]"):
+            open_backend(url).read("a")
+        assert len(asked) == 9

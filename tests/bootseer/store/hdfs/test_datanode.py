@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from bootseer.errors import NotFoundError
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.direct.datanode import DataNodes, packet_headers
-from bootseer.store.hdfs.direct.replicas import Replica
-from bootseer.store.hdfs.rpc.calls import StoredBlock
-from bootseer.store.hdfs.rpc.messages import ExtendedBlock
+from bootseer.store.hdfs.messages import MESSAGES, Message
+from bootseer.store.hdfs.namenode import Replica, StoredBlock
+from bootseer.store.hdfs.reading import DataNodes, packet_headers
 from bootseer.transfer.attempt import Attempt
 from testbed.bounded import run_bounded
 from testbed.servers.answering import answering
@@ -55,40 +54,46 @@ def stored(request: pytest.FixtureRequest) -> Iterator[HdfsBackend]:
     ],
 )
 def test_a_range_is_read_without_the_library(stored: HdfsBackend, offset: int, length: int) -> None:
-    blocks = stored.stored_blocks("f")
-    assert [block.length for block in blocks] == [BLOCK, BLOCK, BLOCK, 777]
+    reader = stored.open_reader("f", is_checked=True)
+    assert [block.length for block in reader.blocks] == [BLOCK, BLOCK, BLOCK, 777]
     buffer = bytearray(length)
     for _ in range(2):  # the second time on a connection that is kept
-        assert stored.data_nodes.read_into(blocks, offset, memoryview(buffer), Attempt()) == length
+        attempt = _checked()
+        assert reader.read_into(offset, memoryview(buffer), attempt) == length
+        assert attempt.server, "by hdfs-native"
         assert buffer == CONTENT[offset : offset + length]
         buffer[:] = bytes(length)
 
 
+def _checked() -> Attempt:
+    attempt = Attempt()
+    attempt.is_checked = True
+    return attempt
+
+
 @pytest.mark.hdfs
 def test_an_attempt_that_was_given_up_is_not_written_to(stored: HdfsBackend) -> None:
-    blocks = stored.stored_blocks("f")
+    reader = stored.open_reader("f", is_checked=True)
     buffer = bytearray(BLOCK)
-    attempt = Attempt()
+    attempt = _checked()
     attempt.stop()
-    assert stored.data_nodes.read_into(blocks, 0, memoryview(buffer), attempt) == 0
+    assert reader.read_into(0, memoryview(buffer), attempt) == 0
     assert not any(buffer)
 
 
 @pytest.mark.hdfs
 def test_a_file_that_is_gone_when_its_datanode_fails_is_not_found(stored: HdfsBackend) -> None:
     """What lies elsewhere is known from the start; the library is asked only now."""
-    with contextlib.closing(HdfsBackend(stored.url)) as backend:  # what failed is remembered
+    with contextlib.closing(HdfsBackend(stored.url)) as backend:
         with backend.create("gone") as writer:
             writer.write(CONTENT[:BLOCK])
         reader = backend.open_reader("gone", is_checked=True)
         backend.delete("gone")
-        (block,) = reader.blocks
-        for replica in block.replicas:
-            backend.data_nodes._shun(replica.address, ConnectionError("gone"))
-        attempt = Attempt()
-        attempt.is_checked = True
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            nobody = (Replica(server.getsockname()),)
+        reader.blocks = tuple(replace(block, replicas=nobody) for block in reader.blocks)
         with pytest.raises(NotFoundError):
-            reader.read_into(0, memoryview(bytearray(1024)), attempt)
+            reader.read_into(0, memoryview(bytearray(1024)), _checked())
 
 
 # BlockOpResponseProto: success; checksums of no kind, 512 bytes each, from offset 0.
@@ -98,8 +103,8 @@ _GOOD = packet_headers(0, 1024, 512)
 _HEADER_BYTES = len(_GOOD) // 3
 
 
-def _block(length: int) -> ExtendedBlock:
-    return ExtendedBlock("pool", 7, 1, length)
+def _block(length: int) -> Message:
+    return MESSAGES["ExtendedBlock"](poolId="pool", blockId=7, generationStamp=1, numBytes=length)
 
 
 def _packets(headers: bytes) -> bytes:
@@ -134,14 +139,15 @@ def _packets(headers: bytes) -> bytes:
         "nonsense",
     ],
 )
-def test_a_datanode_that_answers_otherwise_is_left_alone(answer: bytes, count: int) -> None:
+def test_a_datanode_that_answers_otherwise_is_left_alone(
+    answer: bytes, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with answering(lambda connection: connection.sendall(answer)) as address:
         nodes = DataNodes(0.5)
         blocks = [StoredBlock(0, _block(4096), b"token", (Replica(address),))]
         assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
-        nowhere = nodes._replicas.begin(blocks[0].replicas, Attempt()) is None
-        assert nowhere == (count == 0)
         nodes.close()
+    assert bool(caplog.records) == (count == 0)
 
 
 def test_a_datanode_that_hangs_is_left_in_time() -> None:
@@ -194,7 +200,7 @@ def test_a_datanode_that_is_left_is_named_in_the_log_once(
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()[:2]
     # Nobody listens there any more.
-    block = StoredBlock(0, ExtendedBlock("pool", 1, 1, BLOCK), b"", (Replica(address),))
+    block = StoredBlock(0, _block(BLOCK), b"", (Replica(address),))
     datanodes = DataNodes(1.0)
     for _ in range(2):
         assert datanodes.read_into([block], 0, memoryview(bytearray(KIB)), Attempt()) == 0

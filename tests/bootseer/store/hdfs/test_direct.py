@@ -1,28 +1,29 @@
 """Files written directly to DataNodes: whole for every reader, or left to somebody else."""
 
+import contextlib
 import os
 import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
+import hdfs_native
 import pytest
 from msgspec.structs import replace
 
+from bootseer.base.varints import delimited, take_delimited
 from bootseer.errors import UnavailableError
-from bootseer.store import open_store
-from bootseer.store.backend import Writer
+from bootseer.store import Writer, open_store
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.direct.checksums import crc32c
-from bootseer.store.hdfs.direct.direct_writer import DirectFile
-from bootseer.store.hdfs.rpc.protobuf import Message, delimited, take_delimited
-from bootseer.store.hdfs.writer import HdfsWriter
+from bootseer.store.hdfs.direct_write import DirectFile, Placed, Placer, crc32c
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.cluster import MiniHdfs
+from testbed.hdfs.name_node_relay import NameNodeRelay
 from testbed.waiting import wait_for
 from tests.bootseer.store.hdfs import protobuf as pb
+from tests.bootseer.store.using import put
 
 KIB = 1024
 BLOCK = 1024 * KIB
@@ -38,16 +39,15 @@ def backend(hdfs_url: str) -> Iterator[HdfsBackend]:
     backend.close()
 
 
-def _begin(backend: HdfsBackend, path: str) -> HdfsWriter:
+def _begin(backend: HdfsBackend, path: str) -> Writer:
     """A file of which nothing was written; directly, if the cluster allows."""
-    writer: Writer = backend.create(path)
-    assert isinstance(writer, HdfsWriter)
+    writer = backend.create(path)
     writer.expect_checksums()
-    assert backend.place(path, ())
+    assert writer.place(())
     return writer
 
 
-def _write(writer: HdfsWriter, sizes: list[int], content: bytes = CONTENT) -> None:
+def _write(writer: Writer, sizes: list[int], content: bytes = CONTENT) -> None:
     pieces, at = [], 0
     for size in sizes:
         pieces.append(content[at : at + size])
@@ -63,86 +63,92 @@ def test_what_is_written_is_whole_for_a_reader_that_checks_it(
 ) -> None:
     with _begin(backend, "f") as writer:
         _write(writer, sizes)
-        assert writer._direct is not None
+        assert not writer.is_buffered, "by hdfs-native"
         writer.keep_alive()
         writer.keep_alive()
         writer.write(b"end")
+        assert writer.held_bytes
     # By hdfs-native, which looks at the checksums that HDFS has of it.
     assert backend.read("f") == CONTENT + b"end"
     assert backend.read("f", 2 * BLOCK + 5, 10) == CONTENT[2 * BLOCK + 5 : 2 * BLOCK + 15]
-    assert len(backend.stored_blocks("f")) == 4
+    assert len(backend.open_reader("f", is_checked=True).blocks) == 4
+    writer.close()
 
 
-def test_all_is_confirmed_before_a_file_is_complete(backend: HdfsBackend) -> None:
-    writer = _begin(backend, "f")
-    _write(writer, [])
-    direct = writer._direct
-    assert direct is not None
-    assert writer.held_bytes == direct.unconfirmed_bytes > 0
-    writer.close()
-    assert direct._block.confirmed_bytes == direct._block.sent_bytes == 777
-    writer.close()
+def _divert(
+    monkeypatch: pytest.MonkeyPatch, address: Callable[[tuple[str, int]], tuple[str, int]]
+) -> None:
+    """Let direct writes go to the `address` that is returned for a DataNode's."""
+    place = Placer.place
+
+    def elsewhere(*arguments: object) -> Placed | None:
+        placed = place(*arguments)  # type: ignore[arg-type]
+        assert placed is not None
+        return replace(placed, added=replace(placed.added, address=address(placed.added.address)))
+
+    monkeypatch.setattr(Placer, "place", elsewhere)
 
 
 def test_a_datanode_that_refuses_is_left_to_the_library(
     backend: HdfsBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = _begin(backend, "f")
-    placed = backend.placer.take_placed(backend.full("f"))
-    assert placed is not None
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = closed.getsockname()
-    added = replace(placed.added, address=address)
-    refused = replace(placed, added=added)
-    monkeypatch.setattr(backend.placer, "take_placed", lambda path: refused)
+        nobody = closed.getsockname()
+    _divert(monkeypatch, lambda _: nobody)
+    writer = _begin(backend, "f")
     _write(writer, [])
-    assert writer._direct is None
+    assert writer.is_buffered
     writer.close()
     assert backend.read("f") == CONTENT
 
 
-def test_what_was_confirmed_before_a_failure_can_be_read(hdfs_url: str) -> None:
-    backend = HdfsBackend(f"{hdfs_url}?replication=2")
-    writer = _begin(backend, "f")
-    _write(writer, [BLOCK] * 2)
-    direct = writer._direct
-    assert direct is not None
+def test_what_was_confirmed_before_a_failure_can_be_read(
+    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(HdfsBackend(f"{hdfs_url}?replication=2")) as backend:
+        with contextlib.ExitStack() as stack:
+            relays: list[NameNodeRelay] = []
 
-    def is_confirmed() -> bool:
-        direct.keep_alive()
-        return direct._block.confirmed_bytes >= 2 * BLOCK
+            def relayed(address: tuple[str, int]) -> tuple[str, int]:
+                host, port = address
+                assert host == "127.0.0.1"
+                relays.append(stack.enter_context(NameNodeRelay(port)))
+                return host, int(relays[-1].address.rpartition(":")[2])
 
-    wait_for(is_confirmed, "both blocks")
-    direct._block._socket.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(UnavailableError):
-        writer.write(bytes(BLOCK))
-    writer.abandon()
-    assert backend.read("f", 0, 2 * BLOCK) == CONTENT[: 2 * BLOCK]
-    backend.close()
+            _divert(monkeypatch, relayed)
+            writer = _begin(backend, "f")
+            _write(writer, [], CONTENT[: 2 * BLOCK])
+
+            def is_confirmed() -> bool:
+                writer.keep_alive()
+                return not writer.held_bytes
+
+            wait_for(is_confirmed, "both packets")
+            relays[0].close()
+            with pytest.raises(UnavailableError):
+                writer.write_all([bytes(BLOCK)] * 4, lambda: None)
+            assert writer.abandon()
+        assert backend.read("f", 0, 2 * BLOCK) == CONTENT[: 2 * BLOCK]
 
 
 @pytest.mark.parametrize("size", [1, 511, 64 * KIB])
-def test_a_small_file_has_the_checksums_of_any_other(backend: HdfsBackend, size: int) -> None:
+def test_a_small_file_has_the_checksums_of_any_other(
+    backend: HdfsBackend, hdfs_url: str, size: int
+) -> None:
     """Copies are compared by them (distcp)."""
-    for path, is_direct in (("small", True), ("other", False)):
-        writer = backend.create(path)
-        assert isinstance(writer, HdfsWriter)
-        writer.is_kept = is_direct
+    put(backend, "small", CONTENT[:size])
+    options = hdfs_native.WriteOptions(block_size=BLOCK, replication=2)
+    path = urlsplit(hdfs_url).path + "/other"
+    with hdfs_native.Client(hdfs_url).create(path, options) as writer:
         writer.write(CONTENT[:size])
-        writer.close()
-        assert backend.read(path) == CONTENT[:size]
+    assert backend.read("small") == backend.read("other") == CONTENT[:size]
     assert _checksum(backend, "small") == _checksum(backend, "other")
 
 
-class _BlockOpResponse(Message, frozen=True):
-    checksum: Annotated[bytes, 3]
-    """OpBlockChecksumResponseProto."""
-
-
-def _checksum(backend: HdfsBackend, path: str) -> bytes:
+def _checksum(backend: HdfsBackend, path: str) -> object:
     """Of all checksums of its block, and their kind, as the DataNode tells who compares copies."""
-    (block,) = backend.stored_blocks(path)
-    message = pb.blob(1, pb.blob(1, block.block.encode()) + pb.blob(2, block.token))
+    (block,) = backend.open_reader(path, is_checked=True).blocks
+    message = pb.blob(1, pb.blob(1, block.block.SerializeToString()) + pb.blob(2, block.token))
     with socket.create_connection(block.replicas[0].address, 10) as datanode:
         # Op.BLOCK_CHECKSUM
         datanode.sendall(b"\x00\x1c\x55" + delimited(message))
@@ -150,7 +156,8 @@ def _checksum(backend: HdfsBackend, path: str) -> bytes:
         while found is None:
             received += datanode.recv(end - len(received))
             found, end = take_delimited(received, 4096)
-    return _BlockOpResponse.decode(found).checksum
+    (checksum,) = pb.fields(found)[3]  # OpBlockChecksumResponseProto
+    return checksum
 
 
 def test_a_small_file_whose_datanode_fails_is_written_again(

@@ -8,14 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.hdfs.direct.direct_writer import DirectFile, Placed
-from bootseer.store.hdfs.rpc.calls import UNANSWERED, AddedBlock, NameNode
-from bootseer.store.hdfs.rpc.messages import ExtendedBlock, LocatedBlock
+from bootseer.store.hdfs.direct_write import DirectFile, Placed
+from bootseer.store.hdfs.messages import MESSAGES
+from bootseer.store.hdfs.namenode import UNANSWERED, AddedBlock, NameNode
 from testbed.servers.answering import answering
 from testbed.waiting import pause
 
 # BlockOpResponseProto: success; PipelineAckProto: packet, reply.
-_LOCATED = LocatedBlock(ExtendedBlock("pool", 7, 1), 0, False, b"")
+_LOCATED = MESSAGES["LocatedBlock"](
+    b={"poolId": "pool", "blockId": 7, "generationStamp": 1},
+    offset=0,
+    corrupt=False,
+    blockToken=b"",
+)
 _TAKEN = b"\x02\x08\x00"
 _CONFIRMED = b"\x04\x08\x00\x10\x00"
 
@@ -60,7 +65,7 @@ def _write(placed: Placed) -> None:
 )
 def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) -> None:
     with _datanode(answer, hangs=hangs) as address:
-        added = AddedBlock(_LOCATED, address)
+        added = AddedBlock(_LOCATED, address, {})
         # Nobody is there to be told that the file is complete.
         placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
         with pytest.raises(UNANSWERED) as caught:
@@ -86,7 +91,7 @@ def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes)
             pause(0.01)
 
     with answering(reply) as address:
-        added = AddedBlock(_LOCATED, address)
+        added = AddedBlock(_LOCATED, address, {})
         placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
         with pytest.raises(UNANSWERED):
             _write(placed)
@@ -106,5 +111,5 @@ def test_an_answer_of_the_name_node_has_one_deadline() -> None:
             pause(0.005)
 
     with answering(trickle) as address, pytest.raises((DeadlineError, UnavailableError)):
-        NameNode((address,), "user", 0.3).default_block_bytes()
+        NameNode((address,), "user", 0.3).ask()
     assert sent < 1000

@@ -23,10 +23,9 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.store import Store
-from bootseer.store.hdfs import kerberos as hdfs_kerberos
-from bootseer.store.hdfs import reader as hdfs_reader
+from bootseer.store.hdfs import native, reading
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.errors import translate
+from bootseer.store.hdfs.native import translate
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.secure import SecureHdfs
 from testbed.waiting import wait_for
@@ -92,7 +91,7 @@ def test_a_store_with_a_ticket(
         assert isinstance(backend, HdfsBackend)
         assert backend.space() is None
         assert not backend.can_join()
-        assert backend.stored_blocks("large") == ()
+        assert backend.open_reader("large", is_checked=True).blocks == ()
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
@@ -199,7 +198,7 @@ def test_without_the_kerberos_library_the_reason_is_said(
     cache: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above."""
-    monkeypatch.setattr(hdfs_kerberos, "LIBRARY", "libgssapi-of-nobody.so.2")
+    monkeypatch.setattr(native, "KERBEROS_LIBRARY", "libgssapi-of-nobody.so.2")
     error = failure(url)
     assert isinstance(error, UnsupportedError)
     assert "libgssapi-of-nobody.so.2, which cannot be loaded: install" in str(error)
@@ -220,7 +219,7 @@ def test_a_file_that_stays_open_is_opened_again(
 ) -> None:
     """The tokens of its blocks expire after some hours, and hdfs-native then panicked."""
     secure.kinit(cache)
-    monkeypatch.setattr(hdfs_reader, "OPENED_S", 0.0)
+    monkeypatch.setattr(reading, "OPENED_S", 0.0)
     backend = HdfsBackend(url)
 
     def put(data: bytes) -> None:

@@ -1,6 +1,7 @@
 """Which DataNode is read from: each as much as it can give, and none that is away."""
 
-from bootseer.store.hdfs.direct.replicas import Address, Replica, Replicas
+from bootseer.store.hdfs.namenode import Address, Replica
+from bootseer.store.hdfs.reading import Replicas
 from bootseer.transfer.attempt import Attempt
 
 A, B, C = (("10.0.0.1", 9866), ("10.0.0.2", 9866), ("10.0.0.3", 9866))

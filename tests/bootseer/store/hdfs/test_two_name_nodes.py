@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -116,18 +115,3 @@ def test_who_answered_last_is_asked_first(
             backend.close()
             for connection in came:
                 connection.close()
-
-
-def test_a_block_that_nobody_is_known_to_have_is_asked_for_again() -> None:
-    """Seen after a failover to a NameNode that had just been started."""
-    asked: list[str] = []
-
-    class Unplaced(HdfsBackend):
-        def run(self, *arguments: Any, **options: Any) -> Any:
-            asked.append("")
-            if len(asked) < 3:
-                raise UnavailableError('cannot read x: DataTransferError("All DataNodes failed: []')
-            return b"abc"
-
-    assert Unplaced("hdfs://127.0.0.1:1/x").read("a") == b"abc"
-    assert len(asked) == 3

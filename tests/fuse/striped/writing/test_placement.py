@@ -146,9 +146,9 @@ def test_hdfs_lets_its_servers_be_chosen(hdfs: MiniHdfs, hdfs_url: str) -> None:
     for number in range(2 * hdfs.datanode_count):
         path = f"f{number}"
         writers.append(backend.create(path))
-        servers = placement.choose(partial(backend.place, path))
+        servers = placement.choose(writers[-1].place)
         writers[-1].write(b"x" * 100_000)
-        assert backend.servers_of(path) == servers
+        assert writers[-1].servers() == servers
         counts.update(servers)
     assert list(counts.values()) == [2] * hdfs.datanode_count
     for writer in writers:
@@ -158,17 +158,16 @@ def test_hdfs_lets_its_servers_be_chosen(hdfs: MiniHdfs, hdfs_url: str) -> None:
     double = open_backend(hdfs_url + "?replication=2")
     assert isinstance(double, HdfsBackend)
     with double.create("g") as writer:
-        first = double.place("g", ())
+        first = writer.place(())
         assert first is not None
         assert len(first) == 2
         writer.write(b"y")
     with double.create("h") as writer:
-        assert double.place("h", first) is None
+        assert writer.place(first) is None
         writer.write(b"y" * 100_000)
-        assert len(double.servers_of("h")) == 2
-    # Nobody to place for: it is closed, or was never made.
-    assert backend.place("f5", ()) == ()
-    assert backend.place("none", ()) == ()
+        assert len(writer.servers()) == 2
+    # Nobody to place for: it is closed.
+    assert writers[5].place(()) == ()
 
 
 @pytest.mark.hdfs

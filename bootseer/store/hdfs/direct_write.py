@@ -1,26 +1,51 @@
-"""Writes a file directly to DataNodes: parts, whose bytes have checksums of ours, and small files.
+"""Files written directly to DataNodes: parts, whose bytes have checksums of ours, and small files.
 
-Owns what Hadoop's data transfer needs for writes, but for packets: what is written goes from the
-caller's buffer to the socket. (hdfs-native copies every byte twice, looks each one up in a table,
-and closes a file half a second later: measured 1.9 CPU s/GiB, against 0.65 here.) No
-authentication, no encryption, no recovery: whatever is not as foreseen is a failure of the whole
-file, and its writer writes another one. Belongs to one thread; waits are bounded.
+What is written goes from the caller's buffer to the socket. (hdfs-native copies every byte twice,
+looks each one up in a table, and closes a file half a second later: measured 1.9 CPU s/GiB, against
+0.65 here.) No authentication, no encryption, no recovery: whatever is not as foreseen is a failure
+of the whole file, and its writer writes another one.
+
+`Placer` has the NameNode choose the DataNodes of a file's first block, which no HDFS client's
+interface offers, and thereby finds out where a direct write goes. A block is allocated when the
+client asks for it (`addBlock`), and a client that asks twice without having written is given the
+same block again, so that it may repeat a question whose answer was lost. So we ask first, in the
+name of the client that holds the file's lease, and say which DataNodes to exclude; hdfs-native's
+own question is then answered with our block. Who the holder is stands in the NameNode's refusal of
+another one.
+
+A `DirectFile` belongs to one thread, a `Placer` to any; waits are bounded.
 """
 
+import re
 import select
 import socket
+import struct
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Collection
+from zlib import crc32 as slow_crc32
 
+import google_crc32c
 from msgspec import Struct
 
+from bootseer.base.varints import take_delimited
 from bootseer.store.backend import Piece
-from bootseer.store.hdfs.direct.checksums import LARGE, ChecksumKind, checksums_of
-from bootseer.store.hdfs.rpc import messages
-from bootseer.store.hdfs.rpc.calls import AddedBlock, NameNode
-from bootseer.store.hdfs.rpc.frames import RpcError
-from bootseer.store.hdfs.rpc.protobuf import take_delimited, zigzag
+from bootseer.store.hdfs import messages
+from bootseer.store.hdfs.namenode import (
+    TOO_FEW_DATANODES,
+    UNANSWERED,
+    AddedBlock,
+    NameNode,
+    NameNodes,
+    RpcError,
+)
 from bootseer.transfer.policy import SOON, Attempts
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # another processor
+    crc32 = slow_crc32
 
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
@@ -28,6 +53,13 @@ _MESSAGE_MAX_BYTES = 64 << 10
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
+
+# "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).
+_OWNER = re.compile(r"is not the lease owner \(=([^\s:()]{1,200}): ")
+
+
+class TooFewServersError(Exception):
+    """The storage has too few DataNodes besides those to avoid."""
 
 
 class Placed(Struct, frozen=True):
@@ -37,6 +69,120 @@ class Placed(Struct, frozen=True):
     path: str
     holder: str
     added: AddedBlock
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The UUIDs of the block's DataNodes."""
+        return tuple(self.added.servers)
+
+
+class Placer:
+    """Places the first blocks of new files of one cluster."""
+
+    def __init__(self, name_nodes: NameNodes) -> None:
+        self._name_nodes = name_nodes
+        self._lock = threading.Lock()
+        self._holder = "unknown"
+        self._seen: dict[str, messages.Message] = {}
+        """What an exclusion must show of DataNodes that were chosen before, by UUID."""
+        self._replica_count = 0
+
+    @property
+    def is_one_rack(self) -> bool:
+        """As `Backend.is_one_rack`, of the DataNodes that were chosen before."""
+        with self._lock:
+            return len({server.location for server in self._seen.values()}) <= 1
+
+    def place(self, path: str, avoid: Collection[str]) -> Placed | None:
+        """Have the first block of the file at the absolute `path`, to which nothing was written
+        yet, put on DataNodes other than `avoid`; None where the NameNode does not say.
+
+        Raises: TooFewServersError; nothing was chosen then.
+        """
+        name_node = self._name_nodes.hurried()
+        if name_node is None:
+            return None
+        with self._lock:
+            holder = self._holder
+            excluded = [self._seen[uuid] for uuid in avoid if uuid in self._seen]
+        try:
+            try:
+                added = name_node.add_block(path, holder, excluded)
+            except RpcError as error:
+                owner = _OWNER.search(str(error))
+                if owner is None:
+                    raise
+                holder = owner[1]
+                added = name_node.add_block(path, holder, excluded)
+            if excluded and len(added.servers) < self._replica_count:
+                # Fewer replicas than the file is to have: rather all of them, anywhere.
+                name_node.abandon_block(path, holder, added.located.b)
+                raise TooFewServersError
+        except UNANSWERED as error:
+            if excluded and TOO_FEW_DATANODES in str(error):
+                raise TooFewServersError from error
+            return None
+        with self._lock:
+            self._holder = holder
+            self._seen.update(added.servers)
+            self._replica_count = max(self._replica_count, len(added.servers))
+        return Placed(self._name_nodes.patient() or name_node, path, holder, added)
+
+    def servers_of(self, path: str) -> tuple[str, ...]:
+        """Return the UUIDs of the DataNodes that take the block which is being written now; empty
+        where the NameNode does not say."""
+        name_node = self._name_nodes.hurried()
+        try:
+            return name_node.writing_servers(path) if name_node else ()
+        except UNANSWERED:
+            return ()
+
+
+# ---- checksums -----------------------------------------------------------------------------------
+
+
+class ChecksumKind(Struct, frozen=True):
+    """One per so many bytes. Copies of a file are compared by these, so the kind matters."""
+
+    number: int
+    """ChecksumTypeProto."""
+    piece_bytes: int
+    add: Callable[[memoryview, int], int]
+    """The checksum of what had the given one, and of what follows."""
+
+
+def crc32c(data: bytes | memoryview, before: int = 0) -> int:
+    """CRC-32C (Castagnoli) of what had the checksum `before`, and of `data` behind it."""
+    checksum: int = google_crc32c.extend(before, bytes(data))  # it takes nothing that can change
+    return checksum
+
+
+LARGE = ChecksumKind(1, 16 << 10, crc32)
+"""For bytes that have checksums of ours: computed by the processor's instructions."""
+STANDARD = ChecksumKind(2, 512, crc32c)
+"""As HDFS's own clients have them by default."""
+
+
+def checksums_of(data: list[memoryview], kind: ChecksumKind) -> bytes:
+    """Returns the checksums of the pieces of `data`, in the form of a packet."""
+    sums = []
+    checksum, room = 0, kind.piece_bytes
+    for piece in data:
+        rest = piece
+        while rest:
+            step = rest[:room]
+            checksum = kind.add(step, checksum)
+            room -= len(step)
+            rest = rest[len(step) :]
+            if not room:
+                sums.append(checksum)
+                checksum, room = 0, kind.piece_bytes
+    if room < kind.piece_bytes:
+        sums.append(checksum)
+    return struct.pack(f">{len(sums)}I", *sums)
+
+
+# ---- one file ------------------------------------------------------------------------------------
 
 
 class DirectFile:
@@ -152,12 +298,12 @@ class _Block:
             self._socket.setblocking(False)
             self._poll = select.poll()
             self._poll.register(self._socket, select.POLLIN | select.POLLOUT)
-            checksum = messages.Checksum(kind.number, kind.piece_bytes)
+            checksum = (kind.number, kind.piece_bytes)
             self._send([messages.op_write_block(added.located, holder, checksum)])
             end_s = time.monotonic() + silence_max_s
             while (response := self._message()) is None:
                 self._wait(select.POLLIN, end_s)
-            if messages.BlockOpResponse.decode(response).status != messages.SUCCESS:
+            if messages.parse("BlockOpResponse", response).status != messages.SUCCESS:
                 raise ValueError("the DataNode refuses the block")
             self._is_open = True
         except BaseException:
@@ -177,7 +323,7 @@ class _Block:
         self._heartbeat_count += 1
         self._send([messages.packet_head(0, messages.HEARTBEAT, 0)])
 
-    def finish(self) -> messages.ExtendedBlock:
+    def finish(self) -> messages.Message:
         """The block, when all DataNodes have all of it."""
         self._unconfirmed.append(0)
         self._send([messages.packet_head(self.sent_bytes, self._number, 0, is_last=True)])
@@ -221,15 +367,15 @@ class _Block:
     def _take_confirmations(self) -> None:
         # After the last one the DataNode closes the connection.
         while self._unconfirmed and (message := self._message()) is not None:
-            ack = messages.PipelineAck.decode(message)
-            if any(reply != messages.SUCCESS for reply in ack.replies):
+            ack = messages.parse("PipelineAck", message)
+            if any(ack.reply):
                 raise ValueError("a DataNode failed")
-            if ack.number == zigzag(messages.HEARTBEAT):
+            if ack.seqno == messages.HEARTBEAT:
                 self._heartbeat_count -= 1
                 if self._heartbeat_count < -_STRAY_ANSWERS_MAX:
                     raise ValueError("answers to heartbeats that were never sent")
                 continue
-            if ack.number != zigzag(self._confirmed_count):
+            if ack.seqno != self._confirmed_count:
                 raise ValueError("not the packet that is under way")
             self.confirmed_bytes += self._unconfirmed.popleft()
             self._confirmed_count += 1

@@ -1,0 +1,42 @@
+"""Varints and length-prefixed messages, as in streams of protocol buffers. Pure (no I/O)."""
+
+_VARINT_MAX_BYTES = 10
+
+
+def varint(value: int) -> bytes:
+    """Return a number that is not negative as a varint: 7 bits a byte, lowest first."""
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
+
+
+def delimited(message: bytes) -> bytes:
+    """Return a message behind its length."""
+    return varint(len(message)) + message
+
+
+def take_delimited(data: bytes | bytearray, max_bytes: int) -> tuple[bytes | None, int]:
+    """Return the length-prefixed message at the start of `data`, and where it ends.
+
+    While some of the message is missing, return None, and a position up to which `data` has to
+    come at least.
+
+    Raises: ValueError for a message that is longer than `max_bytes`.
+    """
+    length = 0
+    for index, byte in enumerate(data[:_VARINT_MAX_BYTES]):
+        length |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            break
+    else:
+        if len(data) >= _VARINT_MAX_BYTES:
+            raise ValueError("a length that does not end")
+        return None, len(data) + 1
+    if length > max_bytes:
+        raise ValueError("too long a message")
+    start = index + 1
+    end = start + length
+    return (bytes(data[start:end]) if end <= len(data) else None), end

@@ -1,1 +1,0 @@
-"""Blocks read from and written to DataNodes by Hadoop's data transfer protocol."""

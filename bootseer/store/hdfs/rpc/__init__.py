@@ -1,1 +1,0 @@
-"""Calls to NameNodes by Hadoop's RPC."""

@@ -1,0 +1,134 @@
+"""A NameNode that answers as a test says, and an hdfs-native that does."""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from bootseer.base.varints import delimited, take_delimited
+from testbed.servers.answering import talking
+from tests.bootseer.store.hdfs import protobuf as pb
+
+OPEN = pb.blob(1, pb.number(11, 2**27))
+"""GetFileInfoResponseProto of a folder: calls are taken."""
+
+
+class Call(Struct, frozen=True):
+    """What a NameNode was asked."""
+
+    method: str
+    request: bytes
+    client: bytes
+    """Who asks; the same when a call is repeated."""
+    retry_count: int
+    user: str
+
+
+class RaisedError(Exception):
+    """What a NameNode answers instead of a response: a class of Java, and a message."""
+
+
+class ClosedError(Exception):
+    """The NameNode closes the connection."""
+
+
+def _frame(connection: socket.socket) -> list[bytes]:
+    (length,) = struct.unpack(">I", connection.recv(4, socket.MSG_WAITALL))
+    data, messages = connection.recv(length, socket.MSG_WAITALL), []
+    while data:
+        message, end = take_delimited(data, 1 << 20)
+        assert message is not None
+        messages.append(message)
+        data = data[end:]
+    return messages
+
+
+def _text(value: Any) -> str:
+    assert isinstance(value, bytes)
+    return value.decode()
+
+
+@contextlib.contextmanager
+def scripted(answer: Callable[[Call], bytes], up: threading.Event | None = None) -> Iterator[str]:
+    """The address of a NameNode, as HOST:PORT; `answer` returns the response to each call, or
+    raises RaisedError or ClosedError. To the question whether it takes calls it says yes by itself.
+    Connections are closed as long as it is not `up`."""
+
+    def talk(connection: socket.socket, over: threading.Event) -> None:
+        # Some only try whether they can connect.
+        begin = connection.recv(7, socket.MSG_WAITALL)
+        if not begin or (up is not None and not up.is_set()):
+            return
+        assert begin == b"hrpc\x09\x00\x00"
+        _, context = _frame(connection)
+        header, request_header, request = _frame(connection)
+        (user_information,), head = pb.fields(context)[2], pb.fields(header)
+        assert isinstance(user_information, bytes)
+        (client,), (retry,) = head[4], head[5]
+        assert isinstance(client, bytes)
+        assert isinstance(retry, int)
+        call = Call(
+            _text(pb.fields(request_header)[1][0]),
+            request,
+            client,
+            retry >> 1,  # of zigzag
+            _text(pb.fields(user_information)[1][0]),
+        )
+        start = pb.number(1, 0) + pb.number(2, 0)
+        try:
+            is_question = (call.method, request) == ("getFileInfo", pb.text(1, "/"))
+            body = delimited(start) + delimited(OPEN if is_question else answer(call))
+        except RaisedError as error:
+            kind, text = error.args
+            raised = pb.number(1, 0) + pb.number(2, 1) + pb.text(4, kind) + pb.text(5, text)
+            body = delimited(raised)
+        except ClosedError:
+            return
+        connection.sendall(struct.pack(">I", len(body)) + body)
+
+    with talking(talk) as address:
+        yield address
+
+
+class NativeFile:
+    """What the library returns for a file that is open for reading."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def read_range_stream(self, offset: int, length: int) -> Iterator[bytes]:
+        yield self._content[offset : offset + length]
+
+
+class NativeClient:
+    """What tests replace of hdfs-native's client."""
+
+    inner = None
+
+    def get_file_info(self, path: str) -> Any:
+        raise NotImplementedError
+
+    def read(self, path: str) -> NativeFile:
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def replaced_library(
+    monkeypatch: pytest.MonkeyPatch, client: NativeClient, options: str = ""
+) -> Iterator[str]:
+    """The URL of an HDFS whose NameNode takes our calls; all else `client` does for hdfs-native."""
+    monkeypatch.setattr("hdfs_native.Client", lambda url, config: client)
+
+    def fail(call: Call) -> bytes:
+        raise RaisedError("java.io.IOException", call.method)
+
+    with scripted(fail) as address:
+        yield f"hdfs://{address}/x{options}"
