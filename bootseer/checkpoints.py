@@ -9,16 +9,16 @@ The same files are reached through `bootseer checkpoint mount` and, wherever fss
 as `bootseer::hdfs://namenode/checkpoints/...`. All names here may be used from any thread.
 """
 
-from bootseer.fuse.striped.api.copy import (
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.stripe_settings import LayoutKind
+from bootseer.fuse.striped.tools.copy import (
     copy_across,
     copy_in,
     copy_out,
     open_storage,
     read_into,
 )
-from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.storage import StripedStorage
-from bootseer.fuse.striped.stripe_settings import LayoutKind
 from bootseer.settings.config import load_config
 
 __all__ = [

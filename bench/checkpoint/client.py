@@ -81,7 +81,7 @@ def read_fsspec(url: str, size_bytes: int) -> Timed:
     """By our fsspec file system, in steps of 1 MiB. `url` is that of the target."""
     import fsspec
 
-    from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
+    from bootseer.fuse.striped.fsspec_system import CheckpointFileSystem
 
     fsspec.register_implementation("bootseer", CheckpointFileSystem, clobber=True)
     system, path = fsspec.core.url_to_fs(f"bootseer::{url}")
@@ -99,7 +99,7 @@ def read_fsspec(url: str, size_bytes: int) -> Timed:
 
 def read_into(url: str, name: str, size_bytes: int) -> Timed:
     """All of a file into one buffer of ours, by `copy.read_into`."""
-    from bootseer.fuse.striped.api import copy
+    from bootseer.fuse.striped.tools import copy
     from bootseer.settings.config import load_settings
 
     storage = copy.open_storage(load_settings(), url)

@@ -179,7 +179,7 @@ def _dcp(reader: Callable[[Any], Any], size_bytes: int) -> Timed:
 
 def _our_fsspec(url: str) -> Any:
     fsspec = importlib.import_module("fsspec")
-    module = importlib.import_module("bootseer.fuse.striped.api.filesystem")
+    module = importlib.import_module("bootseer.fuse.striped.fsspec_system")
     fsspec.register_implementation("bootseer", module.CheckpointFileSystem, clobber=True)
     return fsspec.core.url_to_fs(f"bootseer::{url}")
 

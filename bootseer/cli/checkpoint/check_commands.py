@@ -27,7 +27,7 @@ from bootseer.errors import (
 )
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.api.fsck import Garbage
+    from bootseer.fuse.striped.tools.fsck import Garbage
 
 _READS_AT_ONCE = 16
 _FILES_AT_ONCE = 4
@@ -46,8 +46,8 @@ def verify(url: str, as_json: bool) -> int:
 
     from bootseer.base.parallel import Stoppable, each_at_once
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.api.locating import files_below
-    from bootseer.fuse.striped.api.verify import verify_file
+    from bootseer.fuse.striped.tools.copy_tree import files_below
+    from bootseer.fuse.striped.tools.verify import verify_file
 
     started_s = time.monotonic()
     damaged: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ def fsck(url: str, delete: bool, age_s: float, grace_s: float, as_json: bool) ->
     on another node: what is young by the storage's clock stays, and on HDFS what somebody has open
     for writing. Exits with 15 when a file cannot be read in whole.
     """
-    from bootseer.fuse.striped.api.fsck import MIN_AGE_S, check_tree, delete_garbage
+    from bootseer.fuse.striped.tools.fsck import MIN_AGE_S, check_tree, delete_garbage
 
     if delete and age_s < MIN_AGE_S:
         raise InvalidInputError("--age must be at least 1h: a save may pause for that long")

@@ -28,8 +28,8 @@ from bootseer.cli.output import (
 from bootseer.errors import BootseerError, InvalidInputError, NotFoundError
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.api.copy_tree import Place
     from bootseer.fuse.striped.storage import StripedStorage
+    from bootseer.fuse.striped.tools.copy_tree import Place
     from bootseer.store.backend import FileInfo
 
 
@@ -73,8 +73,7 @@ def cp(
     in "/", gets the sources into it. Names are replaced as by cp.
     """
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.api.copy_tree import Place, copy_one, copy_tree
-    from bootseer.fuse.striped.api.locating import is_url
+    from bootseer.fuse.striped.tools.copy_tree import Place, copy_one, copy_tree, is_url
 
     if not any(map(is_url, (*sources, target))):
         raise InvalidInputError("none of these is a URL: for local files use cp")
@@ -117,7 +116,7 @@ def _job(
     source: "Place", into: "Place", is_into: bool, recursive: bool
 ) -> "tuple[Place, Place, dict[str, int]]":
     """What is copied to where, and its files with their sizes; "" is the source itself."""
-    from bootseer.fuse.striped.api.copy_tree import sizes_below
+    from bootseer.fuse.striped.tools.copy_tree import sizes_below
 
     goal = into.at(source.name) if is_into and source.name else into
     if not source.is_dir():

@@ -9,7 +9,7 @@ import click
 from bootseer.cli.output import Size, current_settings
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.api.copy_tree import Place
+    from bootseer.fuse.striped.tools.copy_tree import Place
     from bootseer.fuse.striped.view import FileView
     from bootseer.store.backend import FileInfo
 
@@ -42,11 +42,10 @@ def opened(
     layout: str = "striped",
 ) -> "Iterator[Place]":
     """What `url` names; the storage is closed in the end."""
-    from bootseer.fuse.striped.api.copy_tree import Place
-    from bootseer.fuse.striped.api.locating import split_url
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
     from bootseer.fuse.striped.storage import StripedStorage
     from bootseer.fuse.striped.stripe_settings import StripeSettings
+    from bootseer.fuse.striped.tools.copy_tree import Place, split_url
     from bootseer.store import open_backend
 
     settings = current_settings()

@@ -52,8 +52,8 @@ def convert(
     old form or the new one. Files that fit into one stripe unit are always plain.
     """
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.api.convert import convert_file, is_stored_as
-    from bootseer.fuse.striped.api.locating import files_below
+    from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
+    from bootseer.fuse.striped.tools.copy_tree import files_below
 
     started_s = time.monotonic()
     converted: list[str] = []

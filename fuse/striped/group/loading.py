@@ -1,24 +1,137 @@
 """One rank's part of the loading of one checkpoint.
 
-Owns the order of its steps: a thread reads this rank's next pieces while the present ones are
-handed on, round by round, to the ranks that need them; what is whole goes where the planner of
-torch.distributed.checkpoint wants it. For one thread. Importing this imports torch.
+A thread reads this rank's next pieces while the present ones are handed on, round by round, to the
+ranks that need them. Items that are whole go where the planner of torch.distributed.checkpoint
+wants them. For one thread. Importing this imports torch.
 """
 
 import io
+import os
 import pickle
+import queue
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from bootseer.errors import CorruptError
-from bootseer.fuse.striped.group.assembly import Assembly, BytesFile
 from bootseer.fuse.striped.group.channel import GroupChannel
-from bootseer.fuse.striped.group.piece_reader import PieceReader
-from bootseer.fuse.striped.group.plan import Extent, GroupPlan, Piece
+from bootseer.fuse.striped.group.plan import Assembly, Extent, GroupPlan, Piece
+from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
+
+
+class TakenPiece:
+    """The bytes of one extent; leaving the `with` block gives the buffer back."""
+
+    def __init__(self, view: memoryview, reader: "PieceReader", buffer: bytearray) -> None:
+        self.view = view
+        self._reader = reader
+        self._buffer = buffer
+
+    def __enter__(self) -> memoryview:
+        return self.view
+
+    def __exit__(self, *error: object) -> None:
+        self._reader._free.put(self._buffer)
+
+
+class PieceReader:
+    """Extents of one storage, read one after the other, each from all of its parts at once."""
+
+    BUFFERS = 3
+
+    def __init__(self, storage: StripedStorage, extents: Sequence[Extent]) -> None:
+        self.read_bytes = 0
+        self._storage = storage
+        self._extents = extents
+        self._free: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[TakenPiece | BaseException] = queue.SimpleQueue()
+        self._stopped = False
+        for _ in range(min(self.BUFFERS, len(extents))):
+            self._free.put(bytearray(max(extent.length for extent in extents)))
+        self._thread = threading.Thread(target=self._run, name="group-read", daemon=True)
+        if extents:
+            self._thread.start()
+
+    def take(self) -> TakenPiece:
+        """The next extent's bytes, waiting for them. Raises what reading it failed with: nothing
+        is read after that."""
+        taken = self._ready.get()
+        if isinstance(taken, BaseException):
+            raise taken
+        return taken
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, after the read that is under way, which has a deadline of its own."""
+        self._stopped = True
+        self._free.put(None)
+        if self._extents:
+            self._thread.join()
+
+    def _run(self) -> None:
+        reader = self._storage.reader
+        opened: OpenFile | None = None
+        try:
+            for extent in self._extents:
+                buffer = self._free.get()
+                if buffer is None or self._stopped:
+                    return
+                if opened is None or opened.view.path != extent.path:
+                    if opened is not None:
+                        reader.close(opened)
+                    opened = None
+                    opened = reader.open(self._storage.tree.stored.view(extent.path))
+                if opened.view.size_bytes < extent.start + extent.length:
+                    raise CorruptError(
+                        f"{extent.path} in {self._storage.backend.url} ends before byte "
+                        f"{extent.start + extent.length}, which the checkpoint's metadata names"
+                    )
+                view = memoryview(buffer)[: extent.length]
+                reader.read_into(opened, extent.start, view)
+                self.read_bytes += extent.length
+                self._ready.put(TakenPiece(view, self, buffer))
+        except BaseException as error:
+            # hdfs-native panics with exceptions that are no `Exception`; the taker must get them.
+            self._ready.put(error)
+        finally:
+            if opened is not None:
+                reader.close(opened)
+
+
+class BytesFile(io.RawIOBase):
+    """Bytes as a file that torch.load reads without a copy in between."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._data)}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        part = self._data[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
 
 class Loading:

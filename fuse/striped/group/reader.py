@@ -24,12 +24,11 @@ from torch.futures import Future
 from bootseer.base.redact import public_url
 from bootseer.base.urls import absolute_url
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
-from bootseer.fuse.striped.api.copy import open_storage
 from bootseer.fuse.striped.group.channel import GroupChannel
-from bootseer.fuse.striped.group.loading import Loading
-from bootseer.fuse.striped.group.piece_reader import PieceReader
+from bootseer.fuse.striped.group.loading import Loading, PieceReader
 from bootseer.fuse.striped.group.plan import Extent, plan_group
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools.copy import open_storage
 from bootseer.settings.config import Settings, load_settings
 
 _log = logging.getLogger(__name__)

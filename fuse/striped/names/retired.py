@@ -2,7 +2,7 @@
 
 A retired generation is deleted when its grace has passed (readers on other nodes may still hold it)
 and nothing in this mount has it open; at `close`, all that is not open here is deleted without
-waiting. What a crash leaves behind is garbage that `stored.find_garbage` names. Thread-safe.
+waiting. What a crash leaves behind is garbage that fsck finds. Thread-safe.
 """
 
 import contextlib

@@ -9,12 +9,11 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.errors import CorruptError, NotFoundError
+from bootseer.errors import CorruptError
 from bootseer.fuse.striped.layout import (
     PARTS_FOLDER,
     Header,
@@ -23,7 +22,7 @@ from bootseer.fuse.striped.layout import (
     decode_layout,
     may_be_layout,
 )
-from bootseer.fuse.striped.view import FileView, parts_folder
+from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import Backend, FileInfo
 
 _RUN_PREFIX = ".bootseer-run-"
@@ -197,29 +196,3 @@ def run_name(directory: str, generation: str) -> str:
 def is_hidden(name: str) -> bool:
     """Return whether mounts hide a name."""
     return name == PARTS_FOLDER or name.startswith(_RUN_PREFIX)
-
-
-def find_garbage(backend: Backend, directory: str) -> Iterator[FileInfo]:
-    """Yield the parts beside the files of `directory` that no layout there names.
-
-    Includes what was to be joined to a file and never was. An unfinished save of a living writer
-    looks the same as that of a dead one: the caller decides by age. Raises UnknownFormatError or
-    CorruptError rather than call a file's parts garbage.
-    """
-    named: set[str] = set()
-    for info in backend.list(directory):
-        if not info.is_dir and info.path.rpartition("/")[2].startswith(_RUN_PREFIX):
-            yield info
-        if info.is_dir or not may_be_layout(info.size_bytes):
-            continue
-        data = backend.read(info.path)
-        if decode_header(data, info.path) is not None:
-            layout = decode_layout(data, info.path)
-            named.update(segment.generation for segment in layout.segments)
-    try:
-        stored = list(backend.list(parts_folder(directory)))
-    except NotFoundError:
-        return
-    for info in stored:
-        if info.path.rpartition("/")[2] not in named:
-            yield info

@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 
 from bootseer.errors import CorruptError
-from bootseer.fuse.striped.group.assembly import Assembly, BytesFile
-from bootseer.fuse.striped.group.plan import Extent, GroupPlan, plan_group
+from bootseer.fuse.striped.group.plan import Assembly, Extent, GroupPlan, plan_group
 
 PIECE = 100
 
@@ -109,11 +108,3 @@ def test_items_that_overlap_are_refused() -> None:
     assembly.add("f", 8, memoryview(bytes(8)))
     with pytest.raises(CorruptError):
         assembly.finish()
-
-
-def test_bytes_are_a_file() -> None:
-    file = BytesFile(memoryview(b"0123456789"))
-    assert (file.read(3), file.tell()) == (b"012", 3)
-    file.seek(-2, 2)
-    assert file.read() == b"89"
-    assert file.read(1) == b""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.api import fsck
-from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.fsspec_system import CheckpointFileSystem
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools import fsck
 from bootseer.store import open_backend
 from testbed.waiting import pause
 from tests.fuse.striped.support.harness import storage_on

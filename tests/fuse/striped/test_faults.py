@@ -18,13 +18,13 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.store.backend import Traits
 from bootseer.store.local.backend import LocalBackend
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
+from tests.fuse.striped.support.stored import find_garbage
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
 NEW = random.Random(2).randbytes(7 * UNIT + 5)
@@ -58,7 +58,7 @@ class World:
 
     def assert_no_garbage(self) -> None:
         """Part threads clean up by themselves: give them a moment."""
-        wait_for(lambda: not list(find_garbage(self.backend.inner, "")), "the end of the parts")
+        wait_for(lambda: not find_garbage(self.backend.inner, ""), "the end of the parts")
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_a_server_that_vanishes_in_a_save_leaves_only_garbage(world: World) -> N
         world.driver.pwrite(file, at, NEW[at : at + 5000])
         world.driver.pwrite(over, at, NEW[at : at + 5000])
     world.assert_old_is_whole()
-    assert list(find_garbage(world.backend.inner, ""))
+    assert find_garbage(world.backend.inner, "")
 
 
 def test_two_writers_of_one_name_the_last_close_wins_whole(world: World) -> None:
@@ -308,7 +308,7 @@ def test_a_full_disk_is_told_to_the_writer(tmp_path: Path) -> None:
         assert driver.read("old") == OLD
         assert driver.names("") == ["old"]
         # The parts of the failed save are gone: there is room again.
-        wait_for(lambda: not list(find_garbage(driver.storage.backend, "")), "the end of the parts")
+        wait_for(lambda: not find_garbage(driver.storage.backend, ""), "the end of the parts")
         driver.write("new", bytes(600 * 2**10))
         driver.fs.destroyed()
         driver.storage.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.waiting import wait_until_it_asks
 from tests.fuse.striped.support.mounting import BIG, checkpoints, end, settings_in, shell

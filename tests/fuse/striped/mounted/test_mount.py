@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError
-from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from testbed.mounts.fuse_mount import check_python
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, settings_in, shell
 

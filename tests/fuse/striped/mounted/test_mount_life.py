@@ -13,13 +13,12 @@ import pytest
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.kernel.operations import Caller, Opened
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
 from bootseer.fuse.striped.mounted.life.mount import (
     mount_checkpoints,
     mount_spec,
     unmount_checkpoints,
 )
-from bootseer.fuse.striped.names.stored import find_garbage
+from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import mounts_dir
 from bootseer.store import open_backend
@@ -29,6 +28,7 @@ from testbed.waiting import wait_for, wait_until_it_asks
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 from tests.fuse.striped.support.mounting import BIG, MIB, checkpoints, end, settings_in, shell
+from tests.fuse.striped.support.stored import find_garbage
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -79,7 +79,7 @@ def test_kill_9_of_the_server_in_a_save(tmp_path: Path, mountpoint: Path, url: s
         assert not list(mounts_dir(mount.run_dir).iterdir())
     assert_only_the_old_file(tmp_path, url)
     with contextlib.closing(open_backend(url)) as backend:
-        assert list(find_garbage(backend, ""))
+        assert find_garbage(backend, "")
 
 
 def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, url: str) -> None:

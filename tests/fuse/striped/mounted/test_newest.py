@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.api.copy import copy_in, open_storage
 from bootseer.fuse.striped.mounted.life.status import mount_status
 from bootseer.fuse.striped.mounted.newest import steps, tracked_name
 from bootseer.fuse.striped.mounted.newest_reading import newest_files, read_newest
+from bootseer.fuse.striped.tools.copy import copy_in, open_storage
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints, settings_in, shell
 

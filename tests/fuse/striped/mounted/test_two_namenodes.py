@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bootseer.fuse.striped.api.copy import copy_in, copy_out, open_storage
+from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
 from bootseer.store import open_store
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.name_node_relay import NameNodeRelay

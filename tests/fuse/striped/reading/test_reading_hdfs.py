@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, errno_of
-from bootseer.fuse.striped.api.copy import copy_in
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.tools.copy import copy_in
 from bootseer.store import open_backend
 from testbed.hdfs.cluster import MiniHdfs
 

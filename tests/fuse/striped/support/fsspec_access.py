@@ -4,7 +4,7 @@ import contextlib
 import random
 from typing import Any
 
-from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.fsspec_system import CheckpointFileSystem
 
 UNIT = 256 * 2**10
 OPTIONS: dict[str, Any] = {"stripe_unit_bytes": UNIT, "stripe_count": 3, "memory_bytes": 32 * 2**20}

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.checkpoints import read_into
-from bootseer.fuse.striped.api import fsck
-from bootseer.fuse.striped.api.fsck import check_tree
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.names.stored import StoredFiles
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools import fsck
+from bootseer.fuse.striped.tools.fsck import check_folder, check_tree
+from bootseer.store import Backend
 from tests.fuse.striped.support.harness import UNIT
 
 DATA = random.Random(3).randbytes(7 * UNIT + 77)
@@ -35,3 +37,8 @@ def part_of(root: Path, name: str) -> Path:
 def garbage_of(storage: StripedStorage) -> Iterator[fsck.Garbage]:
     for report in check_tree(storage):
         yield from report.garbage
+
+
+def find_garbage(backend: Backend, directory: str) -> list[fsck.Garbage]:
+    """Return the stored files of a directory that none of its files needs."""
+    return list(check_folder(backend, StoredFiles(backend), directory).garbage)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnavailableError
-from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.store import open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run
@@ -15,6 +14,7 @@ from testbed.needs import MissingError, require
 from testbed.waiting import wait_for
 from tests.bootseer.store.hdfs.quota import set_space_quota
 from tests.fuse.striped.support.mounting import checkpoints, shell
+from tests.fuse.striped.support.stored import find_garbage
 
 pytestmark = [pytest.mark.needs("fuse"), pytest.mark.hdfs]
 MIB = 2**20
@@ -44,7 +44,7 @@ assert open(folder + "/f").read() == "old"
 def assert_nothing_is_left(url: str) -> None:
     """Threads of parts clean up by themselves: give them a moment."""
     with contextlib.closing(open_backend(url)) as backend:
-        wait_for(lambda: not list(find_garbage(backend, "")), "the end of the parts")
+        wait_for(lambda: not find_garbage(backend, ""), "the end of the parts")
 
 
 @pytest.fixture

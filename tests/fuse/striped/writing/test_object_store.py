@@ -14,7 +14,6 @@ import pytest
 
 from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
-from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.store import Backend, open_backend
 from testbed.servers.s3 import make_bucket, s3_server
 from testbed.waiting import wait_for
@@ -22,6 +21,7 @@ from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.fsspec_access import OPTIONS, exercise
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.support.mounting import checkpoints, shell
+from tests.fuse.striped.support.stored import find_garbage
 
 DATA = random.Random(8).randbytes(20 * UNIT + 77)
 OTHER = random.Random(9).randbytes(17 * UNIT + 5)
@@ -122,7 +122,7 @@ def test_a_rename_that_was_cut_short_costs_no_file(backend: Backend) -> None:
         driver.unlink("d/f")
         assert driver.read("d/g") == DATA
         driver.unlink("d/g")
-        assert list(find_garbage(backend, "d")) == []
+        assert find_garbage(backend, "d") == []
 
 
 def test_a_put_that_fails_is_made_again(backend: Backend) -> None:
@@ -151,13 +151,13 @@ def test_a_save_that_is_killed_leaves_only_garbage(s3_url: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", code, s3_url], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"half\n"
-    wait_for(lambda: list(find_garbage(backend, "d")), "a part in the store")
+    wait_for(lambda: find_garbage(backend, "d"), "a part in the store")
     process.send_signal(signal.SIGKILL)
     process.wait(60)
     process.stdout.close()
     with pytest.raises(NotFoundError):
         backend.stat("d/f")
-    assert len(list(find_garbage(backend, "d"))) == 1
+    assert len(find_garbage(backend, "d")) == 1
     backend.close()
 
 

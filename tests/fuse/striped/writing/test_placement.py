@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.api.copy import copy_in
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.tools.copy import copy_in
 from bootseer.fuse.striped.writing.parts.placement import Placement
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend

@@ -10,12 +10,12 @@ import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.striped.layout import MAGIC
-from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.fuse.striped.stripe_settings import DIRECTORY_RULE
 from bootseer.store import Backend, open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.needs import MissingError
 from tests.fuse.striped.support.harness import CALLER, Driver, refused_with, storage_on
+from tests.fuse.striped.support.stored import find_garbage
 
 # HDFS takes no blocks of less than 64 KiB here.
 UNIT = 64 * 2**10
@@ -51,7 +51,7 @@ def test_a_plain_file_is_an_ordinary_file(driver: Driver, backend: Backend) -> N
     assert backend.read("f") == DATA
     assert driver.read("f", step=100_000) == DATA
     assert driver.size("f") == len(DATA)
-    assert list(find_garbage(backend, "")) == []
+    assert find_garbage(backend, "") == []
 
 
 @pytest.mark.parametrize("size", [UNIT + 1, RUN, RUN + 1])
@@ -72,7 +72,7 @@ def test_a_plain_file_can_be_appended_to_where_files_can_be_joined(
     driver.write("f", DATA[5 * UNIT + 9 :], flags=os.O_APPEND, step=50_000)
     assert backend.read("f") == DATA
     assert driver.read("f", step=100_000) == DATA
-    assert list(find_garbage(backend, "")) == []
+    assert find_garbage(backend, "") == []
 
 
 def test_fsync_in_the_middle_of_a_plain_file(driver: Driver, backend: Backend) -> None:
@@ -115,7 +115,7 @@ def test_a_save_that_ends_early_leaves_nothing_under_the_name(
         backend.stat("f")
     for writer in driver.fs._nodes.writers():
         writer.close(5.0)
-    assert list(find_garbage(backend, "")) == []
+    assert find_garbage(backend, "") == []
 
 
 def test_what_looks_like_a_layout_is_striped_all_the_same(driver: Driver, backend: Backend) -> None:

@@ -12,7 +12,6 @@ import pytest
 from bootseer.errors import PermissionDeniedError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
 from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
 from bootseer.store.backend import Piece
@@ -20,6 +19,7 @@ from bootseer.store.local.backend import LocalBackend
 from bootseer.store.local.files import LocalWriter
 from tests.fuse.striped.support.faulty import FaultyBackend, failing
 from tests.fuse.striped.support.harness import UNIT, Driver, refused_with, storage_on
+from tests.fuse.striped.support.stored import find_garbage
 
 DATA = random.Random(4).randbytes(40 * UNIT + 77)
 
@@ -55,7 +55,7 @@ class Saving:
         self.backend.rules.clear()
         with storage_on(self.root) as elsewhere:
             assert Driver(elsewhere).read("f", step=50_000) == DATA
-        assert list(find_garbage(self.backend.inner, "")) == []
+        assert find_garbage(self.backend.inner, "") == []
         (folder,) = (self.root / PARTS_FOLDER).iterdir()
         assert len([each for each in folder.iterdir() if each.name != "layout"]) == 3
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from bootseer.fuse.striped.layout import decode_layout
-from bootseer.fuse.striped.names.stored import find_garbage
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.store import open_backend
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
+from tests.fuse.striped.support.stored import find_garbage
 
 pytestmark = pytest.mark.hdfs
 MIB = 2**20
@@ -60,7 +60,7 @@ def test_a_datanode_that_dies_under_a_save_at_replication_1(
             writer.publish()
             writer.close()
         with open_storage(url) as storage:
-            assert list(find_garbage(storage.backend, "")) == []
+            assert find_garbage(storage.backend, "") == []
     finally:
         hdfs.start_datanode(1)
         hdfs.wait_for_datanodes(hdfs.datanode_count)
@@ -169,7 +169,7 @@ def test_two_writers_of_one_name_on_two_nodes(hdfs_url: str, layout: LayoutKind)
             writer.close()
         for storage in (one, other):
             storage.tree.close()  # deletes what was replaced
-        assert list(find_garbage(other.backend, "")) == []
+        assert find_garbage(other.backend, "") == []
         # And at the same moment: what loses may have to be found by fsck.
         writers = [one.writer("f"), other.writer("f")]
         for writer, content in zip(writers, contents, strict=True):

@@ -11,10 +11,10 @@ import pytest
 
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.stored import find_garbage
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
+from tests.fuse.striped.support.stored import find_garbage
 from tests.support.named_tests import check_promises
 
 OLD = random.Random(1).randbytes(5 * UNIT + 3)
@@ -143,7 +143,7 @@ def test_unlinking_a_file_that_is_being_written(one: Driver, two: Driver) -> Non
     one.close(file)
     assert two.names("") == one.names("") == []
     # The threads of its parts clean up by themselves.
-    wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of the parts")
+    wait_for(lambda: not find_garbage(one.storage.backend, ""), "the end of the parts")
     one.fs.destroyed()
 
 
@@ -182,7 +182,7 @@ def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: 
     assert one.pread(file, 0, len(OLD + NEW) + 1) == OLD + NEW
     one.close(file)
     assert one.names("e") == []
-    wait_for(lambda: not list(find_garbage(one.storage.backend, "")), "the end of its parts")
+    wait_for(lambda: not find_garbage(one.storage.backend, ""), "the end of its parts")
     one.rmdir("e")
 
 
@@ -319,11 +319,11 @@ def test_garbage_of_a_crash_is_named_and_nothing_else(one: Driver, two: Driver) 
 
     def is_whole() -> bool:
         # All three parts exist: from here on the writer makes no more names.
-        found = list(find_garbage(backend, ""))
+        found = find_garbage(backend, "")
         return bool(found) and len(list(backend.list(found[0].path))) == 3
 
     wait_for(is_whole, "the third part")
-    found = list(find_garbage(backend, ""))
+    found = find_garbage(backend, "")
     assert len(found) == 1
     backend.delete(found[0].path, recursive=True)
     assert two.read("f") == OLD

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.names.stored import find_garbage
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
+from tests.fuse.striped.support.stored import find_garbage
 
 NAMES = st.sampled_from(["a", "b", "c"])
 SIZES = st.one_of(
@@ -55,7 +55,7 @@ class Tree(RuleBasedStateMachine):
             backend = self.driver.storage.backend
             if self.open_count == 0 and (self.root / "backend").exists():
                 for directory in self.dirs:
-                    assert list(find_garbage(backend, directory)) == []
+                    assert find_garbage(backend, directory) == []
             self.driver.storage.close()
         finally:
             shutil.rmtree(self.root)

@@ -1,7 +1,6 @@
-"""Reads all that a file is stored in, past every cache, and names each block that is damaged.
+"""Verification of files: read all their bytes, past every cache, and name each damaged block.
 
-Owns the judgement; reading only. Thread-safe. Memory: a few MiB for each thread, whatever sizes a
-layout names.
+Reads only. Thread-safe. Memory: a few MiB for each thread, whatever sizes a layout names.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +15,28 @@ from bootseer.fuse.striped.layout import Segment, block_checksum
 from bootseer.fuse.striped.view import FileView, generation_folder, pieces
 from bootseer.store.backend import Backend
 
+_STEP_BYTES = 4 * 2**20
+_AT_ONCE = 64
+
+
+class PartFault(Struct, frozen=True):
+    """A part whose size is not the one that the layout says."""
+
+    path: str
+    """The part, relative to the storage's URL."""
+    expected_bytes: int
+    found_bytes: int | None
+    """None if the part is missing."""
+    offset: int
+    """Offset in the file of the part's first missing byte."""
+
+    @property
+    def reason(self) -> str:
+        """`missing`, `short` or `long`."""
+        if self.found_bytes is None:
+            return "missing"
+        return "short" if self.found_bytes < self.expected_bytes else "long"
+
 
 class Damage(Struct, frozen=True):
     """A run of bytes of a file that cannot be read as it was written."""
@@ -24,15 +45,11 @@ class Damage(Struct, frozen=True):
     """The part, or the ordinary file itself, relative to the storage's URL."""
     stored_offset: int
     offset: int
-    """The offset in the file of the first byte that is damaged."""
+    """Offset in the file of the first damaged byte."""
     length: int
-    """Bytes of the file that are concerned; for a part that is missing, all of the part."""
+    """Number of damaged bytes of the file; for a missing part, the whole part."""
     reason: str
     """`checksum`, `missing`, `short` or `unreadable`."""
-
-
-_STEP_BYTES = 4 * 2**20
-_AT_ONCE = 64
 
 
 class _Run(Struct, frozen=True):
@@ -53,52 +70,52 @@ def verify_file(
     threads: ThreadPoolExecutor,
     on_progress: Callable[[int], None] = lambda count: None,
 ) -> list[Damage]:
-    """Everything that is wrong with a file, in the order of its bytes; [] when nothing is.
+    """Read a file whole, and return its damages in the order of its bytes.
 
-    What does not match is read once more before it counts: another replica may answer.
+    A block that does not match is read once more before it counts: another replica may answer.
     `on_progress` is told bytes, from several threads. Raises: DeadlineError when the storage does
     not answer at all.
     """
     damages: list[Damage] = []
-    gone: set[str] = set()
-    for part in _parts(backend, view, damages):
-        gone.add(part)
+    for fault in part_faults(backend, view):
+        if fault.reason != "long":
+            found = fault.found_bytes or 0
+            missing = fault.expected_bytes - found
+            damages.append(Damage(fault.path, found, fault.offset, missing, fault.reason))
+    gone = {damage.stored_path for damage in damages}
     todo = (run for run in _runs(view) if run.stored_path not in gone)
     while batch := list(islice(todo, _AT_ONCE)):
-        for found in threads.map(lambda run: _check(backend, run, on_progress), batch):
-            damages += found
+        for damaged in threads.map(lambda run: _check(backend, run, on_progress), batch):
+            damages += damaged
     return sorted(damages, key=lambda damage: damage.offset)
 
 
-def _parts(backend: Backend, view: FileView, damages: list[Damage]) -> Iterator[str]:
-    """The parts that are missing or too short, each noted once."""
+def part_faults(backend: Backend, view: FileView) -> Iterator[PartFault]:
+    """Yield the parts of a file that are missing or have a wrong size. Reads listings only."""
     base = 0
     for segment in view.layout.segments if view.layout else ():
         folder = generation_folder(view.directory, segment.generation)
+        try:
+            sizes = {info.path: info.size_bytes for info in backend.list(folder)}
+        except NotFoundError:
+            sizes = {}
         for index, part in enumerate(segment.parts):
             path = f"{folder}/{part.name}"
-            first = base + index * segment.stripe_unit_bytes
-            try:
-                size = backend.stat(path).size_bytes
-            except NotFoundError:
-                damages.append(Damage(path, 0, first, part.size_bytes, "missing"))
-                yield path
-                continue
-            if size < part.size_bytes:
-                offset = base + _logical(segment, index, size)
-                damages.append(Damage(path, size, offset, part.size_bytes - size, "short"))
-                yield path
+            found = sizes.get(path)
+            if found != part.size_bytes:
+                offset = base + _logical(segment, index, min(found or 0, part.size_bytes))
+                yield PartFault(path, part.size_bytes, found, offset)
         base += segment.size_bytes
 
 
 def _logical(segment: Segment, part: int, stored_offset: int) -> int:
-    """Returns the offset in the segment of the byte at `stored_offset` of a part."""
+    """Return the offset in the segment of the byte at `stored_offset` of a part."""
     unit, count = segment.stripe_unit_bytes, len(segment.parts)
     return (stored_offset // unit * count + part) * unit + stored_offset % unit
 
 
 def _runs(view: FileView) -> Iterator[_Run]:
-    """The whole file, in runs of whole blocks and of a few MiB where blocks allow that."""
+    """Yield the whole file in runs of whole blocks, of a few MiB where blocks allow that."""
     if view.layout is None:
         for start in range(0, view.size_bytes, _STEP_BYTES):
             length = min(_STEP_BYTES, view.size_bytes - start)
@@ -143,7 +160,7 @@ def _check(backend: Backend, run: _Run, on_progress: Callable[[int], None]) -> l
 
 
 def _reason(backend: Backend, run: _Run, at: int, length: int, wanted: int | None) -> str:
-    """What is wrong with one block, read by itself; "" when nothing is."""
+    """Read one block by itself, and return what is wrong with it, or ""."""
     digest = xxhash.xxh3_64()
     for position in range(0, length, _STEP_BYTES):
         piece = _read(backend, run, at + position, min(_STEP_BYTES, length - position))
@@ -154,7 +171,7 @@ def _reason(backend: Backend, run: _Run, at: int, length: int, wanted: int | Non
 
 
 def _read(backend: Backend, run: _Run, at: int, length: int) -> memoryview | str:
-    """Bytes of a run, or why there are none."""
+    """Return bytes of a run, or the reason why there are none."""
     buffer = memoryview(bytearray(length))
     try:
         count = backend.read_into(run.stored_path, run.stored_offset + at, buffer)

@@ -9,10 +9,10 @@ import errno
 from collections.abc import Callable
 
 from bootseer.errors import BusyError
-from bootseer.fuse.striped.api.copy import read_pieces
 from bootseer.fuse.striped.layout import Layout
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.fuse.striped.tools.copy import read_pieces
 from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import Backend
 

@@ -9,9 +9,8 @@ import pytest
 
 from bootseer.checkpoints import copy_across, copy_in, copy_out, open_checkpoints, read_into
 from bootseer.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
-from bootseer.fuse.striped.api.copy_tree import Place, copy_one, copy_tree, sizes_below
-from bootseer.fuse.striped.api.locating import split_url
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools.copy_tree import Place, copy_one, copy_tree, sizes_below, split_url
 from tests.fuse.striped.support.harness import UNIT
 from tests.fuse.striped.support.stored import DATA, load, save
 

@@ -4,21 +4,21 @@ Owns when a written file becomes visible: at `close`, whole; never after an exce
 `with` block, when it was not closed, or in a forked child. Not thread-safe, as no file object is.
 """
 
+import contextlib
 import io
 import logging
 import os
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from fsspec.spec import AbstractBufferedFile
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from bootseer.errors import AlreadyExistsError, UnavailableError
-from bootseer.fuse.striped.api.copy import read_opened
+from bootseer.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from bootseer.fuse.striped.names.stored import FileStatus, status_of
 from bootseer.fuse.striped.reading.chunks import OpenFile
-
-if TYPE_CHECKING:
-    from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools.copy import read_opened
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
 
     def __init__(
         self,
-        fs: "CheckpointFileSystem",
+        fs: AbstractFileSystem,
         path: str,
         mode: str,
         *,
@@ -42,27 +42,33 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         autocommit: bool = True,
         identity: str | None = None,
     ) -> None:
-        """`identity`: the generation that must still be there, for a file that was pickled."""
+        """`fs`: its `CheckpointFileSystem`. `identity`: the generation that must still be there,
+        for a file that was pickled."""
         self._closed = True
         self._pid = os.getpid()
         self._key = fs.key(path)
         self._block = b""
         self._block_start = 0
         self._is_done = False
-        storage = self._storage = fs.storage
+        storage: StripedStorage = fs.storage
+        self._storage = storage
         size, start = None, 0
         if mode == "rb":
             self._view = storage.tree.stored.view(self._key)
             if identity not in (None, self._view.identity):
                 raise UnavailableError(f"{path} was replaced elsewhere meanwhile; open it again")
             self._opened = storage.reader.open(self._view)
-            self._details = fs.entry_of_view(path, self._view)
+            self._details = entry(fs.shown_name(path), status_of(self._view))
             size = self._view.size_bytes
         else:
             if mode == "xb" and fs.exists(path):
                 raise AlreadyExistsError(f"{path} exists already")
             self._error_outside = sys.exception()
-            self._writer = storage.writer(self._key, fs.view_or_none(path, mode))
+            base = None
+            if mode == "ab":
+                with contextlib.suppress(NotFoundError):
+                    base = storage.tree.stored.view(self._key)
+            self._writer = storage.writer(self._key, base)
             start = self._writer.size_bytes
         # Last, for it declares the file open.
         super().__init__(
@@ -249,7 +255,18 @@ class StripedText(io.TextIOWrapper):
         super().__exit__(kind, error, trace)
 
 
-def _reopen(fs: "CheckpointFileSystem", path: str, identity: str, loc: int) -> StripedFile:
+def _reopen(fs: AbstractFileSystem, path: str, identity: str, loc: int) -> StripedFile:
     file = StripedFile(fs, path, "rb", identity=identity)
     file.seek(loc)
     return file
+
+
+def entry(name: str, status: FileStatus) -> dict[str, Any]:
+    """Return what fsspec calls the info of a name."""
+    return {
+        "name": name,
+        "size": status.size_bytes,
+        "type": "directory" if status.is_dir else "file",
+        "mtime": status.modified_ns / 1e9,
+        "identity": status.identity,
+    }

@@ -8,7 +8,7 @@ import fsspec
 import fsspec.tests.abstract as suite
 import pytest
 
-from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.fsspec_system import CheckpointFileSystem
 from tests.fuse.striped.support.fsspec_access import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("no_instances_stay")

@@ -12,10 +12,10 @@ import xxhash
 
 from bootseer.errors import CorruptError
 from bootseer.fuse.striped import layout
-from bootseer.fuse.striped.api.fsck import check_tree, delete_garbage
-from bootseer.fuse.striped.api.verify import verify_file
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout, encode_layout
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools.fsck import check_tree, delete_garbage
+from bootseer.fuse.striped.tools.verify import verify_file
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
 from testbed.trees import nest
@@ -134,18 +134,25 @@ def test_looking_for_writers_changes_nothing(hdfs_url: str) -> None:
 def test_deleting_asks_the_storage_in_proportion_to_what_there_is(
     tmp_path: Path, young: Callable[[], None]
 ) -> None:
+    """A named fault: files and garbage in one directory were multiplied."""
     asked: list[Counter[str]] = []
-    for count in (4, 8):
-        backend = FaultyBackend(LocalBackend(tmp_path / str(count)))
-        with storage_on(backend) as storage:
+    for count in (20, 40):
+        root = tmp_path / str(count)
+        with storage_on(root) as storage:
             for index in range(count):
                 save(storage, f"f{index}")
-                with backend.create(f"{PARTS_FOLDER}/{index:032x}/00") as writer:
+                with storage.backend.create(f"{PARTS_FOLDER}/{index:032x}/00") as writer:
                     writer.write(DATA)
-            young()
+        young()
+        backend = FaultyBackend(LocalBackend(root))
+        with storage_on(backend) as storage:
             (report,) = check_tree(storage)
+            checked = Counter(backend.calls)
+            assert {checked["read", f"f{index}"] for index in range(count)} == {1}
+            assert checked["list", ""] == 2, "for folders, and for files"
             backend.calls.clear()
             assert len(delete_garbage(storage, report, 0)) == count
+            assert Counter(backend.calls)["list", ""] == 1
             asked.append(Counter(operation for operation, _ in backend.calls))
             assert load(storage, "f0") == DATA
     few, many = asked

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.fuse.striped.api.convert import convert_file, is_stored_as
-from bootseer.fuse.striped.api.copy_tree import Place, copy_tree, sizes_below
-from bootseer.fuse.striped.api.fsck import check_tree, delete_garbage
 from bootseer.fuse.striped.layout import Layout, Part, Segment, encode_layout, part_size
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
+from bootseer.fuse.striped.tools.copy_tree import Place, copy_tree, sizes_below
+from bootseer.fuse.striped.tools.fsck import check_tree, delete_garbage
 from bootseer.store.local.backend import LocalBackend
 from tests.fuse.striped.support.harness import UNIT, storage_on
 from tests.fuse.striped.support.stored import DATA, garbage_of, load, save

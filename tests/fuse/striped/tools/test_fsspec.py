@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bootseer.errors import CorruptError, InvalidInputError, UnavailableError, UnsupportedError
-from bootseer.fuse.striped.api.filesystem import CheckpointFileSystem
+from bootseer.fuse.striped.fsspec_system import CheckpointFileSystem
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from tests.fuse.striped.support.fsspec_access import DATA, OPTIONS, UNIT, exercise
 

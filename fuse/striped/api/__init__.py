@@ -1,1 +1,0 @@
-"""A striped tree without a mount: functions, an fsspec file system, copying and checking."""

@@ -1,0 +1,459 @@
+"""Striped files for fsspec: `bootseer::hdfs://namenode/checkpoints/step-1/model.pt`.
+
+A path is that of the file system behind (`/checkpoints/..` on HDFS and locally, `bucket/..` on
+object stores). Instances may be used from any thread, pickled, and used on after a fork. All
+instances for one target share one `StripedStorage` per process, whose memory is what one user has
+allowed.
+"""
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import partial
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import fsspec
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.implementations.chained import ChainedFileSystem
+from fsspec.utils import isfilelike, tokenize
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    UnsupportedError,
+)
+from bootseer.fuse.striped.fsspec_file import StripedFile, StripedText, entry
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.names.stored import FileStatus, is_hidden
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.fuse.striped.tools.copy import copy_across, copy_in, copy_out
+from bootseer.settings.config import load_config
+from bootseer.store import Backend, open_backend
+from bootseer.store.paths import BUCKETS
+
+PROTOCOL = "bootseer"
+_LOCAL = ("file", "local")
+_RANGES_AT_ONCE = 8
+
+
+class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no types
+    """Striped and ordinary files of one server, as fsspec sees them."""
+
+    protocol = PROTOCOL
+    # The path that a chained URL names: one instance serves all paths of a server.
+    _strip_tokenize_options = ("fo",)
+
+    def __init__(
+        self,
+        target_protocol: str | None = None,
+        target_options: dict[str, Any] | None = None,
+        *,
+        fo: str | None = None,
+        stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES,
+        stripe_count: int = DEFAULT_STRIPE_COUNT,
+        layout: LayoutKind = "striped",
+        memory_bytes: int | None = None,
+        deadline_s: float | None = None,
+        **storage_options: Any,
+    ) -> None:
+        """`target_*`: the file system behind, which a chained URL names. The others: how files are
+        striped, what this process may hold in memory for all files of the target, and the longest
+        wait for the target without progress (both default to the settings of Bootseer).
+
+        Raises: InvalidInputError.
+        """
+        super().__init__(**storage_options)
+        if not target_protocol:
+            raise InvalidInputError(
+                "say what is striped: write bootseer::hdfs://namenode/checkpoints, or give "
+                "target_protocol"
+            )
+        settings = load_config({}).settings
+        stripes = StripeSettings(
+            stripe_unit_bytes,
+            stripe_count,
+            settings.deadline_s if deadline_s is None else deadline_s,
+            layout,
+        )
+        options = dict(target_options or {})
+        options.pop("fo", None)
+        memory = memory_bytes or settings.memory_bytes
+        self._is_local = target_protocol in _LOCAL
+        self._root_marker = _root_marker(target_protocol)
+        self._target = target_protocol
+        self._shared = shared_storage(
+            (target_protocol, tokenize(options), stripes, memory),
+            partial(_open_storage, target_protocol, options, stripes, memory),
+        )
+
+    @property
+    def storage(self) -> StripedStorage:
+        """What everything here stands on; opened on first use."""
+        return self._shared.get()
+
+    @property
+    def fsid(self) -> str:
+        """The identity of the file system: the same for all instances that reach the same files."""
+        return f"{PROTOCOL}-{self.storage.backend.url}"
+
+    # ---- paths ----------------------------------------------------------------------------
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        """The path on the target that a URL or path means."""
+        if isinstance(path, list):
+            return [cls._strip_protocol(each) for each in path]
+        path = fsspec.utils.stringify_path(path)
+        for prefix in (f"{PROTOCOL}::", f"{PROTOCOL}://"):
+            if path.startswith(prefix):
+                path = path[len(prefix) :]
+                if "://" in path and prefix.endswith("//"):
+                    raise InvalidInputError(f"{prefix}{path}: write {PROTOCOL}::{path}")
+        if "://" in path:
+            target, rest = fsspec.core.split_protocol(path)
+            if target in BUCKETS:
+                return rest.rstrip("/")
+            return fsspec.get_filesystem_class(target)._strip_protocol(path)
+        return path.rstrip("/") or ("/" if path else "")
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The full URL of a path."""
+        path = self._strip_protocol(name)
+        base = {"hdfs": self.storage.backend.url.rstrip("/"), "file": "file://", "local": "file://"}
+        start = base.get(self._target, f"{self._target}:/")
+        return f"{PROTOCOL}::{start}/{path.lstrip('/')}"
+
+    def key(self, path: str, *, follow: bool = True) -> str:
+        """The backend's path for a path of the target. Raises: NotFoundError for what is hidden.
+
+        On a local file system symbolic links are followed; of the last name only with `follow`.
+        """
+        stripped: str = self._strip_protocol(path)
+        if self._is_local:
+            stripped = os.path.abspath(stripped or "/")
+            if follow:
+                stripped = os.path.realpath(stripped)
+            else:
+                parent, name = os.path.split(stripped)
+                stripped = os.path.join(os.path.realpath(parent), name)
+        names = [name for name in stripped.split("/") if name]
+        if any(map(is_hidden, names)):
+            raise NotFoundError(f"{path} does not exist")
+        return "/".join(names)
+
+    def shown_name(self, path: str) -> str:
+        """How a path is shown in listings."""
+        stripped: str = self._strip_protocol(path)
+        marker: str = self._root_marker
+        return marker + "/".join(name for name in stripped.split("/") if name)
+
+    # ---- looking --------------------------------------------------------------------------
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """name, size, type, mtime (seconds), identity (differs between generations)."""
+        key = self.key(path)
+        if not key:
+            return entry(self.shown_name(path), FileStatus("", True, 0, 0, ""))
+        return entry(self.shown_name(path), self.storage.tree.stored.status(key))
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """What is in a directory, or the one file. Always asked anew."""
+        name = self.shown_name(path)
+        stored = self.storage.tree.stored
+        key = self.key(path)
+        status = stored.status(key) if key else None
+        if status is not None and not status.is_dir:
+            return [entry(name, status)] if detail else [name]
+        prefix = name if name.endswith("/") or not name else name + "/"
+        infos = stored.entries(key)
+        if not detail:
+            return [prefix + info.path.rpartition("/")[2] for info in infos]
+        return [
+            entry(prefix + info.path.rpartition("/")[2], stored.status_of(info)) for info in infos
+        ]
+
+    def created(self, path: str) -> datetime:
+        """When the file's current content was saved: each save is a new file."""
+        return self.modified(path)
+
+    def modified(self, path: str) -> datetime:
+        """When the file was last changed."""
+        return datetime.fromtimestamp(self.info(path)["mtime"], tz=UTC)
+
+    # ---- contents -------------------------------------------------------------------------
+
+    def open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any
+    ) -> Any:
+        """As any fsspec file system. What is written appears at `close`, whole; nothing does when
+        an exception leaves the `with` block."""
+        if kwargs.get("compression") and "r" not in mode:
+            # The compressor would not close the file, so nothing would say that it is whole.
+            raise UnsupportedError(
+                f"{path}: compress what is written with fsspec.open(url, mode, compression=...)"
+            )
+        if "b" in mode:
+            return super().open(path, mode, block_size, **kwargs)
+        text = {name: kwargs.pop(name, None) for name in ("encoding", "errors", "newline")}
+        return StripedText(self.open(path, mode.replace("t", "") + "b", **kwargs), **text)
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: Any = None,
+        **kwargs: Any,
+    ) -> StripedFile:
+        # Caching and read-ahead are the storage's, across all files: options for them are ignored.
+        return StripedFile(self, path, mode, block_size=block_size, autocommit=autocommit)
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
+        """Bytes `[start, end)`, as a slice would take them."""
+        with StripedFile(self, path, "rb") as file:
+            first, last, _ = slice(start, end).indices(file.size)
+            file.seek(first)
+            return file.read(max(0, last - first))
+
+    def cat_ranges(
+        self,
+        paths: list[str],
+        starts: Any,
+        ends: Any,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """The ranges' bytes, several at once; an exception in the place of one that failed."""
+        if not isinstance(paths, list):
+            raise TypeError("paths must be a list")
+        starts = starts if isinstance(starts, list) else [starts] * len(paths)
+        ends = ends if isinstance(ends, list) else [ends] * len(paths)
+        if not len(paths) == len(starts) == len(ends):
+            raise ValueError("paths, starts and ends differ in length")
+
+        def read(path: str, start: int | None, end: int | None) -> Any:
+            try:
+                return self.cat_file(path, start, end)
+            except Exception as error:
+                # As fsspec has it: any error may stand in its range's place.
+                if on_error == "return":
+                    return error
+                raise
+
+        with ThreadPoolExecutor(_RANGES_AT_ONCE) as threads:
+            return list(threads.map(read, paths, starts, ends))
+
+    def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
+        """Store `value`; with mode "create" only where nothing is."""
+        with self.open(path, "xb" if mode == "create" else "wb") as file:
+            file.write(value)
+
+    def get_file(
+        self,
+        rpath: str,
+        lpath: Any = None,
+        callback: Any = DEFAULT_CALLBACK,
+        outfile: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy one file to the local disk, whole or not at all."""
+        if outfile is not None or isfilelike(lpath):
+            super().get_file(rpath, lpath, callback=callback, outfile=outfile)
+            return
+        status = self.info(rpath)
+        target = Path(lpath)
+        if status["type"] == "directory":
+            target.mkdir(parents=True, exist_ok=True)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        callback.set_size(status["size"])
+        copy_out(self.storage, self.key(rpath), target, on_progress=callback.relative_update)
+
+    def put_file(
+        self,
+        lpath: Any,
+        rpath: str,
+        callback: Any = DEFAULT_CALLBACK,
+        mode: str = "overwrite",
+        **kwargs: Any,
+    ) -> None:
+        """Store one local file, whole or not at all."""
+        if mode == "create" and self.exists(rpath):
+            raise AlreadyExistsError(f"{rpath} exists already")
+        source = Path(lpath)
+        if source.is_dir():
+            self.makedirs(rpath, exist_ok=True)
+            return
+        callback.set_size(source.stat().st_size)
+        copy_in(self.storage, source, self.key(rpath), on_progress=callback.relative_update)
+
+    # ---- changing names -------------------------------------------------------------------
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        """Make a directory. Raises: FileExistsError."""
+        key = self.key(path)
+        parent = key.rpartition("/")[0]
+        if not create_parents and parent:
+            self.storage.tree.stored.status(parent)
+        self.storage.tree.mkdir(key)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory and those above it."""
+        try:
+            self.mkdir(path)
+        except FileExistsError:
+            if not exist_ok or not self.isdir(path):
+                raise
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        self.storage.tree.rmdir(self.key(path, follow=False))
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file or an empty directory; who reads the file in this process reads on."""
+        key = self.key(path, follow=False)
+        if self.storage.backend.stat(key).is_dir:
+            self.storage.tree.rmdir(key)
+        else:
+            self.storage.tree.unlink(key)
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        """Copy one file, striped anew, whole or not at all."""
+        if self.isdir(path1):
+            self.makedirs(path2, exist_ok=True)
+            return
+        copy_across(self.storage, self.key(path1), self.storage, self.key(path2))
+
+    def mv(
+        self,
+        path1: Any,
+        path2: Any,
+        recursive: bool = False,
+        maxdepth: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Rename a file or a directory in one step where the target can: a directory always, a
+        striped file within its directory. Else copy, then remove."""
+        is_plain = isinstance(path1, str) and isinstance(path2, str) and not has_magic(path1)
+        if is_plain and maxdepth is None and self.key(path1) != self.key(path2):
+            if path2.endswith("/") or self.isdir(path2):
+                path2 = f"{path2.rstrip('/')}/{self.shown_name(path1).rpartition('/')[2]}"
+            if self._rename(path1, path2):
+                return
+        if isinstance(path1, str) and self.isdir(path1):
+            recursive = True
+        super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth)
+
+    def _rename(self, path1: str, path2: str) -> bool:
+        try:
+            self.storage.tree.rename(self.key(path1, follow=False), self.key(path2, follow=False))
+        except UnsupportedError:
+            return False
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                return False
+            raise
+        return True
+
+
+def _root_marker(protocol: str) -> str:
+    # Buckets are reached without the package that fsspec has for them.
+    if protocol in BUCKETS:
+        return ""
+    marker: str = fsspec.get_filesystem_class(protocol).root_marker
+    return marker
+
+
+def _open_storage(
+    protocol: str, options: dict[str, Any], stripes: StripeSettings, memory_bytes: int
+) -> StripedStorage:
+    backend = _open_backend(protocol, options, stripes.deadline_s)
+    return StripedStorage(backend, stripes, memory_bytes=memory_bytes)
+
+
+def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> Backend:
+    """The root of the file system that fsspec would open with these options."""
+    if protocol in _LOCAL:
+        return open_backend("/", deadline_s=deadline_s)
+    if protocol == "hdfs":
+        host = str(options.get("host", ""))
+        user = f"{quote(str(options['user']))}@" if options.get("user") else ""
+        port = f":{options['port']}" if options.get("port") else ""
+        query = f"?replication={options['replication']}" if options.get("replication") else ""
+        return open_backend(f"hdfs://{user}{host}{port}/{query}", deadline_s=deadline_s)
+    if protocol in BUCKETS:
+        from bootseer.store.buckets.backend import BucketBackend
+
+        return BucketBackend(f"{protocol}://", options, deadline_s=deadline_s)
+    from bootseer.store.generic.backend import FsspecBackend
+
+    return FsspecBackend(f"{protocol}://", options)
+
+
+_lock = threading.Lock()
+_known: "weakref.WeakValueDictionary[Hashable, SharedStorage]" = weakref.WeakValueDictionary()
+# What a forked child inherited. Kept: to drop a connection can mean to wait for its threads.
+_inherited: list[StripedStorage] = []
+
+
+class SharedStorage:
+    """A storage that is opened when it is first asked for, and closed after its last user."""
+
+    def __init__(self, make: Callable[[], StripedStorage]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._opened: list[StripedStorage] = []
+        weakref.finalize(self, _close, os.getpid(), self._opened)
+
+    def get(self) -> StripedStorage:
+        """The storage, for this process."""
+        with self._lock:
+            if not self._opened:
+                self._opened.append(self._make())
+            return self._opened[0]
+
+    def after_fork(self) -> None:
+        """Forget the parent's storages, in a forked child. Locks of threads that are gone stay
+        locked."""
+        self._lock = threading.Lock()
+        _inherited.extend(self._opened)
+        self._opened = []
+        weakref.finalize(self, _close, os.getpid(), self._opened)
+
+
+def shared_storage(key: Hashable, make: Callable[[], StripedStorage]) -> SharedStorage:
+    """The storage that all code of this process gets for `key`."""
+    with _lock:
+        found = _known.get(key)
+        if found is None:
+            found = _known[key] = SharedStorage(make)
+        return found
+
+
+def _close(pid: int, opened: list[StripedStorage]) -> None:
+    if pid == os.getpid():
+        while opened:
+            opened.pop().close()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for shared in list(_known.values()):
+        shared.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

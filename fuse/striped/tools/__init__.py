@@ -1,0 +1,1 @@
+"""Functions on striped trees without a mount: copying, converting, verifying, checking."""

@@ -1,0 +1,200 @@
+"""Check of a tree's layouts and parts, and deletion of what crashed savers left behind.
+
+A save that is going on, on whatever node, looks like garbage until it is committed, so all of these
+must hold right before a deletion: no layout names it; nothing in it was written for `age_s`, by the
+storage's own clock; on HDFS, where a file's time stands still while it is written, no part is open
+for writing. Thread-safe.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
+from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.fuse.striped.names.stored import StoredFiles, is_hidden, new_generation
+from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.tools.copy_tree import folders_below, is_unfinished_copy
+from bootseer.fuse.striped.tools.verify import part_faults
+from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
+from bootseer.store.backend import Backend, FileInfo
+from bootseer.store.objects.store import storage_time_ns
+
+MIN_AGE_S = 3600.0
+"""Younger garbage is never deleted: a writer may wait this long for its own storage."""
+
+_MIN_BATCH = 16
+
+
+class Trouble(Struct, frozen=True):
+    """A file that cannot be read whole."""
+
+    path: str
+    part: str
+    """The damaged stored file: a part, or the layout itself."""
+    expected_bytes: int
+    found_bytes: int | None
+    """None if the part is missing."""
+    reason: str
+    """`missing`, `short`, `long`, `damaged layout` or `unknown layout`."""
+
+
+class Garbage(Struct, frozen=True):
+    """A stored file or folder that no file needs, unless a save that is going on writes it."""
+
+    path: str
+    size_bytes: int
+    modified_ns: int
+    """Newest time of everything in it."""
+    is_dir: bool
+
+
+class FolderReport(Struct, frozen=True):
+    """Result of the check of one directory."""
+
+    path: str
+    file_count: int
+    troubles: tuple[Trouble, ...]
+    garbage: tuple[Garbage, ...]
+
+
+def check_tree(storage: StripedStorage, path: str = "") -> Iterator[FolderReport]:
+    """Yield a report for `path` and each directory below it.
+
+    Reads each layout once, and listings, but no contents. Raises: NotFoundError, UnavailableError,
+    DeadlineError.
+    """
+    for folder in folders_below(storage, path):
+        # An unfinished copy is garbage as a whole, or somebody is still copying.
+        if not any(map(is_unfinished_copy, folder.split("/"))):
+            yield check_folder(storage.backend, storage.tree.stored, folder)
+
+
+def check_folder(backend: Backend, stored: StoredFiles, folder: str) -> FolderReport:
+    """Check the files of one directory. Raises: NotFoundError, UnavailableError, DeadlineError."""
+    troubles: list[Trouble] = []
+    runs: list[FileInfo] = []
+    copies: list[FileInfo] = []
+    named: set[str] = set()
+    count = 0
+    # Before the files: then a save that is committed meanwhile has a file.
+    parts: list[FileInfo] = []
+    with contextlib.suppress(NotFoundError):
+        parts += backend.list(parts_folder(folder))
+    for info in backend.list(folder):
+        name = info.path.rpartition("/")[2]
+        if is_hidden(name):
+            if name != PARTS_FOLDER:
+                runs.append(info)
+            continue
+        if is_unfinished_copy(name):
+            copies.append(info)
+        if info.is_dir:
+            continue
+        count += 1
+        try:
+            view = stored.view_of(info)
+        except (CorruptError, UnknownFormatError) as error:
+            reason = "damaged layout" if isinstance(error, CorruptError) else "unknown layout"
+            size = info.size_bytes
+            troubles.append(Trouble(info.path, info.path, size, size, reason))
+        except NotFoundError:
+            pass  # removed meanwhile
+        else:
+            named |= _parts_of(view)
+            for part in part_faults(backend, view):
+                found = part.found_bytes
+                troubles.append(
+                    Trouble(view.path, part.path, part.expected_bytes, found, part.reason)
+                )
+    garbage = [*runs, *(info for info in parts if info.path not in named)]
+    # If a layout cannot be read, its parts are not known.
+    if any(trouble.reason.endswith("layout") for trouble in troubles):
+        garbage = []
+    measured = tuple(_measure(backend, info) for info in (*garbage, *copies))
+    return FolderReport(folder, count, tuple(troubles), measured)
+
+
+def _parts_of(view: FileView) -> set[str]:
+    """Return the folders of parts that a file's layout names."""
+    segments = view.layout.segments if view.layout else ()
+    return {generation_folder(view.directory, segment.generation) for segment in segments}
+
+
+def _measure(backend: Backend, info: FileInfo) -> Garbage:
+    """Return size and age of a stored file or folder, with everything in it."""
+    size, newest = 0, info.modified_ns
+    for inner in _with_all_below(backend, info):
+        size += inner.size_bytes
+        newest = max(newest, inner.modified_ns)
+    return Garbage(info.path, size, newest, info.is_dir)
+
+
+def _with_all_below(backend: Backend, info: FileInfo) -> Iterator[FileInfo]:
+    """Yield a stored file or folder, and everything in it at any depth."""
+    found = [info]
+    for one in found:
+        yield one
+        if one.is_dir:
+            with contextlib.suppress(NotFoundError):
+                found += backend.list(one.path)
+
+
+def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) -> list[Garbage]:
+    """Delete the garbage of a report that is still garbage and old enough. Return what was deleted.
+
+    Safe at any moment, and while others save. For readers of a file that was replaced, the report
+    should be older than the grace of replaced parts (`storage.DEFAULT_GRACE_S`); parts that a mount
+    has open for longer stay young (`retired`).
+
+    Raises: UnavailableError, DeadlineError...; CorruptError, UnknownFormatError for a layout that
+    cannot be read, whose parts are not known.
+    """
+    if not report.garbage:
+        return []
+    backend = storage.backend
+    probe = f"{generation_folder(report.path, new_generation())}.plain"
+    limit_ns = storage_time_ns(backend, probe) - int(max(age_s, MIN_AGE_S) * 1e9)
+    old = [one for one in report.garbage if one.modified_ns <= limit_ns]
+    # The layouts are read anew for each batch, right before it is deleted. Batches as large as the
+    # directory make the whole work proportional to what there is.
+    batch = max(_MIN_BATCH, report.file_count)
+    deleted: list[Garbage] = []
+    for start in range(0, len(old), batch):
+        deleted += _delete(storage, report.path, old[start : start + batch], limit_ns)
+    with contextlib.suppress(BootseerError):
+        # The folder of parts itself, if nothing is left in it.
+        backend.delete(parts_folder(report.path))
+    return deleted
+
+
+def _delete(
+    storage: StripedStorage, folder: str, batch: Sequence[Garbage], limit_ns: int
+) -> list[Garbage]:
+    backend = storage.backend
+    old = []
+    for one in batch:
+        # The report may be as old as its reader was slow.
+        with contextlib.suppress(NotFoundError):
+            found = _measure(backend, backend.stat(one.path))
+            if found.modified_ns <= limit_ns and not _is_open(backend, found):
+                old.append(found)
+    named: set[str] = set()
+    for info in storage.tree.stored.entries(folder) if old else ():
+        if not info.is_dir:
+            with contextlib.suppress(NotFoundError):  # removed meanwhile
+                named |= _parts_of(storage.tree.stored.view_of(info))
+    deleted = [one for one in old if one.path not in named]
+    for one in deleted:
+        backend.delete(one.path, recursive=True)
+    return deleted
+
+
+def _is_open(backend: Backend, garbage: Garbage) -> bool:
+    info = FileInfo(garbage.path, garbage.size_bytes, garbage.modified_ns, garbage.is_dir)
+    return any(
+        backend.is_being_written(one.path)
+        for one in _with_all_below(backend, info)
+        if not one.is_dir
+    )
