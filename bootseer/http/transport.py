@@ -21,6 +21,7 @@ import itertools
 import logging
 import math
 import os
+import queue
 import socket
 import ssl
 import threading
@@ -116,13 +117,7 @@ class Watchdog:
         ends_s = time.monotonic() + seconds
         with self._changed:
             if not self._has_thread:
-                try:
-                    threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-                except RuntimeError as error:
-                    raise UnavailableError(
-                        f"cannot start a thread ({error}): raise the limit of processes (ulimit "
-                        "-u, or pids.max of the cgroup) or free memory"
-                    ) from error
+                _start_thread(self._watch, "watchdog")
                 self._has_thread = True
             number = next(self._numbers)
             self._waits[number] = (ends_s, end)
@@ -184,6 +179,45 @@ def _in_time(
     raise TimeoutError(f"no answer within {seconds:g} s")
 
 
+def _start_thread(target: Callable[[], None], name: str) -> None:
+    """Start a daemon thread. Raises: UnavailableError when none can be started."""
+    try:
+        threading.Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"cannot start a thread ({error}): raise the limit of processes (ulimit -u, or "
+            "pids.max of the cgroup) or free memory"
+        ) from error
+
+
+def _connected(connect: Callable[[], socket.socket], seconds: float) -> socket.socket:
+    """Return the socket that `connect` opens, in a thread of its own: nothing else leaves a name
+    that is being looked up. Raises: urllib3's ConnectTimeoutError; as `connect`."""
+    ends: queue.SimpleQueue[socket.socket | BaseException] = queue.SimpleQueue()
+    is_left = threading.Lock()
+
+    def run() -> None:
+        try:
+            end: socket.socket | BaseException = connect()
+        except BaseException as error:
+            end = error
+        ends.put(end)
+        if not is_left.acquire(blocking=False) and isinstance(end, socket.socket):
+            end.close()
+
+    _start_thread(run, "bootseer-connect")
+    try:
+        end = ends.get(timeout=seconds)
+    except queue.Empty:
+        # Whoever comes second sees that the other one has been here.
+        if is_left.acquire(blocking=False):
+            raise exceptions.ConnectTimeoutError(None, f"after {seconds:g} s") from None
+        end = ends.get()
+    if isinstance(end, BaseException):
+        raise end
+    return end
+
+
 _Guard = Callable[[str, int, socket.socket], None]
 """Looks at a new connection to (host, port). Raises: PermissionDeniedError."""
 
@@ -198,7 +232,11 @@ class _Guarded:
     timeout: float | None
 
     def _new_conn(self) -> socket.socket:
-        sock: socket.socket = super()._new_conn()  # type: ignore[misc]  # urllib3's
+        connect = super()._new_conn  # type: ignore[misc]  # urllib3's
+        if literal_reach(self.host.strip("[]")) is None:
+            sock = _connected(connect, _CONNECTS_MAX * (self.timeout or CONNECT_S))
+        else:
+            sock = connect()
         type(self).guard(self.host, self.port, sock)
         return sock
 

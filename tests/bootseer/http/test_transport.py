@@ -65,6 +65,22 @@ def test_a_proxy_whose_answer_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
         transport.close()
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_name_that_is_never_found_is_left(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver whose servers are gone takes minutes, with the search list of a cluster."""
+    over = threading.Event()
+
+    def hang(*_: object, **__: object) -> object:
+        over.wait(600)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with Transport(Server("far", f"{scheme}://far.example", proxy="", connect_s=0.1), 1.0) as far:
+        error = ends(lambda: far.request("GET", f"{scheme}://far.example/", {}))
+        over.set()
+    assert isinstance(error, DeadlineError)
+
+
 def test_requests_at_once_need_one_thread_to_watch_them() -> None:
     """A thread for each would be a thousand of them on a node that starts."""
     count = 16
