@@ -1,7 +1,7 @@
-"""A file of a striped tree as a Python file object, as fsspec wants it.
+"""File objects of a striped tree, as fsspec wants them.
 
-Owns when a written file becomes visible: at `close`, whole; never after an exception left the
-`with` block, when it was not closed, or in a forked child. Not thread-safe, as no file object is.
+A written file becomes visible at `close`, whole; never if an exception left the `with` block, if it
+was not closed, or in a forked child. Not thread-safe, as no file object is.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _EXIT_DEPTH = 6
 
 
 class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
-    """Open for `rb`, `wb`, `xb` (new) or `ab`."""
+    """A file that is open for `rb`, `wb`, `xb` (new) or `ab`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
     # ---- reading --------------------------------------------------------------------------
 
     def read(self, length: int | None = -1) -> bytes:
-        """Reads at most `length` bytes, or all that is left without a length."""
+        """Read at most `length` bytes, or the rest of the file without a length."""
         self._check_readable()
         left = max(0, self.size - self.loc)
         count = left if length is None or length < 0 else min(int(length), left)
@@ -88,7 +88,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         return data
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`; returns the count, short only at the end. No copy but into it."""
+        """Fill `buffer`. Return the count, which is short only at the end of the file."""
         self._check_readable()
         target = memoryview(buffer).cast("B")
         count: int = min(len(target), max(0, self.size - self.loc))
@@ -101,7 +101,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         return count
 
     def readline(self, size: int | None = -1) -> bytes:
-        """The rest of a line, with its end, but at most `size` bytes."""
+        """Read the rest of a line with its end, but at most `size` bytes."""
         limit = self.size if size is None or size < 0 else size
         line = bytearray()
         while len(line) < limit:
@@ -115,7 +115,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         return bytes(line)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        """Bytes `[start, end)`, which lie within the file; large ones from all parts at once."""
+        """Return bytes `[start, end)` of the file; many bytes come from all parts at once."""
         count = end - start
         if count <= 0:
             return b""
@@ -153,7 +153,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
     # ---- writing --------------------------------------------------------------------------
 
     def write(self, data: Any) -> int:
-        """Add `data` at the end. Raises what the storage failed with, now or before."""
+        """Add `data` at the end. Raises the storage's error, of this write or an earlier one."""
         if self.mode == "rb":
             raise ValueError("File not in write mode")
         if self.closed:
@@ -165,12 +165,12 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
         return view.nbytes
 
     def flush(self, force: bool = False) -> None:
-        """Nothing: what was written is on its way, and nothing is visible before `close`."""
+        """Do nothing: written bytes are on their way, and none is visible before `close`."""
         if self.closed:
             raise ValueError("Flush on closed file")
 
     def commit(self) -> None:
-        """Make the file visible, whole. Raises what it failed with; then nothing is."""
+        """Make the file visible, whole. If this raises, the file does not become visible."""
         if self.mode == "rb" or self._is_done or self._pid != os.getpid():
             return
         self._is_done = True
@@ -182,14 +182,14 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
             self._writer.close()
 
     def discard(self) -> None:
-        """Nothing of the file will be visible."""
+        """Drop the file: nothing of it becomes visible."""
         if self.mode == "rb" or self._is_done or self._pid != os.getpid():
             return
         self._is_done = True
         self._writer.close()
 
     def close(self) -> None:
-        """Make what was written visible, unless this is the end of a failed `with` block."""
+        """Make the written file visible, unless this is the end of a failed `with` block."""
         if self._closed:
             return
         self._closed = True
@@ -203,8 +203,10 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
             self.commit()
 
     def _is_unwinding(self) -> bool:
-        """Whether an exception leaves a `with` block, as in `with fsspec.open(...)`: that one
-        closes its files without telling them."""
+        """Return whether an exception leaves a `with` block that closes this file.
+
+        `with fsspec.open(...)` closes its files without telling them about the exception.
+        """
         error = sys.exception()
         if error is None or error is self._error_outside:
             return False
@@ -242,7 +244,7 @@ class StripedFile(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no t
 
 
 class StripedText(io.TextIOWrapper):
-    """A text file, which after an exception in its `with` block is discarded too."""
+    """A text file that is discarded after an exception in its `with` block."""
 
     def __exit__(
         self,

@@ -97,19 +97,19 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
 
     @property
     def storage(self) -> StripedStorage:
-        """What everything here stands on; opened on first use."""
+        """Return the storage behind this file system, which is opened on first use."""
         return self._shared.get()
 
     @property
     def fsid(self) -> str:
-        """The identity of the file system: the same for all instances that reach the same files."""
+        """Return the file system's identity: one for all instances that reach the same files."""
         return f"{PROTOCOL}-{self.storage.backend.url}"
 
     # ---- paths ----------------------------------------------------------------------------
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        """The path on the target that a URL or path means."""
+        """Return the path on the target that a URL or path means."""
         if isinstance(path, list):
             return [cls._strip_protocol(each) for each in path]
         path = fsspec.utils.stringify_path(path)
@@ -126,14 +126,14 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         return path.rstrip("/") or ("/" if path else "")
 
     def unstrip_protocol(self, name: str) -> str:
-        """The full URL of a path."""
+        """Return the full URL of a path."""
         path = self._strip_protocol(name)
         base = {"hdfs": self.storage.backend.url.rstrip("/"), "file": "file://", "local": "file://"}
         start = base.get(self._target, f"{self._target}:/")
         return f"{PROTOCOL}::{start}/{path.lstrip('/')}"
 
     def key(self, path: str, *, follow: bool = True) -> str:
-        """The backend's path for a path of the target. Raises: NotFoundError for what is hidden.
+        """Return the backend's path for a path of the target. Raises: NotFoundError if hidden.
 
         On a local file system symbolic links are followed; of the last name only with `follow`.
         """
@@ -151,7 +151,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         return "/".join(names)
 
     def shown_name(self, path: str) -> str:
-        """How a path is shown in listings."""
+        """Return a path as listings show it."""
         stripped: str = self._strip_protocol(path)
         marker: str = self._root_marker
         return marker + "/".join(name for name in stripped.split("/") if name)
@@ -159,14 +159,14 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
     # ---- looking --------------------------------------------------------------------------
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """name, size, type, mtime (seconds), identity (differs between generations)."""
+        """Return name, size, type, mtime (seconds) and identity (one for each generation)."""
         key = self.key(path)
         if not key:
             return entry(self.shown_name(path), FileStatus("", True, 0, 0, ""))
         return entry(self.shown_name(path), self.storage.tree.stored.status(key))
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        """What is in a directory, or the one file. Always asked anew."""
+        """List a directory, or one file. The storage is asked each time."""
         name = self.shown_name(path)
         stored = self.storage.tree.stored
         key = self.key(path)
@@ -182,11 +182,11 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         ]
 
     def created(self, path: str) -> datetime:
-        """When the file's current content was saved: each save is a new file."""
+        """Return when the file's current content was saved: each save is a new file."""
         return self.modified(path)
 
     def modified(self, path: str) -> datetime:
-        """When the file was last changed."""
+        """Return when the file was last changed."""
         return datetime.fromtimestamp(self.info(path)["mtime"], tz=UTC)
 
     # ---- contents -------------------------------------------------------------------------
@@ -194,8 +194,11 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
     def open(
         self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any
     ) -> Any:
-        """As any fsspec file system. What is written appears at `close`, whole; nothing does when
-        an exception leaves the `with` block."""
+        """Open a file as any fsspec file system does.
+
+        A written file appears at `close`, whole, or not at all if an exception leaves the `with`
+        block.
+        """
         if kwargs.get("compression") and "r" not in mode:
             # The compressor would not close the file, so nothing would say that it is whole.
             raise UnsupportedError(
@@ -221,7 +224,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """Bytes `[start, end)`, as a slice would take them."""
+        """Return bytes `[start, end)` of a file, as a slice would take them."""
         with StripedFile(self, path, "rb") as file:
             first, last, _ = slice(start, end).indices(file.size)
             file.seek(first)
@@ -236,7 +239,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         on_error: str = "return",
         **kwargs: Any,
     ) -> list[Any]:
-        """The ranges' bytes, several at once; an exception in the place of one that failed."""
+        """Return the bytes of ranges, read several at once, or an exception for one that failed."""
         if not isinstance(paths, list):
             raise TypeError("paths must be a list")
         starts = starts if isinstance(starts, list) else [starts] * len(paths)
@@ -257,7 +260,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
             return list(threads.map(read, paths, starts, ends))
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
-        """Store `value`; with mode "create" only where nothing is."""
+        """Store `value`; with mode "create" only if nothing is there."""
         with self.open(path, "xb" if mode == "create" else "wb") as file:
             file.write(value)
 
@@ -323,7 +326,7 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         self.storage.tree.rmdir(self.key(path, follow=False))
 
     def rm_file(self, path: str) -> None:
-        """Remove a file or an empty directory; who reads the file in this process reads on."""
+        """Remove a file or an empty directory. Readers of the file in this process read on."""
         key = self.key(path, follow=False)
         if self.storage.backend.stat(key).is_dir:
             self.storage.tree.rmdir(key)
@@ -345,8 +348,10 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         maxdepth: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Rename a file or a directory in one step where the target can: a directory always, a
-        striped file within its directory. Else copy, then remove."""
+        """Rename a file or a directory in one step if the target can, else copy and remove it.
+
+        A target that can renames each directory, and a striped file within its directory.
+        """
         is_plain = isinstance(path1, str) and isinstance(path2, str) and not has_magic(path1)
         if is_plain and maxdepth is None and self.key(path1) != self.key(path2):
             if path2.endswith("/") or self.isdir(path2):
@@ -385,7 +390,7 @@ def _open_storage(
 
 
 def _open_backend(protocol: str, options: dict[str, Any], deadline_s: float) -> Backend:
-    """The root of the file system that fsspec would open with these options."""
+    """Return the root of the file system that fsspec would open with these options."""
     if protocol in _LOCAL:
         return open_backend("/", deadline_s=deadline_s)
     if protocol == "hdfs":
@@ -419,15 +424,14 @@ class SharedStorage:
         weakref.finalize(self, _close, os.getpid(), self._opened)
 
     def get(self) -> StripedStorage:
-        """The storage, for this process."""
+        """Return the storage of this process."""
         with self._lock:
             if not self._opened:
                 self._opened.append(self._make())
             return self._opened[0]
 
     def after_fork(self) -> None:
-        """Forget the parent's storages, in a forked child. Locks of threads that are gone stay
-        locked."""
+        """Forget the parent's storages in a forked child, where its threads' locks stay locked."""
         self._lock = threading.Lock()
         _inherited.extend(self._opened)
         self._opened = []
@@ -435,7 +439,7 @@ class SharedStorage:
 
 
 def shared_storage(key: Hashable, make: Callable[[], StripedStorage]) -> SharedStorage:
-    """The storage that all code of this process gets for `key`."""
+    """Return the storage that all code of this process shares for `key`."""
     with _lock:
         found = _known.get(key)
         if found is None:

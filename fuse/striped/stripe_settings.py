@@ -1,4 +1,4 @@
-"""How new files are stored: the settings of a mount, and the rule of a directory.
+"""Settings of how new files are stored, and the rule of a directory.
 
 Pure, but for one small read.
 """
@@ -26,7 +26,7 @@ _RULE_MAX_BYTES = 64
 
 
 class StripeSettings(Struct, frozen=True):
-    """How new files are stored."""
+    """Form of new files, and the longest wait for the storage."""
 
     stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
     """Files of at most this size are stored as ordinary files."""
@@ -35,6 +35,9 @@ class StripeSettings(Struct, frozen=True):
     layout: LayoutKind = "striped"
     """`plain`: as ordinary files that every tool reads, written in parallel where the storage can
     join files."""
+    is_exact: bool = False
+    """Whether a file is stored so or not at all: not as its directory's rule says, nor in fewer
+    parts if there is too little memory."""
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
@@ -44,25 +47,24 @@ class StripeSettings(Struct, frozen=True):
 
     @property
     def patience_s(self) -> float:
-        """How long a read or a save waits while nothing moves. One call to the storage may take
-        `deadline_s` of it."""
+        """Return how long a read or a save waits while nothing moves.
+
+        One call to the storage may take `deadline_s` of it.
+        """
         return OUTAGE_DEADLINES * self.deadline_s
 
     @property
-    def is_asked_for(self) -> bool:
-        """Whether a file is to be so and not otherwise, whatever there is memory for."""
-        return False
-
-    @property
     def block_bytes(self) -> int:
-        """The unit of verification of new files."""
+        """Return the unit of verification of new files."""
         return min(DEFAULT_BLOCK_BYTES, self.stripe_unit_bytes)
 
     def layout_in(self, backend: Backend, directory: str) -> LayoutKind:
-        """The layout of new large files in `directory`: the directory's own rule, else this one's.
+        """Return the layout of new large files in `directory`: its own rule's, or else `layout`.
 
         Raises: InvalidInputError where the rule is not one of the two words.
         """
+        if self.is_exact:
+            return self.layout
         path = f"{directory}/{DIRECTORY_RULE}" if directory else DIRECTORY_RULE
         try:
             word = backend.read(path, 0, _RULE_MAX_BYTES).strip()

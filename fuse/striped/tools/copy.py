@@ -1,6 +1,6 @@
-"""Copy files into, out of and between striped trees, or into memory, without mounting them.
+"""Copying of files into, out of and between striped trees, or into memory, without a mount.
 
-Owns nothing but the loops. Functions may be called from any thread.
+Functions may be called from any thread.
 """
 
 import os
@@ -16,6 +16,7 @@ from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UN
 from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.settings.config import Settings
 from bootseer.store import open_backend
 
@@ -38,13 +39,24 @@ def open_storage(
     stripe_count: int = DEFAULT_STRIPE_COUNT,
     layout: LayoutKind = "striped",
 ) -> StripedStorage:
-    """The striped tree at `url`, to be closed by the caller. Raises: InvalidInputError."""
+    """Return the striped tree at `url`, which the caller closes. Raises: InvalidInputError."""
     stripes = StripeSettings(stripe_unit_bytes, stripe_count, settings.deadline_s, layout)
     return StripedStorage(
         open_backend(url, deadline_s=settings.deadline_s),
         stripes,
         memory_bytes=settings.memory_bytes,
     )
+
+
+def size_of(storage: StripedStorage, path: str) -> int:
+    """Return the size in bytes of the file `path`, striped or not.
+
+    Raises: NotFoundError; InvalidInputError for a directory; CorruptError, UnknownFormatError.
+    """
+    status = storage.tree.stored.status(path)
+    if status.is_dir:
+        raise InvalidInputError(f"{storage.backend.url}/{path} is a directory")
+    return status.size_bytes
 
 
 def copy_in(
@@ -54,11 +66,16 @@ def copy_in(
     *,
     on_progress: Callable[[int], None] = _ignore,
 ) -> int:
-    """Store the local file `source` as `path`, striped; it appears whole or not at all.
+    """Store the local file `source` as `path`, striped, whole or not at all.
 
-    `path` is relative to the storage's URL. `on_progress` is told the bytes of each step. Returns
-    the size in bytes. Raises: NotFoundError; BusyError when `source` changes meanwhile; whatever
-    the storage fails with (NoSpaceError, UnavailableError, DeadlineError, ...).
+    Args:
+        path: relative to the storage's URL.
+        on_progress: called with the bytes of each step.
+
+    Returns: the size in bytes.
+
+    Raises: NotFoundError; BusyError when `source` changes meanwhile; the storage's errors
+        (NoSpaceError, UnavailableError, DeadlineError, ...).
     """
     try:
         if not stat.S_ISREG(source.stat().st_mode):
@@ -92,9 +109,12 @@ def copy_out(
 ) -> int:
     """Write the striped or ordinary file `path` to the local file `target`, whole or not at all.
 
-    `on_progress` is told the bytes of each step. Returns the size in bytes. Raises: NotFoundError,
-    CorruptError, NoSpaceError, UnavailableError (also when `path` is replaced meanwhile and its
-    old content gone), DeadlineError, ...
+    `on_progress` is called with the bytes of each step.
+
+    Returns: the size in bytes.
+
+    Raises: NotFoundError, CorruptError, NoSpaceError, UnavailableError (also when `path` is
+        replaced meanwhile and its old content gone), DeadlineError, ...
     """
     temporary = target.with_name(f".bootseer-{secrets.token_hex(8)}.tmp")
     opened = storage.reader.open(storage.tree.stored.view(path))
@@ -131,21 +151,16 @@ def copy_across(
     *,
     on_progress: Callable[[int], None] = _ignore,
 ) -> int:
-    """Store the file `path` of one storage in another, or the same; whole or not at all.
+    """Store the file `path` of one storage in another or the same one, whole or not at all.
 
-    It is striped as the target's settings say. Returns the size in bytes; raises as the other two.
+    The target's settings say how it is striped. Returns the size in bytes. Raises as `copy_in` and
+    `copy_out` do.
     """
     opened = source.reader.open(source.tree.stored.view(path))
     try:
         writer = target.writer(target_path)
         try:
-
-            def write(piece: memoryview) -> None:
-                writer.append(piece)
-                on_progress(len(piece))
-
-            read_pieces(source, opened, 0, opened.view.size_bytes, write)
-            writer.publish()
+            copy_opened(source, opened, writer, on_progress)
             return writer.size_bytes
         finally:
             writer.close(_CLOSE_WAIT_S)
@@ -153,13 +168,32 @@ def copy_across(
         source.reader.close(opened)
 
 
+def copy_opened(
+    source: StripedStorage,
+    opened: OpenFile,
+    writer: FileWriter,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Write all bytes of an open file of `source` to `writer`, and publish the new file."""
+
+    def write(piece: memoryview) -> None:
+        writer.append(piece)
+        on_progress(len(piece))
+
+    read_pieces(source, opened, 0, opened.view.size_bytes, write)
+    writer.publish()
+
+
 def read_into(storage: StripedStorage, path: str, buffer: Any, offset: int = 0) -> int:
     """Fill `buffer` with the bytes of `path` from `offset` on, from all parts at once.
 
-    `buffer`: anything writable and contiguous (bytearray, NumPy array, CPU tensor as NumPy, pinned
-    memory, mmap), of any shape; it is filled as bytes. Nothing lies between the network and it.
-    Returns how many bytes were read, fewer than it holds only at the end of the file; all of them
-    match their checksums. After an error the buffer's content is undefined.
+    Args:
+        buffer: anything writable and contiguous (bytearray, NumPy array, CPU tensor as NumPy,
+            pinned memory, mmap), of any shape; it is filled as bytes, without a copy in between.
+            After an error its content is undefined.
+
+    Returns: how many bytes were read, fewer than the buffer holds only at the end of the file. All
+        of them match their checksums.
 
     Raises: InvalidInputError, NotFoundError, CorruptError, UnavailableError, DeadlineError.
     """
@@ -178,10 +212,10 @@ def read_into(storage: StripedStorage, path: str, buffer: Any, offset: int = 0) 
 
 
 def read_opened(storage: StripedStorage, opened: OpenFile, offset: int, target: memoryview) -> None:
-    """Fill `target` from `offset` of an open file, which has as many bytes there.
+    """Fill `target` with the bytes of an open file from `offset` on, which exist.
 
-    Large reads go straight into it; the others may be one reader's, step by step, so they pass
-    through the window, which reads ahead.
+    Large reads go straight into `target`. Small ones may be steps of a sequential reader, so they
+    pass through the window, which reads ahead.
     """
     if len(target) >= _DIRECT_BYTES:
         storage.reader.read_into(opened, offset, target)
@@ -202,9 +236,9 @@ def read_pieces(
     end: int,
     consume: Callable[[memoryview], None],
 ) -> None:
-    """Give the bytes `[start, end)` of an open file, which has them, to `consume`, piece by piece.
+    """Pass the bytes `[start, end)` of an open file, which exist, to `consume` piece by piece.
 
-    None is held while the next ones are asked for: their memory may be all that there is.
+    No piece is held while the next ones are asked for: their memory may be all that there is.
     """
     step_bytes = min(_STEP_BYTES, storage.budget.limit_bytes // 4)
     position = start

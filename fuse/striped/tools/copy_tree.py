@@ -1,8 +1,8 @@
-"""Copies directories into, out of and between striped trees.
+"""Copying of directories into, out of and between striped trees, and the URLs that name them.
 
-Owns that a directory appears whole or not at all, where the target can rename one in one step and
-has nothing under that name yet; elsewhere each file does. Files are copied a few at a time. What a
-killed copy leaves has a name of its own, by which fsck finds it.
+A directory appears whole or not at all, if the target can rename one in one step and has nothing
+under that name yet; elsewhere each file does. Files are copied a few at a time. A killed copy
+leaves a directory whose name tells fsck what it is.
 """
 
 import contextlib
@@ -50,20 +50,20 @@ class Place(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The last name of the path; "" for a root."""
+        """Return the last name of the path, or "" for a root."""
         return self.path.rpartition("/")[2]
 
     def at(self, name: str) -> "Place":
-        """What is called `name` below."""
+        """Return the place `name` in this directory."""
         return Place(self.storage, f"{self.path.rstrip('/')}/{name}" if self.path else name)
 
     def beside(self, name: str) -> "Place":
-        """What is called `name` in the same directory."""
+        """Return the place `name` beside this one."""
         folder, slash, _ = self.path.rpartition("/")
         return Place(self.storage, f"{folder}{slash}{name}")
 
     def is_dir(self) -> bool:
-        """Whether it is a directory that exists."""
+        """Return whether this is a directory that exists."""
         if self.storage is None:
             return Path(self.path).is_dir()
         with contextlib.suppress(NotFoundError):
@@ -71,7 +71,7 @@ class Place(Struct, frozen=True):
         return False
 
     def exists(self) -> bool:
-        """Whether there is anything."""
+        """Return whether anything exists here."""
         if self.storage is None:
             return Path(self.path).exists()
         try:
@@ -81,12 +81,12 @@ class Place(Struct, frozen=True):
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` names stored files, and not local ones."""
+    """Return whether `text` names stored files, and not local ones."""
     return "://" in text
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The URL of the folder that holds what `url` names, and its name there; "" for a root. Pure.
+    """Split a URL into that of the parent folder and the name in it ("" for a root). Pure.
 
     Options of the URL stay with the folder's. Raises: InvalidInputError.
     """
@@ -106,9 +106,9 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def files_below(storage: StripedStorage, path: str) -> Iterator[FileInfo]:
-    """The stored file at `path`, or every one in the directory there, in order of folders.
+    """Yield the stored file at `path`, or each file in the directory there, folder by folder.
 
-    Looks into none of them, so that a damaged one does not hide the rest. Raises: NotFoundError.
+    Reads no file, so that a damaged one does not hide the rest. Raises: NotFoundError.
     """
     info = storage.backend.stat(path) if path else None
     if info is not None and not info.is_dir:
@@ -121,7 +121,7 @@ def files_below(storage: StripedStorage, path: str) -> Iterator[FileInfo]:
 
 
 def folders_below(storage: StripedStorage, path: str, depth: int = _MAX_DEPTH) -> Iterator[str]:
-    """The directory `path` and all below it. Raises: InvalidInputError where there is no end."""
+    """Yield the directory `path` and all below it. Raises: InvalidInputError if they never end."""
     if not depth:
         raise InvalidInputError(f"{storage.backend.url}/{path} is nested too deeply")
     yield path
@@ -131,19 +131,19 @@ def folders_below(storage: StripedStorage, path: str, depth: int = _MAX_DEPTH) -
 
 
 class Copied(Struct, frozen=True):
-    """What a copy moved."""
+    """Count and size of the files that a copy wrote."""
 
     file_count: int
     size_bytes: int
 
 
 def is_unfinished_copy(name: str) -> bool:
-    """Whether a directory of this name is one that a copy builds, or was killed building."""
+    """Return whether a name is that of a directory which a copy builds, or did not finish."""
     return bool(_COPY_NAME.fullmatch(name))
 
 
 def sizes_below(source: Place) -> dict[str, int]:
-    """The files in a directory, by path relative to it, and their sizes in bytes.
+    """Return the sizes in bytes of the files in a directory, by path relative to it.
 
     Raises: NotFoundError; UnsupportedError for a local file that is neither file nor directory.
     """
@@ -158,7 +158,7 @@ def sizes_below(source: Place) -> dict[str, int]:
 
 
 def copy_one(source: Place, target: Place, on_progress: Callable[[int], None]) -> int:
-    """Copy one file, whole or not at all; returns its size in bytes. Raises: BootseerError."""
+    """Copy one file, whole or not at all. Return its size in bytes. Raises: BootseerError."""
     if source.storage is None:
         if target.storage is None:
             raise InvalidInputError(f"neither {source} nor {target} is a URL; use cp for them")
@@ -173,10 +173,10 @@ def copy_one(source: Place, target: Place, on_progress: Callable[[int], None]) -
 def copy_tree(
     source: Place, target: Place, sizes: dict[str, int], on_progress: Callable[[int], None]
 ) -> Copied:
-    """Copy a directory (its `sizes_below`) to `target`: into it where it exists, else as it.
+    """Copy a directory with the files `sizes` to `target`: into it if it exists, else as it.
 
-    A directory that is new appears whole, in one step, where the target can rename directories.
-    Raises: AlreadyExistsError when another process makes it meanwhile; as `copy_one`.
+    A new directory appears whole, in one step, if the target can rename directories. Raises:
+    AlreadyExistsError if another process makes it meanwhile; as `copy_one`.
     """
     if target.exists():
         if not target.is_dir():
@@ -215,7 +215,7 @@ def _copy_files(
 
 
 def _make_empty_directories(source: Place, target: Place) -> None:
-    """Directories, so that empty ones are there too."""
+    """Make all directories of `source` in `target`, so that empty ones are there too."""
     if source.storage is None:
         for folder, names, _ in os.walk(source.path):
             for name in names:
@@ -253,7 +253,7 @@ def _rename(source: Place, target: Place) -> None:
 
 
 def _remove(place: Place) -> None:
-    """Best effort: what stays is found by fsck, or has a telling name."""
+    """Remove a place as far as possible. The rest is found by fsck, or has a telling name."""
     with contextlib.suppress(Exception):
         if place.storage is None:
             shutil.rmtree(place.path, ignore_errors=True)

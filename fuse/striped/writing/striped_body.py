@@ -76,7 +76,7 @@ class StripedBody(Body):
             settings.stripe_unit_bytes,
             settings.block_bytes,
             settings.stripe_count,
-            is_asked_for=settings.is_asked_for,
+            is_asked_for=settings.is_exact,
             run_units=1 if is_object_store else None,
             parts_max=MAX_PART_COUNT if is_object_store else None,
         )

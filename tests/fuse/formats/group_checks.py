@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bootseer.fuse.striped.group.reader import GroupReader
+from bootseer.checkpoints import GroupReader
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.tools.copy import copy_in, open_storage
 from bootseer.settings.config import Settings, load_config

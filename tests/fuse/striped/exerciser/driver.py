@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bootseer.checkpoints import read_into
+from bootseer.checkpoints import read_into, size_of
 from bootseer.errors import BusyError, DeadlineError, NotFoundError, UnavailableError
 from bootseer.fuse.kernel.unmount import abort_connection
 from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
@@ -211,7 +211,7 @@ class Site:
     def stored(self, path: str) -> Answer:
         """Return what `peek` would show on a node that has nothing open."""
         try:
-            size = self._storage.tree.stored.status(path).size_bytes
+            size = size_of(self._storage, path)
             buffer = bytearray(size)
             count = read_into(self._storage, path, buffer)
         except NotFoundError:

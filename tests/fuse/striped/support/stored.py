@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.checkpoints import read_into
+from bootseer.checkpoints import read_into, size_of
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.names.stored import StoredFiles
 from bootseer.fuse.striped.storage import StripedStorage
@@ -24,7 +24,7 @@ def save(storage: StripedStorage, path: str, data: bytes = DATA) -> None:
 
 
 def load(storage: StripedStorage, path: str) -> bytes:
-    buffer = bytearray(storage.tree.stored.status(path).size_bytes)
+    buffer = bytearray(size_of(storage, path))
     assert read_into(storage, path, buffer) == len(buffer)
     return bytes(buffer)
 

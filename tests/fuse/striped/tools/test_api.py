@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bootseer.checkpoints import copy_across, copy_in, copy_out, open_checkpoints, read_into
+from bootseer.checkpoints import (
+    copy_across,
+    copy_in,
+    copy_out,
+    open_checkpoints,
+    read_into,
+    size_of,
+)
 from bootseer.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy_tree import Place, copy_one, copy_tree, sizes_below, split_url
@@ -42,6 +49,16 @@ def test_into_out_of_and_across(storage: StripedStorage, tmp_path: Path) -> None
         assert copy_out(other, "y/g", tmp_path / "g", on_progress=seen.append) == len(DATA)
     assert (tmp_path / "g").read_bytes() == DATA
     assert sum(seen) == 3 * len(DATA)
+
+
+def test_the_size_of_a_file_is_that_of_its_content(storage: StripedStorage) -> None:
+    for size in (0, 5, len(DATA)):
+        save(storage, f"x/{size}", DATA[:size])
+        assert size_of(storage, f"x/{size}") == size
+    with pytest.raises(InvalidInputError, match="x is a directory"):
+        size_of(storage, "x")
+    with pytest.raises(NotFoundError):
+        size_of(storage, "y")
 
 
 def test_a_source_that_changes_is_not_stored(local: StripedStorage, tmp_path: Path) -> None:
