@@ -39,6 +39,7 @@ from msgspec import Struct
 from urllib3 import exceptions
 
 from bootseer.base.closing import Closing
+from bootseer.base.patience import Patience
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -282,8 +283,9 @@ def _pool_classes(guard: _Guard) -> dict[str, type[urllib3.HTTPConnectionPool]]:
 class Response(Closing):
     """An answer whose body is read piece by piece. Close it unless it was read to its end."""
 
-    def __init__(self, raw: urllib3.BaseHTTPResponse, url: str) -> None:
+    def __init__(self, raw: urllib3.BaseHTTPResponse, url: str, patience: Patience) -> None:
         self._raw = raw
+        self._patience = patience
         self.url = url
         """What was asked for; a secret, where another server sent us there."""
         self.server = _netloc(url)
@@ -302,10 +304,12 @@ class Response(Closing):
 
         Raises: UnavailableError when the body is cut off, DeadlineError when nothing comes.
         """
+        began_s = time.monotonic()
         try:
             # None is an answer of its type, but not of its code.
             return self._raw.read1(size_bytes, decode_content=False) or b""
         except (exceptions.HTTPError, OSError, ValueError) as error:
+            self._patience.spend(time.monotonic() - began_s)
             raise _error(error, self.server) from error
 
     def read_all(self, size_max_bytes: int, deadline_s: float) -> bytes:
@@ -360,10 +364,12 @@ class _Upload(io.RawIOBase):
 class Transport(Closing):
     """Connections to one `Server`, and to others on its behalf."""
 
-    def __init__(self, server: Server, deadline_s: float) -> None:
-        """`deadline_s`: how long the head of an answer may take, and the body of a request."""
+    def __init__(self, server: Server, deadline_s: float, patience: Patience | None = None) -> None:
+        """`deadline_s`: how long the head of an answer may take, and the body of a request;
+        `patience`: how long all that bring nothing may take together."""
         self._server = server
         self._deadline_s = deadline_s
+        self._patience = patience or Patience()
         parts = urlsplit(server.base_url)
         self._origin = (parts.scheme, parts.netloc)
         port = parts.port or urllib3.connection.port_by_scheme[parts.scheme]
@@ -408,6 +414,13 @@ class Transport(Closing):
                 body = io.BytesIO(body)
             sent = _Upload(body, server, self._deadline_s + more_s)
         manager = self._manager(parts.scheme, parts.hostname or "")
+        left_s = self._patience.left_s
+        if left_s <= 0:
+            raise DeadlineError(
+                f"{server} was not asked: no answer within {self._patience.limit_s:g} s, in "
+                "earlier calls"
+            )
+        began_s = time.monotonic()
         try:
             raw = manager.urlopen(
                 method,
@@ -420,13 +433,14 @@ class Transport(Closing):
                 preload_content=False,
                 decode_content=False,
                 timeout=urllib3.Timeout(
-                    connect=min(self._server.connect_s or CONNECT_S, self._deadline_s),
-                    read=self._deadline_s + more_s,
+                    connect=min(self._server.connect_s or CONNECT_S, self._deadline_s, left_s),
+                    read=min(self._deadline_s + more_s, left_s),
                 ),
             )
         except (exceptions.HTTPError, OSError, ValueError) as error:
+            self._patience.spend(time.monotonic() - began_s)
             raise _error(error, server, self._server.ca_advice) from error
-        return Response(raw, url)
+        return Response(raw, url, self._patience)
 
     def follow(
         self,

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from bootseer.base.closing import Closing
 from bootseer.base.documents import is_digest
+from bootseer.base.patience import Patience
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -78,15 +79,20 @@ class RegistryClient(Closing):
         find_login: Callable[[str, str], Credential | None] = find_credential,
         deadline_s: float = 60.0,
         policy: Policy = REQUEST,
+        patience: Patience | None = None,
     ) -> None:
         """`hosts`: in the order in which to ask, the registry itself last. No single wait is
-        longer than `deadline_s`, and no operation without progress."""
+        longer than `deadline_s`, no operation without progress, and all that bring nothing
+        together than `patience`."""
         own = next((host for host in hosts if host.is_registry), hosts[-1])
         self.name = f"{own.name}/{repository}"
         """For messages."""
         self._deadline_s = deadline_s
         self._policy = policy
-        self._sessions = [Session(host, repository, find_login, deadline_s) for host in hosts]
+        patience = patience or Patience()
+        self._sessions = [
+            Session(host, repository, find_login, deadline_s, patience) for host in hosts
+        ]
         self._pace = Pace()
         self._givers: OrderedDict[str, Callable[[], None]] = OrderedDict()
         """Per blob read from its start lately: notes a failure of the server that gave it."""
@@ -357,14 +363,18 @@ class RegistryClient(Closing):
 
 
 def open_registry_client(
-    reference: Reference, *, hosts_dir: Path = DEFAULT_HOSTS_DIR, deadline_s: float = 60.0
+    reference: Reference,
+    *,
+    hosts_dir: Path = DEFAULT_HOSTS_DIR,
+    deadline_s: float = 60.0,
+    patience: Patience | None = None,
 ) -> RegistryClient:
-    """A client for the repository of `reference`; nothing is asked yet.
+    """Return a client for the repository of `reference`; nothing is asked yet.
 
     Raises: InvalidInputError, PermissionDeniedError for a hosts file that cannot be used.
     """
     hosts = load_hosts(reference.host, hosts_dir)
-    return RegistryClient(reference.repository, hosts, deadline_s=deadline_s)
+    return RegistryClient(reference.repository, hosts, deadline_s=deadline_s, patience=patience)
 
 
 def _open_file(path: Path) -> BinaryIO:

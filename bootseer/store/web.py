@@ -25,7 +25,6 @@ from bootseer.base.patience import PATIENCE
 from bootseer.base.redact import public_url
 from bootseer.errors import (
     BootseerError,
-    DeadlineError,
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
@@ -34,7 +33,6 @@ from bootseer.errors import (
 from bootseer.http.ranges import Range
 from bootseer.http.transport import Response, Server, Transport
 from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
-from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.paths import Folder, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S
@@ -43,8 +41,6 @@ from bootseer.transfer.policy import REQUEST, Attempts, is_transient
 Result = TypeVar("Result")
 
 _DEADLINE_S = 60.0
-# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
-_THREADS_MAX = 128
 _PIECE_BYTES = 1 << 20
 _NO_HEAD = (405, 501)
 _PAGE_BYTES_MAX = 16 << 20
@@ -82,8 +78,7 @@ class WebBackend(Folder, Backend):
             f"{parts.scheme.lower()}://{netloc}",
             ca_advice="name the file of its authority in SSL_CERT_FILE",
         )
-        self._transport = Transport(server, self._deadline_s)
-        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-web")
+        self._transport = Transport(server, self._deadline_s, PATIENCE)
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -107,17 +102,8 @@ class WebBackend(Folder, Backend):
         what = f"{verb} {self._name(path)}"
         url = self._url_of(path, is_folder=is_folder)
 
-        def ask(call: Call[Response]) -> Response:
-            response = self._transport.follow(method, url, headers, own_headers=self._own)
-            with call.handover:
-                if call.abandoned:
-                    response.close()
-            return response
-
         try:
-            response = self._caller.run(ask, self._deadline_s)
-        except NoAnswerError as error:
-            raise DeadlineError(f"cannot {what}: {error}") from error
+            response = self._transport.follow(method, url, headers, own_headers=self._own)
         except BootseerError as error:
             raise type(error)(f"cannot {what}: {error}") from error
         if response.status in (200, 206, 416) or (method == "HEAD" and response.status in _NO_HEAD):
@@ -180,9 +166,7 @@ class WebBackend(Folder, Backend):
             (attempt or Attempt()).put(0, buffer, data)
             return len(data)
         with self._get("read", path, offset, offset + len(buffer)) as found:
-            return self._in_vain(
-                lambda: found.read_into(buffer, attempt or Attempt(), self._stall_s)
-            )
+            return found.read_into(buffer, attempt or Attempt(), self._stall_s)
 
     def _get(self, verb: str, path: str, start: int, end: int | None) -> Range:
         """Ask once for the bytes [start, end) of a file, to its end where `end` is None."""
@@ -196,19 +180,8 @@ class WebBackend(Folder, Backend):
         return Range(response, self._name(path), start, end)
 
     def _pieces(self, found: Range) -> Iterator[bytes]:
-        while data := self._in_vain(
-            lambda: found.read(_PIECE_BYTES, silence_s=self._stall_s, stall_s=self._stall_s)
-        ):
+        while data := found.read(_PIECE_BYTES, silence_s=self._stall_s, stall_s=self._stall_s):
             yield data
-
-    def _in_vain(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns; what it waits for nothing counts as this process's wait."""
-        began_s = time.monotonic()
-        try:
-            return work()
-        except (DeadlineError, UnavailableError):
-            PATIENCE.spend(time.monotonic() - began_s)
-            raise
 
     def list(self, path: str) -> Iterator[FileInfo]:
         def look() -> tuple[str, bytes]:
@@ -250,9 +223,8 @@ class WebBackend(Folder, Backend):
         return None
 
     def close(self) -> None:
-        """Release connections and threads. Idempotent."""
+        """Close idle connections. Idempotent."""
         self._transport.close()
-        self._caller.close()
 
 
 def _refusal(response: Response, what: str) -> BootseerError:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from bootseer.base.patience import PATIENCE
 from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -49,6 +50,7 @@ class OciBackend(Folder, Backend):
             reference,
             hosts_dir=settings.registry_hosts_dir,
             deadline_s=deadline_s or settings.deadline_s,
+            patience=PATIENCE,
         )
         self._listed = ObjectList(self._client, reference, self.url)
 

@@ -1,6 +1,7 @@
 """A store that a web server serves: replayed from there, never written, never led astray."""
 
 import base64
+import math
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.base.patience import PATIENCE
 from bootseer.errors import (
     BootseerError,
     DeadlineError,
@@ -254,6 +256,28 @@ def test_a_server_that_hangs_or_drips_is_left(
         wait_for(lambda: found, "the end of a read")
         assert isinstance(found[0], DeadlineError | UnavailableError)
         backend.close()
+
+
+@pytest.mark.parametrize("url", ["http://{}/s", "oci://{}/a/b@sha256:" + "0" * 64])
+def test_a_start_waits_for_a_store_that_hangs_only_once(url: str) -> None:
+    """All waits in vain together are bounded, as `bootseer run` does for its stages."""
+    came: list[int] = []
+
+    def count_and_hang(connection: socket.socket, over: threading.Event) -> None:
+        came.append(1)
+        over.wait(600)
+
+    with talking(count_and_hang) as host, open_store(url.format(host), deadline_s=60) as store:
+        PATIENCE.limit(0.7)
+        try:
+            with pytest.raises(DeadlineError):
+                store.read("a")
+            seen = len(came)
+            with pytest.raises(DeadlineError, match="in earlier calls"):
+                store.read("b")
+        finally:
+            PATIENCE.limit(math.inf)
+        assert len(came) == seen >= 1
 
 
 @pytest.mark.parametrize("url", ["http://", "https:///x", "http://[::1", "http://h:port/x"])
