@@ -168,7 +168,7 @@ class CheckpointMounts:
 
     def _sweep(self) -> None:
         """Remove mount points of starts that have ended; a mounted one is busy and stays."""
-        from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
+        from bootseer.fuse.striped.mounted.mount import take_off_dead_mounts
 
         for old in self._aside.iterdir() if self._aside and self._aside.is_dir() else ():
             take_off_dead_mounts(self._settings.run_dir, old)
@@ -178,13 +178,13 @@ class CheckpointMounts:
                     old.rmdir()
 
     def _mount(self, number: int, path: CheckpointPath) -> _Report:
-        from bootseer.fuse.striped.mounted.life.mount import (
+        from bootseer.fuse.striped.mounted.mount import (
             mount_checkpoints,
             mount_spec,
+            take_off_dead_mounts,
             take_over,
             unchecked_spec,
         )
-        from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
 
         is_shared = self._aside is not None and os.geteuid() == 0
         choices = {
@@ -193,7 +193,7 @@ class CheckpointMounts:
             "allow_other": is_shared,
             "everyone_writes": is_shared,
             "lifetime_pid": self._owner,
-            "warm": True,
+            "read_newest": True,
         }
         directory = self._lingering(path, choices) or self._directory(number)
         # Before the folder is made: a dead mount answers nobody, mkdir included.
@@ -221,7 +221,7 @@ class CheckpointMounts:
 
     def _lingering(self, path: CheckpointPath, choices: dict[str, Any]) -> Path | None:
         """Where it is mounted aside since a job that has ended, as it would be now."""
-        from bootseer.fuse.striped.mounted.life.mount import unchecked_spec
+        from bootseer.fuse.striped.mounted.mount import unchecked_spec
         from bootseer.served.cover_users import lingering
         from bootseer.served.folders import CHECKPOINT
 
@@ -325,6 +325,6 @@ class CheckpointMounts:
                 return
 
     def _unmount(self, directory: Path) -> None:
-        from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
+        from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 
         unmount_checkpoints(self._settings.run_dir, directory, timeout_s=_END_S)

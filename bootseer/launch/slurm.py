@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
+from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 from bootseer.linux.mount_table import find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import ProcessId, living_processes

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import click
 
 from bootseer.base.redact import public_url
-from bootseer.cli.lazy_group import RenamedOptions
 from bootseer.cli.output import (
     Seconds,
     Size,
@@ -45,8 +44,6 @@ class _Octal(click.ParamType[int]):
 
 
 @click.command(
-    cls=RenamedOptions,
-    renamed={"--warm": "--read-newest"},
     epilog="Example: bootseer checkpoint mount hdfs://namenode/checkpoints /mnt/checkpoints",
 )
 @click.argument("places", nargs=-1, metavar="URL DIRECTORY")
@@ -141,9 +138,8 @@ def mount(
     over several files that are read and written in parallel; docs/SEMANTICS.md says what holds.
     What a killed server has left on DIRECTORY is taken off. SIGTERM to the server unmounts.
     """
-    from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
-    from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
-    from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
+    from bootseer.fuse.striped.mounted.mount import make_mount_point, mount_checkpoints, mount_spec
+    from bootseer.fuse.striped.mounted.server import serve_checkpoints
     from bootseer.launch.checkpoints import made_sentence
     from bootseer.served.status import find_known
 
@@ -174,7 +170,7 @@ def mount(
         gid=gid,
         umask=umask,
         lifetime_pid=lifetime_pid,
-        warm=read_newest,
+        read_newest=read_newest,
         shutdown_s=timeout,
     )
     if immutable:
@@ -211,7 +207,7 @@ def mount(
 
 def protect(directory: Path) -> None:
     """Make the mount point immutable; where its file system cannot, a warning is enough."""
-    from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
+    from bootseer.fuse.striped.mounted.mount import make_immutable
 
     try:
         make_immutable(directory)
@@ -220,7 +216,7 @@ def protect(directory: Path) -> None:
 
 
 def _show_status(places: tuple[str, ...], as_json: bool) -> None:
-    from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
+    from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
 
     if len(places) > 1:
         raise click.UsageError("--status takes one directory, or none.")
@@ -234,7 +230,7 @@ def _show_status(places: tuple[str, ...], as_json: bool) -> None:
 
 
 def _restart(places: tuple[str, ...], timeout_s: float, force: bool, as_json: bool) -> None:
-    from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
+    from bootseer.fuse.striped.mounted.mount import restart_checkpoints
 
     if len(places) != 1:
         raise click.UsageError("--restart takes one directory.")
@@ -318,7 +314,7 @@ def unmount(directory: Path, timeout: float, as_json: bool) -> int:
 
     Exits with 1 and names them when files were still being written: nothing of those is kept.
     """
-    from bootseer.fuse.striped.mounted.life.mount import unmount_checkpoints
+    from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
 
     unwritten = unmount_checkpoints(current_settings().run_dir, directory, timeout_s=timeout)
     if as_json:

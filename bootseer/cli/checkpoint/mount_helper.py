@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bootseer.cli.output import one_line
 from bootseer.errors import BootseerError, InvalidInputError
-from bootseer.fuse.striped.mounted.life.mount_options import parse_options
+from bootseer.fuse.striped.mounted.options import parse_options
 from bootseer.settings.config import load_config
 
 _USAGE, _FAILED = 1, 32
@@ -45,8 +45,7 @@ def main() -> None:
     except InvalidInputError as error:
         sys.stderr.write(f"mount.bootseer: {one_line(error)}\n")
         sys.exit(_USAGE)
-    from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
-    from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
+    from bootseer.fuse.striped.mounted.mount import make_immutable, mount_checkpoints, mount_spec
 
     try:
         settings = load_config().settings

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError
-from bootseer.fuse.striped.mounted.life.mount_options import parse_options
+from bootseer.fuse.striped.mounted.options import parse_options
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.settings.values import parse_size
 from bootseer.snapshots.catalogue.manifest import is_name

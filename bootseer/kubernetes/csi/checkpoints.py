@@ -22,14 +22,14 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
 )
-from bootseer.fuse.striped.mounted.life.mount import (
+from bootseer.fuse.striped.mounted.mount import (
+    make_mount_point,
     mount_checkpoints,
     mount_spec,
     unchecked_spec,
     unmount_checkpoints,
 )
-from bootseer.fuse.striped.mounted.life.mount_options import parse_options
-from bootseer.fuse.striped.mounted.life.mount_point import make_mount_point
+from bootseer.fuse.striped.mounted.options import parse_options
 from bootseer.kubernetes.csi.attributes import CheckpointVolume, server_variables
 from bootseer.linux import mount_table
 from bootseer.linux.private_files import private_directory, write_private_file

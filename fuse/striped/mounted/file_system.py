@@ -31,10 +31,10 @@ from bootseer.fuse.kernel.operations import (
     SetAttributes,
 )
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal
-from bootseer.fuse.striped.mounted.life.status import OpenFigures
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
 from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as
+from bootseer.fuse.striped.mounted.status import OpenFigures
 from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
 from bootseer.fuse.striped.names.tree import directory_of
 from bootseer.fuse.striped.storage import StripedStorage

@@ -1,41 +1,163 @@
-"""The process behind one mounted checkpoint tree: `python -m bootseer.fuse.striped.mounted.server`.
+"""Process behind one mounted checkpoint tree: `python -m bootseer.fuse.striped.mounted.server`.
 
-Its way to its plan, a line of JSON on standard input; then it is `life.serve`'s. Servers that run
-now become this module when they are told to go on with newer code (`--resume`): it keeps its name.
+Reads its plan, a line of JSON on standard input, mounts, and supervises the worker process that
+answers the kernel. A server that is told to go on with newer code becomes this module anew
+(`--resume`) while files are open, so the module keeps its name.
 """
 
 import logging
+import os
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
-from bootseer.base.documents import from_line
-from bootseer.errors import EXIT_FAILURE, exit_code_of
-from bootseer.fuse.striped.mounted.life.serve import go_on, serve_checkpoints
-from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan
+from bootseer.base.documents import from_line, to_line
+from bootseer.base.redact import public_url
+from bootseer.errors import EXIT_FAILURE, exit_code_of, from_oserror
+from bootseer.fuse.kernel.operations import Operations
+from bootseer.fuse.kernel.options import MountOptions
+from bootseer.fuse.kernel.server import Attached
+from bootseer.fuse.striped.mounted.options import MODULE, SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.served.background import Report
-from bootseer.served.life import run_server
-from bootseer.served.supervision.hand_over import RESUME
+from bootseer.served.folders import CHECKPOINT, MountState, new_mount_dir, read_state
+from bootseer.served.life import living, run_server
+from bootseer.served.supervision.hand_over import RESUME, become_newer, taken_over
+from bootseer.served.supervision.heartbeat import silence_for
+from bootseer.served.supervision.supervisor import supervise
+from bootseer.store.paths import split_scheme
+
+_log = logging.getLogger(__name__)
+
+_WORKER = "bootseer.fuse.striped.mounted.worker"
+_THREADS = 16
+# A request may wait for memory as long as bytes still move, so this is no measure of slowness: it
+# is the end of any request whose own deadlines have failed.
+_REQUEST_DEADLINES = 4
 
 
-def _serve(line: bytes, report: Report) -> None:
+def serve_checkpoints(spec: MountSpec, on_ready: Callable[[], None] = lambda: None) -> list[str]:
+    """Mount and serve in the foreground; return the files that were left unwritten at the end.
+
+    Main thread of a single-threaded process only. Raises: BootseerError.
+    """
+    plan = CheckpointPlan(spec, new_mount_dir(Path(spec.run_dir)))
+    return _serve(plan, _watch_owner(spec), on_ready=on_ready)
+
+
+def _serve(
+    plan: CheckpointPlan,
+    owner_fd: int | None,
+    *,
+    lock_fd: int | None = None,
+    attached: Attached | None = None,
+    report: Report | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Serve until the mount ends. `lock_fd` and `attached`: from the code that this process was
+    before. `report` hears that the mount works, or why not."""
+    with living(plan.state_dir, _state_of(plan), lock_fd) as life:
+
+        def worker(attached: Attached) -> Operations:
+            # Imported here: a worker that follows one that died starts with little to inherit.
+            from bootseer.fuse.striped.mounted.worker import CheckpointWorker
+
+            return CheckpointWorker(
+                plan,
+                owner_fd=owner_fd,
+                can_restart=attached.connection.resend,
+                passes_files=attached.connection.passthrough,
+                maps_direct_io=attached.connection.direct_io_mmap,
+            ).operations
+
+        def hand_over(attached: Attached) -> None:
+            document = {"plan": to_line(plan), "owner_fd": owner_fd, "lock_fd": life.lock}
+            become_newer(MODULE, _WORKER, attached, document)
+
+        supervise(
+            worker,
+            Path(plan.spec.directory),
+            _mount_options(plan.spec),
+            report=report,
+            on_ready=on_ready,
+            attached=attached,
+            hand_over=hand_over,
+        )
+    ended = read_state(plan.state_dir)
+    return list(ended.unwritten) if ended is not None else []
+
+
+def _state_of(plan: CheckpointPlan) -> MountState:
+    return MountState(
+        id=plan.state_dir.name,
+        reference=public_url(plan.spec.url),
+        index_digest="",
+        workload="",
+        directory=plan.spec.directory,
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=CHECKPOINT,
+        user=plan.spec.user,
+        fingerprint=plan.spec.fingerprint,
+    )
+
+
+def _mount_options(spec: MountSpec) -> MountOptions:
+    # The kernel's option string has no way to quote.
+    name = "".join("_" if c in ",\\" or not c.isprintable() else c for c in public_url(spec.url))
+    return MountOptions(
+        name=name,
+        subtype=SUBTYPE,
+        allow_other=spec.allow_other,
+        default_permissions=not spec.everyone_writes,
+        read_only=spec.read_only,
+        threads=_THREADS,
+        read_directory_plus=False,
+        atomic_truncate=True,
+        request_deadline_s=_REQUEST_DEADLINES * spec.deadline_s,
+        shutdown_s=spec.shutdown_s,
+        worker_silence_s=silence_for(spec.deadline_s),
+        # Only files of this node can be read past us, and only root may ask for that.
+        passthrough=split_scheme(spec.url) in ("", "file") and os.geteuid() == 0,
+    )
+
+
+def _watch_owner(spec: MountSpec) -> int | None:
+    """A descriptor that becomes readable when the process ends that the mount is for."""
+    if spec.user is None:
+        return None
+    try:
+        return spec.user.open()
+    except OSError as error:
+        raise from_oserror(error, f"watch process {spec.user.pid}") from error
+
+
+def _serve_plan(line: bytes, report: Report) -> None:
     plan = from_line(line, CheckpointPlan)
-    serve_checkpoints(plan.spec, report=report, state_dir=plan.state_dir)
+    _serve(plan, _watch_owner(plan.spec), report=report)
+
+
+def _go_on(left: int) -> list[str]:
+    """Serve the mount that this process has held before it became this code; `left`: descriptor of
+    what it left itself."""
+    document, attached = taken_over(left)
+    plan = from_line(document["plan"], CheckpointPlan)
+    return _serve(plan, document["owner_fd"], lock_fd=document["lock_fd"], attached=attached)
 
 
 def main() -> int:
     """Return the exit code: 0 after an unmount, 1 where files were still being written."""
     if sys.argv[1] != RESUME:
-        return run_server("the mount's server", _serve)
+        return run_server("the mount's server", _serve_plan)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        unwritten = go_on(int(sys.argv[2]))
+        unwritten = _go_on(int(sys.argv[2]))
     except Exception as error:
-        logging.getLogger(__name__).exception("the mount ended")
+        _log.exception("the mount ended")
         return exit_code_of(error)
     # Of a mount in the foreground, whose exit code somebody reads.
     for path in unwritten:
-        logging.getLogger(__name__).warning(
-            "%s was still being written: nothing of it is kept", path
-        )
+        _log.warning("%s was still being written: nothing of it is kept", path)
     return EXIT_FAILURE if unwritten else 0
 
 

@@ -124,12 +124,6 @@ def test_old_names_of_commands_still_work(
     assert f"\n  {old[-1]} " not in listed or old[0] == "stripe"
 
 
-def test_reading_the_newest_checkpoint_has_a_name_of_its_own(world: World) -> None:
-    found = world("checkpoint", "mount", "--warm")
-    assert found.code == 2  # No URL is given.
-    assert "warning: --warm is called --read-newest now" in found.err
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes(shell: str, tmp_path: Path) -> None:
     """docs/operations.md says how."""

@@ -18,8 +18,8 @@ import pytest
 
 from bootseer.base.documents import to_builtins
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
-from bootseer.fuse.striped.mounted.life.spec import CheckpointPlan
+from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.options import CheckpointPlan
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.processes import stat_fields
 from bootseer.prefetch.serve.serve_plan import ServePlan
@@ -228,7 +228,7 @@ _MOUNT = """
 import json, logging, sys
 from pathlib import Path
 from bootseer.base.documents import from_builtins
-from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.linux.processes import stat_fields
 from bootseer.served import spawned
 from bootseer.settings.config import Settings

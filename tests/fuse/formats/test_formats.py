@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.mounted.life.status import mount_status
+from bootseer.fuse.striped.mounted.status import mount_status
 from testbed.mounts import fuse_mount
 from testbed.needs import MissingError, require
 from tests.fuse.formats.host import TorchHost

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from bootseer.cli.node.status_commands import node_entries
 from bootseer.fuse.kernel.unmount import find_helper
-from bootseer.fuse.striped.mounted.life.mount import mount_checkpoints, mount_spec
-from bootseer.fuse.striped.mounted.life.serve import serve_checkpoints
+from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
+from bootseer.fuse.striped.mounted.server import serve_checkpoints
 from bootseer.linux import mount_table, namespaces
 from bootseer.prefetch.resolve.mount import mount_image
 from bootseer.served.cover_users import add_user
@@ -249,7 +249,7 @@ def test_two_users_see_of_each_other_what_is_mounted(node: Settings, tmp_path: P
     ours, other = str(tmp_path / "checkpoints"), str(home / "mnt")
 
     # Once this process is another user's it may not be able to.
-    import bootseer.fuse.striped.mounted.life.worker  # noqa: F401
+    import bootseer.fuse.striped.mounted.worker  # noqa: F401
 
     def serve() -> None:
         spec = mount_spec(theirs, (home / "stored").as_uri(), home / "mnt", memory_bytes=2**27)

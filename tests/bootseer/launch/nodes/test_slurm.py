@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.fuse.striped.mounted.life.mount import (
+from bootseer.fuse.striped.mounted.mount import (
     MountedCheckpoints,
     mount_checkpoints,
     mount_spec,

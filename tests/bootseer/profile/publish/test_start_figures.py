@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootseer.fuse.striped.mounted.life.mount_figures import Look, render_mount
-from bootseer.fuse.striped.mounted.life.status import OpenFigures
+from bootseer.fuse.striped.mounted.status import Look, OpenFigures, render_mount
 from bootseer.fuse.striped.statistics import Statistics
 from bootseer.prefetch.serve import prometheus as of_images
 from bootseer.prefetch.streams.fault_figures import FaultRecorder

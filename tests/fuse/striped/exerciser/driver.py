@@ -23,7 +23,7 @@ from typing import Any, Self
 from bootseer.checkpoints import read_into, size_of
 from bootseer.errors import BusyError, DeadlineError, NotFoundError, UnavailableError
 from bootseer.fuse.kernel.unmount import abort_connection
-from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
+from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, restart_checkpoints
 from bootseer.linux import mount_table
 from bootseer.linux.processes import wait_ended
 from bootseer.served.status import find_known

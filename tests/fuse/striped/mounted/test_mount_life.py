@@ -13,7 +13,7 @@ import pytest
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError
 from bootseer.fuse.kernel.operations import Caller, Opened
 from bootseer.fuse.kernel.options import MountOptions
-from bootseer.fuse.striped.mounted.life.mount import (
+from bootseer.fuse.striped.mounted.mount import (
     mount_checkpoints,
     mount_spec,
     unmount_checkpoints,
@@ -208,7 +208,7 @@ def test_warming_reads_the_newest_checkpoint(
         copy_in(storage, big, "step-2/model")
         storage.backend.create("latest").close()
     (tmp_path / "stored" / "latest").write_text("step-1\n")
-    with checkpoints(tmp_path, mountpoint, local_url, warm=True) as mount:
+    with checkpoints(tmp_path, mountpoint, local_url, read_newest=True) as mount:
         wait_for(lambda: "of the newest checkpoint ahead" in mount.log.read_text())
         assert f"read {BIG} bytes of the newest checkpoint ahead" in mount.log.read_text()
         shell("cmp {b} {d}/step-1/model; cmp {b} {d}/step-2/model", b=big, d=mountpoint)

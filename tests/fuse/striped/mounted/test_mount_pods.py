@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from bootseer.fuse.striped.mounted.life.mount_point import make_immutable
+from bootseer.fuse.striped.mounted.mount import make_immutable
 from bootseer.fuse.striped.tools.copy import copy_out, open_storage
 from testbed.mounts.fuse_mount import run
 from testbed.needs import MissingError, require

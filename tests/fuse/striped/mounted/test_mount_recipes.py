@@ -10,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from bootseer.errors import InvalidInputError
-from bootseer.fuse.striped.mounted.life.mount_options import parse_options
+from bootseer.fuse.striped.mounted.options import parse_options
 from testbed.mounts.fuse_mount import run
 from testbed.needs import MissingError
 from testbed.paths import REPOSITORY

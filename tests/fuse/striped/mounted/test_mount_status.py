@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import NotFoundError, UnavailableError
-from bootseer.fuse.striped.mounted.life.status import all_statuses, mount_status
+from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
 from bootseer.served.control import ask
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.mounts.fuse_mount import check_python, run
@@ -22,7 +22,7 @@ import sys, time
 file = open(sys.argv[1] + "/new", "wb", buffering=0)
 file.write(bytes(3_000_000))
 assert open(sys.argv[1] + "/old", "rb").read() == b"old"
-from bootseer.fuse.striped.mounted.life.status import mount_status
+from bootseer.fuse.striped.mounted.status import mount_status
 from pathlib import Path
 status = mount_status(Path(sys.argv[2]), Path(sys.argv[1]))
 assert status["unfinished"] == ["new"], status

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.mounted.life.status import mount_status
-from bootseer.fuse.striped.mounted.newest import steps, tracked_name
-from bootseer.fuse.striped.mounted.newest_reading import newest_files, read_newest
+from bootseer.fuse.striped.mounted.newest import newest_files, read_newest, steps, tracked_name
+from bootseer.fuse.striped.mounted.status import mount_status
 from bootseer.fuse.striped.tools.copy import copy_in, open_storage
 from tests.fuse.striped.support.harness import UNIT, Driver, storage_on
 from tests.fuse.striped.support.mounting import MIB, checkpoints, settings_in, shell
@@ -200,7 +199,7 @@ def test_a_mount_reads_the_newest_step_before_anybody_asks(
     with open_storage(settings_in(tmp_path), url, stripe_unit_bytes=MIB) as storage:
         for path in ("step-1/__0_0.distcp", "step-1/.metadata", "step-2/__0_0.distcp"):
             copy_in(storage, half, path)
-    with checkpoints(tmp_path, mountpoint, url, warm=True, stripe_unit_bytes=MIB):
+    with checkpoints(tmp_path, mountpoint, url, read_newest=True, stripe_unit_bytes=MIB):
         fetched = 0
         while fetched < 6 * MIB:
             status = mount_status(settings_in(tmp_path).run_dir, mountpoint)

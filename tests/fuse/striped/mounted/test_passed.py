@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.fuse.striped.mounted.life.mount import restart_checkpoints
-from bootseer.fuse.striped.mounted.life.status import mount_status
+from bootseer.fuse.striped.mounted.mount import restart_checkpoints
+from bootseer.fuse.striped.mounted.status import mount_status
 from testbed.mounts.fuse_mount import run
 from testbed.needs import MissingError, require
 from tests.fuse.striped.support.mounting import MIB, checkpoints

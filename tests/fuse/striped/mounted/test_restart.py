@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BusyError, NotFoundError
-from bootseer.fuse.striped.mounted.life.mount import MountedCheckpoints, restart_checkpoints
-from bootseer.fuse.striped.mounted.life.status import mount_status
+from bootseer.fuse.striped.mounted.mount import MountedCheckpoints, restart_checkpoints
+from bootseer.fuse.striped.mounted.status import mount_status
 from testbed.mounts.fuse_mount import run
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.mounting import checkpoints, end, shell

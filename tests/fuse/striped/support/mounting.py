@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.striped.mounted.life.mount import (
+from bootseer.fuse.striped.mounted.mount import (
     MountedCheckpoints,
     mount_checkpoints,
     mount_spec,

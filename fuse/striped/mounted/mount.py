@@ -1,9 +1,14 @@
 """Mount and unmount a checkpoint tree from any process.
 
-Owns the start of the server process and its end. Functions may be called from any thread.
+Starts and ends the server process, takes off mounts of ours whose server was killed, and sets the
+immutable attribute of mount points. Functions may be called from any thread.
 """
 
+import array
 import contextlib
+import errno
+import fcntl
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -23,16 +28,12 @@ from bootseer.errors import (
     NotFoundError,
     UnavailableError,
     UnsupportedError,
+    from_oserror,
 )
-from bootseer.fuse.kernel.unmount import unmount
-from bootseer.fuse.striped.mounted.life.mount_point import take_off_dead_mounts
-from bootseer.fuse.striped.mounted.life.spec import (
-    MODULE,
-    SUBTYPE,
-    CheckpointPlan,
-    MountSpec,
-)
+from bootseer.fuse.kernel.unmount import detach, is_disconnected, unmount
+from bootseer.fuse.striped.mounted.options import MODULE, SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.linux.mount_table import absolute, find_mount
+from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import start_time
 from bootseer.served.background import begin_server
 from bootseer.served.control import ask
@@ -49,11 +50,21 @@ from bootseer.served.folders import (
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
 
+_log = logging.getLogger(__name__)
+
 _START_S = 10.0
 # A server that was asked to go is gone after this, or has stayed: a file was being written again.
 _RESTART_S = 3.0
 _LOOK_S = 0.1
 _RELEASED_S = 5.0
+
+# FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of <linux/fs.h>: _IOR('f', 1, long), _IOW('f', 2, long), with
+# the size of a long in bits 16 to 29. What is passed is an int, whatever the macros say.
+_LONG_BYTES = array.array("l").itemsize
+_GET_FLAGS = 2 << 30 | _LONG_BYTES << 16 | ord("f") << 8 | 1
+_SET_FLAGS = 1 << 30 | _LONG_BYTES << 16 | ord("f") << 8 | 2
+_IMMUTABLE = 0x10  # FS_IMMUTABLE_FL, what `chattr +i` sets
+_NO_ATTRIBUTES = frozenset({errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
 class MountedCheckpoints(Struct, frozen=True):
@@ -158,7 +169,7 @@ def take_over(spec: MountSpec) -> str:
     if known.state.fingerprint == spec.fingerprint:
         try:
             # There may be a newer checkpoint than the one that was read ahead.
-            ask(known.folder, "warm" if spec.warm else "status")
+            ask(known.folder, "warm" if spec.read_newest else "status")
             if join(known.folder, None, spec.lifetime_pid):
                 return "live"
         except (UnavailableError, DeadlineError):
@@ -278,3 +289,68 @@ def unmount_checkpoints(
         remove_mount_dir(known.folder)
         os.close(lock)
     return ended.unwritten if ended is not None else ()
+
+
+# ---- the folder that is mounted on -----------------------------------------------------------
+
+
+def take_off_dead_mounts(run_dir: Path, directory: Path) -> None:
+    """Take off the checkpoint mounts on `directory` whose server is gone, as after SIGKILL.
+
+    A mount that answers stays. Raises: BootseerError.
+    """
+    # One of ours that is stuck would keep us waiting. Those of other containers and namespaces are
+    # asked: their mount may be on another folder of this name.
+    known = find_known(run_dir, directory)
+    is_ours = known is not None and known.state.mount_namespace in ("", mount_namespace())
+    if known is not None and known.is_running and is_ours:
+        return
+    while (mounted := find_mount(directory)) is not None and mounted.subtype == SUBTYPE:
+        try:
+            directory.stat()
+            return
+        except OSError as error:
+            if not is_disconnected(error):
+                return
+        _log.info("taking a mount off %s whose server is gone", directory)
+        detach(directory, lazy=True)
+
+
+def make_mount_point(run_dir: Path, directory: Path) -> None:
+    """Make `directory` and its parents where they are missing. Raises: BootseerError."""
+    take_off_dead_mounts(run_dir, absolute(directory))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise from_oserror(error, f"make the mount point {directory}") from error
+
+
+def make_immutable(directory: Path) -> None:
+    """Let no user, root included, make files in `directory` while nothing is mounted there.
+
+    For a folder on which nothing is mounted; `chattr -i` undoes it. Raises: InvalidInputError where
+    something is in it; UnsupportedError where its file system has no such attribute;
+    PermissionDeniedError.
+    """
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            flags = array.array("i", [0])
+            fcntl.ioctl(folder, _GET_FLAGS, flags)
+            if flags[0] & _IMMUTABLE:
+                return
+            if os.listdir(folder):
+                raise InvalidInputError(
+                    f"cannot make {directory} immutable: there are files in it that were written "
+                    "while nothing was mounted; move them away"
+                )
+            flags[0] |= _IMMUTABLE
+            fcntl.ioctl(folder, _SET_FLAGS, flags)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno in _NO_ATTRIBUTES:
+            raise UnsupportedError(
+                f"cannot make {directory} immutable: its file system does not know chattr +i"
+            ) from error
+        raise from_oserror(error, f"make {directory} immutable") from error

@@ -28,10 +28,9 @@ from bootseer.errors import (
 from bootseer.fuse.striped.memory import content_bytes
 from bootseer.fuse.striped.mounted.file_system import MountedTree, Ownership
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal, read_journal
-from bootseer.fuse.striped.mounted.life.mount_figures import FiguresWriter, Look
-from bootseer.fuse.striped.mounted.life.spec import JOURNAL, CheckpointPlan, MountSpec
-from bootseer.fuse.striped.mounted.life.status import RecentErrors, status_document
-from bootseer.fuse.striped.mounted.newest_reading import read_newest
+from bootseer.fuse.striped.mounted.newest import read_newest
+from bootseer.fuse.striped.mounted.options import JOURNAL, CheckpointPlan, MountSpec
+from bootseer.fuse.striped.mounted.status import FiguresWriter, Look, RecentErrors, status_document
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.linux.processes import start_time
 from bootseer.served.control import ControlServer
@@ -152,7 +151,7 @@ class CheckpointWorker:
         self._control.start()
         if self._spec.metrics_dir is not None:
             self._figures_writer = FiguresWriter(self._spec.metrics_dir, self._spec.url, self._look)
-        if self._spec.warm and not self._is_successor:
+        if self._spec.read_newest and not self._is_successor:
             self._begin_warming()
 
     def _end(self, unwritten: Sequence[str]) -> None:

@@ -1,1 +1,0 @@
-"""The life of a mount: begun, supervised, restarted, asked, ended."""

@@ -1,0 +1,174 @@
+"""How a checkpoint tree is to be mounted: the plan of a server, and options as mount(8) has them.
+
+Immutable values. Lists of mount options ("ro,memory=1GiB") share their names with fstab(5) and the
+volumes of Kubernetes.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.base.documents import to_line
+from bootseer.errors import InvalidInputError
+from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
+from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
+from bootseer.linux.processes import ProcessId
+from bootseer.settings.values import parse_size
+
+MODULE = "bootseer.fuse.striped.mounted.server"
+"""The module of the server's process."""
+SUBTYPE = "bootseer-stripe"
+SHUTDOWN_S = 10.0
+JOURNAL = "journal"
+"""The journal in the server's folder: what its successor needs."""
+
+
+class MountSpec(Struct, frozen=True, kw_only=True):
+    """How to mount; travels from the command to the server process."""
+
+    url: str
+    directory: str
+    run_dir: str
+    memory_bytes: int
+    deadline_s: float
+    read_only: bool = False
+    allow_other: bool = False
+    """Let other users in, as far as modes and owner (this user) allow."""
+    everyone_writes: bool = False
+    """Every user who reaches the mount may do everything: for one that only a container can
+    reach."""
+    stripe_unit_bytes: int = DEFAULT_STRIPE_UNIT_BYTES
+    stripe_count: int = DEFAULT_STRIPE_COUNT
+    layout: LayoutKind = "striped"
+    uid: int | None = None
+    """The owner of everything that is shown; None: the user who mounts."""
+    gid: int | None = None
+    umask: int = 0o022
+    """Permissions that nothing has; the kernel checks access by the rest."""
+    lifetime_pid: int | None = None
+    """The server unmounts and ends when this process has ended."""
+    lifetime_started: str = ""
+    """When that process started (`processes.start_time`)."""
+    read_newest: bool = False
+    """Read the newest checkpoint ahead as soon as the mount works."""
+    metrics_dir: Path | None = None
+    """The folder of figures for Prometheus; None: they are not written."""
+    shutdown_s: float = SHUTDOWN_S
+    """How long open files may stay open when the server is told to end; then they are cut off."""
+
+    @property
+    def user(self) -> ProcessId | None:
+        """The process that the mount is for."""
+        if self.lifetime_pid is None:
+            return None
+        return ProcessId(self.lifetime_pid, self.lifetime_started)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for mounts that the next job can use as its own."""
+        shared = replace(self, lifetime_pid=None, lifetime_started="")
+        return hashlib.sha256(to_line(shared).encode()).hexdigest()
+
+    @property
+    def stripe_settings(self) -> StripeSettings:
+        """Raises: InvalidInputError."""
+        return StripeSettings(
+            self.stripe_unit_bytes, self.stripe_count, self.deadline_s, self.layout
+        )
+
+
+class CheckpointPlan(Struct, frozen=True):
+    """What one server is to do: a line of JSON on its standard input."""
+
+    spec: MountSpec
+    state_dir: Path
+
+
+# ---- mount options ---------------------------------------------------------------------------
+
+# What mount(8), fstab(5) and systemd mean for themselves, or what holds here anyway.
+_IGNORED = frozenset(
+    (
+        *(
+            "defaults",
+            "rw",
+            "auto",
+            "noauto",
+            "nofail",
+            "user",
+            "nouser",
+            "users",
+            "owner",
+            "group",
+        ),
+        *("_netdev", "async", "noatime", "nodiratime", "relatime", "strictatime", "lazytime"),
+        *("nosuid", "nodev", "exec", "noiversion"),
+    )
+)
+_IGNORED_PREFIXES = ("x-", "X-", "comment=")
+_FLAGS = {
+    "ro": "read_only",
+    "allow_other": "allow_other",
+    "read_newest": "read_newest",
+    "immutable": "immutable",
+}
+
+
+_ID_MAX = 2**32 - 2
+"""The largest user or group: the next number means none."""
+
+
+def _bounded(convert: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    def checked(text: str) -> float:
+        number = convert(text)
+        # Not so is nan, too.
+        if not least <= number <= most:
+            raise ValueError(f"it is not from {least:g} to {most:g}")
+        return number
+
+    return checked
+
+
+_VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "uid": ("uid", _bounded(int, 0, _ID_MAX)),
+    "gid": ("gid", _bounded(int, 0, _ID_MAX)),
+    "umask": ("umask", _bounded(lambda text: int(text, 8), 0, 0o777)),
+    "memory": ("memory_bytes", parse_size),
+    "deadline": ("deadline_s", _bounded(float, 0.001, 86_400)),
+    "stripe_unit": ("stripe_unit_bytes", parse_size),
+    "stripe_count": ("stripe_count", int),
+    "layout": ("layout", str),
+}
+
+
+def parse_options(texts: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
+    """Arguments of `mount_spec` and `immutable`, and the run directory if one is given.
+
+    Raises: InvalidInputError for an option that is not known: it might be one that matters.
+    """
+    chosen: dict[str, Any] = {}
+    run_dir = None
+    for option in (option for text in texts for option in text.split(",")):
+        name, has_value, value = option.partition("=")
+        if not option or option in _IGNORED or option.startswith(_IGNORED_PREFIXES):
+            continue
+        if option in _FLAGS:
+            chosen[_FLAGS[option]] = True
+        elif name == "run_dir" and value:
+            run_dir = Path(value)
+        elif name in _VALUES and has_value:
+            argument, convert = _VALUES[name]
+            try:
+                chosen[argument] = convert(value)
+            except ValueError as error:
+                raise InvalidInputError(f"mount option {option!r}: {error}") from error
+        else:
+            raise InvalidInputError(
+                f"mount option {option!r} is not known; there are "
+                f"{', '.join([*_FLAGS, *(f'{name}=' for name in _VALUES), 'run_dir='])}"
+            )
+    return chosen, run_dir

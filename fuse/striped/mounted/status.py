@@ -1,0 +1,216 @@
+"""Figures of a running mount: for `bootseer checkpoint mount --status`, and for Prometheus.
+
+Owns the form of the status document, on both sides of the control socket. Figures for Prometheus
+(docs/operations.md) are labelled with the folder's URL and a slot: where it is mounted may be new
+at each start. Gathering is one quick look that waits for nothing; it may run in any thread.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from bootseer.base.documents import to_builtins
+from bootseer.base.exposition import Family, one, render
+from bootseer.base.redact import public_url, redact
+from bootseer.errors import NotFoundError
+from bootseer.fuse.striped.statistics import Statistics
+from bootseer.linux.mount_table import absolute
+from bootseer.served.figures_file import FiguresFile, file_name
+from bootseer.served.folders import MountState
+from bootseer.served.status import Known, find_known, known_mounts
+
+_ERRORS_KEPT = 10
+_MESSAGE_CHARS_MAX = 500
+# Between the two looks whose difference is the throughput of this moment.
+_RATE_S = 0.5
+
+
+class RecentErrors(logging.Handler):
+    """The last warnings and errors of this process, to be shown. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: deque[dict[str, Any]] = deque(maxlen=_ERRORS_KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        message = redact(record.getMessage())[:_MESSAGE_CHARS_MAX]
+        self._kept.append({"time_s": record.created, "message": message})
+
+    def kept(self) -> list[dict[str, Any]]:
+        """Oldest first."""
+        return list(self._kept)
+
+
+class OpenFigures(Struct, frozen=True):
+    """What is open in a mount at this moment."""
+
+    files_open: int
+    streams_active: int
+    requests: int
+    """Requests for files and names since the server's process began."""
+    unfinished: tuple[str, ...]
+    """Files that are being written: no other node sees them yet."""
+
+
+def status_document(
+    state: MountState,
+    statistics: Statistics,
+    opened: OpenFigures,
+    memory: Mapping[str, int],
+    errors: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The answer to "status"."""
+    return {
+        "url": state.reference,
+        "directory": state.directory,
+        "pid": state.pid,
+        "worker_pid": state.worker_pid,
+        "uptime_s": max(0.0, time.time() - state.started_ns / 1e9),
+        **to_builtins(opened),
+        "memory": dict(memory),
+        "statistics": to_builtins(statistics),
+        "errors": errors,
+    }
+
+
+def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
+    """The status of the mount on `directory`, with its throughput of this moment.
+
+    Raises: NotFoundError where none of this user's is there; UnavailableError, DeadlineError.
+    """
+    path = absolute(directory)
+    known = find_known(run_dir, path)
+    if known is None or not known.is_running:
+        raise NotFoundError(f"no checkpoint folder of this user is mounted on {path}")
+    return _with_rates(known)
+
+
+def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
+    """The status of every running mount of this user; one that does not answer is shown as that."""
+    found = []
+    for known in known_mounts(run_dir):
+        if not known.is_running:
+            continue
+        try:
+            found.append(_with_rates(known))
+        except OSError as error:
+            url, directory = known.state.reference, known.state.directory
+            found.append({"url": url, "directory": directory, "problem": str(error)})
+    return found
+
+
+def _with_rates(known: Known) -> dict[str, Any]:
+    before = known.ask("status")["statistics"]
+    time.sleep(_RATE_S)
+    answer = known.ask("status")
+    after = answer["statistics"]
+    # Another process may serve now, whose counts began anew.
+    elapsed_s = max(after["uptime_s"] - before["uptime_s"], _RATE_S)
+    answer["throughput"] = {
+        f"{name}_bytes_per_s": max(0.0, (after[key] - before[key]) / elapsed_s)
+        for name, key in (
+            ("served", "served_bytes"),
+            ("fetched", "fetched_bytes"),
+            ("written", "written_bytes"),
+        )
+    }
+    return answer
+
+
+# ---- figures for Prometheus ------------------------------------------------------------------
+
+_ROUND_S = 15.0
+"""As often as Prometheus scrapes by default."""
+_PREFIX = "bootseer_checkpoint_"
+_COUNTS = {
+    "served_bytes": "Bytes handed to readers.",
+    "fetched_bytes": "Bytes read from the storage and verified.",
+    "fetch_count": "Reads of the storage.",
+    "read_retry_count": "Reads that failed and were asked for again.",
+    "corrupt_count": "Reads whose bytes did not match their checksum.",
+    "late_count": "Reads that were asked for a second time while the first was under way.",
+    "stuck_count": "Reads that were given up at their deadline.",
+    "written_bytes": "Bytes acknowledged by the storage.",
+    "write_count": "Writes to the storage.",
+    "write_retry_count": "Writes that failed and were repeated.",
+    "published_count": "Files that became visible to others.",
+}
+_NAMES = {
+    "fetch_count": "fetches",
+    "read_retry_count": "fetch_retries",
+    "corrupt_count": "corrupt_fetches",
+    "late_count": "late_fetches",
+    "stuck_count": "fetch_timeouts",
+    "write_count": "writes",
+    "write_retry_count": "write_retries",
+    "published_count": "published_files",
+}
+
+
+class Look(Struct, frozen=True):
+    """What is known of a mount at one moment."""
+
+    statistics: Statistics
+    opened: OpenFigures
+    memory: Mapping[str, int]
+    started_s: float
+    is_mounted: bool
+
+
+def render_mount(look: Look, url: str, slot: int) -> str:
+    """The whole file."""
+    return render(_families(look), (("url", public_url(url)), ("slot", str(slot))))
+
+
+def _families(look: Look) -> Iterator[Family]:
+    for name, text, value in (
+        ("mounted", "1 while the folder is mounted, 0 after its end.", look.is_mounted),
+        ("start_time_seconds", "When it was mounted, in seconds since the epoch.", look.started_s),
+        ("memory_limit_bytes", "What the mount may hold in memory.", look.memory["limit_bytes"]),
+        ("memory_used_bytes", "What the mount holds in memory.", look.memory["used_bytes"]),
+        ("open_files", "Files that are open.", look.opened.files_open),
+        ("unfinished_files", "Files that are being written.", len(look.opened.unfinished)),
+    ):
+        yield one(_PREFIX + name, "gauge", text, value)
+    for field, text in _COUNTS.items():
+        name = f"{_PREFIX}{_NAMES.get(field, field)}_total"
+        yield one(name, "counter", text, getattr(look.statistics, field))
+
+
+class FiguresWriter:
+    """Writes the figures of one mount from its start until it is closed."""
+
+    def __init__(self, metrics_dir: Path, url: str, look: Callable[[bool], Look]) -> None:
+        """`look` is asked with whether it is mounted."""
+        self._file = FiguresFile(metrics_dir)
+        self._url = url
+        self._name = file_name("checkpoint", public_url(url))
+        self._look = look
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="figures", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._write(True)
+            self._stopping.wait(_ROUND_S)
+
+    def _write(self, is_mounted: bool) -> None:
+        # Looked at by what never raises: this thread writes for as long as the mount lives.
+        self._file.write(
+            self._name, lambda slot: render_mount(self._look(is_mounted), self._url, slot)
+        )
+
+    def close(self) -> None:
+        """Write the last ones, and let another mount have the slot."""
+        self._stopping.set()
+        self._thread.join(_ROUND_S)
+        self._write(False)
+        self._file.close()
