@@ -31,13 +31,12 @@ import logging
 import math
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TypeAlias
 
-from bootseer.errors import CorruptError, DeadlineError, UnavailableError
+from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import (
     FLOOR_BYTES_PER_S,
@@ -234,10 +233,13 @@ class Try:
         """
         job = self.job
         read_into = job.open(self)
-        self.is_opened = True
         if not self.is_second:
             reusable = earlier is not None and earlier.has_returned and len(earlier.buffer)
             self.buffer = earlier.buffer if earlier and reusable else job.buffer(self)
+        # Opening and waiting for memory say nothing about the pace.
+        self.started_s = time.monotonic()
+        self.progress = Progress(self.started_s)
+        self.is_opened = True
         buffer = self.buffer
         if earlier is not None:
             start = self.start_bytes = earlier.done_bytes
@@ -566,26 +568,23 @@ class FetchEngine:
 
     # ---- jobs; the caller does not hold the lock ----------------------------------------------
 
-    def wait(
-        self, job: Job, timeout_s: float, cancelled: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Wait until `job` has ended; False where nothing came for `timeout_s`.
+    def wait(self, job: Job, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Wait until `job` has ended; end it where nothing came for the deadline.
 
         `cancelled` is asked several times a second. Raises: InterruptedError where it says so.
         """
         with self.lock:
             if job.state is State.ENDED:
-                return True
+                return
             done = job.done = job.done or threading.Event()
         began_s = time.monotonic()
-        while not done.wait(min(_POLL_S, timeout_s)):
+        while not done.wait(min(_POLL_S, self._deadline_s)):
             if cancelled():
                 raise InterruptedError
             now_s = time.monotonic()
             with self.lock:
-                if self.silent_s(job, began_s, now_s) >= timeout_s:
-                    return done.is_set()
-        return True
+                if self.silent_s(job, began_s, now_s) >= self._deadline_s:
+                    self._fail_silent(job)
 
     def close(self) -> None:
         """Fail every job, tell every waiter, and end the threads. Idempotent.
@@ -676,7 +675,7 @@ class FetchEngine:
                     return None
                 job = waiting
                 if job.moved_s is not None and self.silent_s(job, 0.0, now_s) >= self._deadline_s:
-                    self.end(job, job.told(job.failure or self._no_answer(job)))
+                    self._fail_silent(job)
                     continue
                 for part in job.split(None):
                     self._enqueue(part)
@@ -734,7 +733,7 @@ class FetchEngine:
         try:
             data = one.read(earlier)
         except BaseException as error:  # a thread outlives whatever a reader raises
-            _clear_frames(error)
+            _forget_frames(error)
             failure = error
         del earlier
         with self.lock:
@@ -749,7 +748,7 @@ class FetchEngine:
         try:
             job.land(one, data)
         except BaseException as error:  # a thread outlives whatever a callback raises
-            _clear_frames(error)
+            _forget_frames(error)
             failure = job.told(error)
         with self.lock:
             if one in self._running:
@@ -835,6 +834,9 @@ class FetchEngine:
         self._queue.under_way[place] -= 1
         if not self._queue.under_way[place]:
             del self._queue.under_way[place]
+
+    def _fail_silent(self, job: Job) -> None:
+        self.end(job, job.told(job.failure or self._no_answer(job)))
 
     def _no_answer(self, job: Job) -> DeadlineError:
         return DeadlineError(f"cannot read {job.what}: no answer within {self._deadline_s:g} s")
@@ -965,11 +967,11 @@ class FetchEngine:
             self._wake(job.priority)
 
 
-def _clear_frames(error: BaseException) -> None:
-    """Let go of the buffers in the frames of `error`, which may be kept for long."""
-    seen: set[int] = set()
+def _forget_frames(error: BaseException) -> None:
+    """Let go of the frames of `error`, which may be kept for long, and of the buffers in them."""
+    if not isinstance(error, (OSError, BootseerError)):
+        logger.warning("a read failed in an unforeseen way", exc_info=error)
     one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
+    while one is not None and one.__traceback__ is not None:
+        one.__traceback__ = None
         one = one.__cause__ or one.__context__

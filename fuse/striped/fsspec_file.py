@@ -16,7 +16,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from bootseer.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from bootseer.fuse.striped.names.stored import FileStatus, status_of
-from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy import read_opened
 

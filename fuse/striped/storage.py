@@ -8,7 +8,6 @@ from bootseer.base.closing import Closing
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.tree import StripedTree
-from bootseer.fuse.striped.reading.pool import FetchPool
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stripe_settings import StripeSettings
@@ -51,9 +50,12 @@ class StripedStorage(Closing):
         self.settings = settings
         self.budget = MemoryBudget(memory_bytes)
         self.counters = Counters()
-        self._pool = FetchPool(thread_count, max(1, thread_count // 4))
         self.reader = StripedReader(
-            backend, self.budget, self._pool, settings.patience_s, self.counters
+            backend,
+            self.budget,
+            thread_count=thread_count,
+            patience_s=settings.patience_s,
+            counters=self.counters,
         )
         self.tree = StripedTree(
             backend,
@@ -94,5 +96,4 @@ class StripedStorage(Closing):
         """Delete what was replaced and is not open; stop the threads; close the backend."""
         self.tree.close()
         self.reader.end_reads()
-        self._pool.close()
         self.backend.close()

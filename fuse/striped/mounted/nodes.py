@@ -39,7 +39,7 @@ from bootseer.fuse.striped.mounted.journal import (
     view_record,
 )
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
-from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.view import FileView
 from bootseer.fuse.striped.writing.writer import FileWriter
 from bootseer.store.backend import HasDescriptor

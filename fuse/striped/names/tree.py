@@ -38,8 +38,8 @@ from bootseer.fuse.striped.names.stored import (
     refuse,
     run_name,
 )
-from bootseer.fuse.striped.reading.chunks import OpenFile
 from bootseer.fuse.striped.reading.reader import StripedReader
+from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, generation_folder, parts_folder
 from bootseer.store.backend import Backend, FileInfo, Piece

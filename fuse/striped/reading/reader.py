@@ -1,7 +1,9 @@
 """Parallel, verified reads through one window of memory for a whole mount.
 
-Owns which files are open, and decides what each read fetches: for it and ahead of it. Thread-safe.
-The memory, what is in flight and every wait are the `window`'s, the attempts the `fetching`'s.
+A `StripedReader` knows which files are open, and decides what each read fetches: for it and ahead
+of it. The memory and the waits are the `window`'s; a `FetchEngine` makes the reads.
+
+Thread safety: any thread may call any method.
 """
 
 import threading
@@ -9,24 +11,60 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reading.buffers import BufferPool
-from bootseer.fuse.striped.reading.chunks import Chunk, OpenFile
-from bootseer.fuse.striped.reading.direct import DirectReads
-from bootseer.fuse.striped.reading.fetching import Fetcher, as_raisable
-from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
-from bootseer.fuse.striped.reading.window import Window
+from bootseer.fuse.striped.reading.unit_read import OpenFile, UnitRead
+from bootseer.fuse.striped.reading.window import Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.view import FileView, Span
 from bootseer.store.backend import Backend, HasDescriptor
+from bootseer.transfer.engine import FetchEngine, Figures, Job, Try
+from bootseer.transfer.policy import UNTIL_DEADLINE
+from bootseer.transfer.ranges import Priority
 
+# Reads straight into a caller's buffer that are queued at once, for each thread: enough that there
+# are always some from several stored files to choose from.
+_AHEAD_PER_THREAD = 4
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
 
 
 def _never() -> bool:
     return False
+
+
+class _Figures(Figures):
+    """Counts an engine's reads in the mount's counters."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def won(self, one: Try, seconds: float) -> None:
+        count, busy_ns = one.job.length, int(seconds * 1e9)
+        self._counters.add(
+            fetched_bytes=count, fetch_count=1, fetch_busy_ns=busy_ns, late_won_count=one.is_second
+        )
+        self._counters.add_for(_place_of(one), read_bytes=count, read_count=1, read_busy_ns=busy_ns)
+
+    def retried(self, job: Job, error: BaseException) -> None:
+        self._counters.add(read_retry_count=1)
+
+    def damaged(self, job: Job) -> None:
+        self._counters.add(corrupt_count=1)
+
+    def late(self, one: Try) -> None:
+        self._counters.add(late_count=1)
+        self._counters.add_for(_place_of(one), late_count=1)
+
+    def hung(self, one: Try) -> None:
+        self._counters.add(stuck_count=1)
+
+
+def _place_of(one: Try) -> str:
+    """Return the name of the place that a try reads from: the DataNode, or the part."""
+    assert isinstance(one.job, UnitRead)
+    return one.attempt.server or one.job.view.source_name(one.job.span)
 
 
 class StripedReader:
@@ -36,17 +74,32 @@ class StripedReader:
         self,
         backend: Backend,
         budget: MemoryBudget,
-        pool: FetchPool,
+        *,
+        thread_count: int,
         patience_s: float,
         counters: Counters | None = None,
     ) -> None:
+        """Read from `backend` with up to `thread_count` threads.
+
+        `patience_s`: seconds without any bytes after which a read fails.
+        """
         self._backend = backend
         self._budget = budget
+        self._patience_s = patience_s
         self._counters = counters or Counters()
-        buffers = BufferPool(budget)
-        self._fetcher = fetcher = Fetcher(backend, buffers, pool, self._counters, patience_s)
-        self._window = Window(fetcher, buffers, pool, patience_s, backend.url)
-        self._direct = DirectReads(fetcher, pool, patience_s, backend.url)
+        self._buffers = BufferPool(budget)
+        demand_threads = max(1, thread_count // 4)
+        self._direct_max = _AHEAD_PER_THREAD * thread_count
+        self._engine = FetchEngine(
+            dict.fromkeys(Priority, UNTIL_DEADLINE),
+            threads=thread_count - demand_threads,
+            demand_threads=demand_threads,
+            deadline_s=patience_s,
+            stall_s=patience_s / 3,
+            figures=_Figures(self._counters),
+            name=backend.url,
+        )
+        self._window = Window(backend, self._engine, self._buffers, patience_s)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         budget.add_reclaimer(self._window.reclaim)
@@ -57,8 +110,8 @@ class StripedReader:
         return self._counters.look().fetched_bytes
 
     def end_reads(self) -> None:
-        """Tell those who wait for a read that there will be none."""
-        self._fetcher.close()
+        """Tell every waiter that there will be no more reads, and end the threads."""
+        self._engine.close()
 
     # ---- open files -----------------------------------------------------------------------
 
@@ -90,7 +143,7 @@ class StripedReader:
         if view.layout is not None or file.pinned is not None or not view.size_bytes:
             return None
         try:
-            reader = file.sources.source(self._backend, view.path).descriptor()
+            reader = file.parts.replicas(self._backend, view.path).descriptor()
             return reader if reader is not None and view.is_in(reader.current()) else None
         except (BootseerError, OSError):
             return None  # the reads will tell
@@ -119,7 +172,7 @@ class StripedReader:
         wanted = self._demand(file, offset, end, advice.whole_units, cancelled)
         if advice.ahead_end > advice.ahead_start:
             reached = self._window.read_ahead(
-                file, advice.ahead_start, advice.ahead_end, Urgency.READAHEAD
+                file, advice.ahead_start, advice.ahead_end, Priority.PREFETCH
             )
             if reached < min(advice.ahead_end, file.view.size_bytes):
                 with self._lock:
@@ -148,26 +201,48 @@ class StripedReader:
             buffer[: len(piece)] = piece
             return len(piece)
         end = min(offset + len(buffer), file.view.size_bytes)
-        with self._direct.reading(file, cancelled) as direct:
-            copied: deque[tuple[int, int]] = deque()
-            position = offset
+        straight: deque[UnitRead] = deque()
+        copied: list[tuple[int, int]] = []
+        position = offset
+        try:
             while position < end:
                 unit = file.view.unit_at(position)
                 stop = min(unit.end, end)
                 is_whole = position == unit.start and stop == unit.end
                 if is_whole and not self._window.has(file, unit):
-                    direct.fetch(unit, buffer[position - offset : stop - offset])
+                    if len(straight) >= self._direct_max:
+                        wait_for(self._engine, straight[0], cancelled)
+                        straight.popleft()
+                    target = buffer[position - offset : stop - offset]
+                    straight.append(self._read_straight(file, unit, target))
                 else:
                     copied.append((position, stop))
                 position = stop
             # While those are on their way.
             for start, stop in copied:
                 at = start - offset
-                chunks = self._demand(file, start, stop, False, cancelled)
-                for piece in self._collect(file, chunks, start, stop, False, cancelled):
+                reads = self._demand(file, start, stop, False, cancelled)
+                for piece in self._collect(file, reads, start, stop, False, cancelled):
                     buffer[at : at + len(piece)] = piece
                     at += len(piece)
+            while straight:
+                wait_for(self._engine, straight[0], cancelled)
+                straight.popleft()
+        finally:
+            for read in straight:
+                with self._engine.lock:
+                    self._engine.end(read, UnavailableError("the caller has given up"))
+                read.leave_target()
         return max(0, end - offset)
+
+    def _read_straight(self, file: OpenFile, unit: Span, target: memoryview) -> UnitRead:
+        read = UnitRead(
+            self._backend, self._buffers, file, unit, patience_s=self._patience_s, target=target
+        )
+        with self._engine.lock:
+            # Not as a demand: those are served in their order, these evenly over the stored files.
+            self._engine.add(read, Priority.PREFETCH)
+        return read
 
     def warm(self, file: OpenFile, budget_bytes: int, cancelled: Callable[[], bool]) -> int:
         """Fetch the start of a file, at most `budget_bytes`, below every other urgency.
@@ -178,10 +253,8 @@ class StripedReader:
         position = 0
         while position < end and not cancelled():
             step_end = min(position + _WARM_STEP_BYTES, end)
-            reached = self._window.read_ahead(file, position, step_end, Urgency.WARM)
-            error = self._window.wait_for_units(file, position, min(reached, step_end), cancelled)
-            if error is not None:
-                raise as_raisable(error, file.view.path)
+            reached = self._window.read_ahead(file, position, step_end, Priority.FILL)
+            self._window.wait_for_units(file, position, min(reached, step_end), cancelled)
             if reached < step_end:
                 return reached
             position = reached
@@ -201,25 +274,25 @@ class StripedReader:
         end: int,
         whole_units: bool,
         cancelled: Callable[[], bool],
-    ) -> list[Chunk]:
-        """The chunks that cover the range, each here or on its way; the caller owns a waiter's
+    ) -> list[UnitRead]:
+        """The reads that cover the range, each here or on its way; the caller owns a waiter's
         share in each until `_collect` is done with it."""
-        chunks: list[Chunk] = []
+        reads: list[UnitRead] = []
         position = offset
         try:
             while position < end:
-                chunk = self._window.demand(file, position, end, whole_units, cancelled)
-                chunks.append(chunk)
-                position = chunk.span.end
+                read = self._window.demand(file, position, end, whole_units, cancelled)
+                reads.append(read)
+                position = read.span.end
         except BaseException:
-            self._window.let_go(chunks)
+            self._window.let_go(reads)
             raise
-        return chunks
+        return reads
 
     def _collect(
         self,
         file: OpenFile,
-        chunks: list[Chunk],
+        reads: list[UnitRead],
         offset: int,
         end: int,
         sequential: bool,
@@ -228,22 +301,21 @@ class StripedReader:
         result: list[memoryview] = []
         position = offset
         try:
-            for chunk in chunks:
-                if sequential and self._window.starves_others(file, chunk):
+            for read in reads:
+                if sequential and self._window.starves_others(file, read):
                     with self._lock:
                         file.streams.held_up(end)
-                self._window.wait(file, chunk, cancelled)
-                if chunk.data is None:
-                    raise as_raisable(chunk.error, file.view.path)
-                stop = min(end, chunk.span.end)
-                result.append(chunk.data[position - chunk.span.start : stop - chunk.span.start])
+                self._window.wait(read, cancelled)
+                assert read.data is not None
+                stop = min(end, read.span.end)
+                result.append(read.data[position - read.span.start : stop - read.span.start])
                 position = stop
         finally:
-            self._window.let_go(chunks)
+            self._window.let_go(reads)
         # Who follows on another descriptor (ranks of a node) needs what this one leaves behind.
         if sequential and file.open_count < 2:
             with self._lock:
                 is_only = file.streams.active_count(time.monotonic() - _ACTIVE_S) == 1
-            self._window.passed(file, chunks, end, is_only=is_only)
+            self._window.passed(file, reads, end, is_only=is_only)
         self._counters.add(served_bytes=end - offset)
         return result

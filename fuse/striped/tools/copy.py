@@ -13,7 +13,7 @@ from typing import Any
 
 from bootseer.errors import BusyError, InvalidInputError, from_oserror
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.reading.chunks import OpenFile
+from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.writing.writer import FileWriter

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import MAGIC
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.reading.streams import StreamTracker
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.local.backend import LocalBackend
@@ -236,18 +235,3 @@ def test_a_budget_that_nobody_gives_back_ends_in_a_deadline() -> None:
     budget.give(80)
     # More than everything: let through alone.
     budget.take(500, 0.05, lambda: False)
-
-
-def test_demand_has_threads_that_nothing_else_can_take() -> None:
-    pool = FetchPool(3, demand_only_count=1)
-    block, ran = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        block.wait(60)
-
-    for _ in range(8):
-        pool.submit(Urgency.READAHEAD, wait)
-    pool.submit(Urgency.DEMAND, ran.set)
-    assert ran.wait(60)
-    block.set()
-    pool.close()

@@ -10,7 +10,6 @@ from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.reading.buffers import BufferPool
-from bootseer.fuse.striped.reading.pool import FetchPool, Urgency
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store.backend import FileInfo, Reader
 from bootseer.store.local.backend import LocalBackend
@@ -80,29 +79,6 @@ def stored_in(folder: Path) -> Path:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     return stored_in(tmp_path / "stored")
-
-
-def test_credit_is_spent_by_second_requests_only(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no thread could be lent for a second, the credit was gone, and with it the speed."""
-    backend = TwoReplicas(stored)
-    lend, refused = FetchPool.lend, [0]
-
-    def refusing(pool: FetchPool) -> bool:
-        refused[0] += 1
-        return refused[0] > 40 and lend(pool)
-
-    monkeypatch.setattr(FetchPool, "lend", refusing)
-    with storage_on(backend, unit=UNIT, deadline_s=120.0) as storage:
-        buffer = bytearray(UNIT)
-        try:
-            assert read_into(storage, buffer) == UNIT
-            assert not backend.released.is_set()
-        finally:
-            backend.released.set()
-        assert buffer == DATA[:UNIT]
-        assert storage.counters.look().late_won_count == 1
 
 
 def read_into(storage: StripedStorage, buffer: bytearray, offset: int = 0) -> int:
@@ -237,26 +213,3 @@ def test_buffers_are_reused_and_bounded_together_with_what_is_spare() -> None:
     assert pool.spare_bytes == 3 * UNIT
     kept.release()
     assert (budget.used_bytes, pool.spare_bytes) == (4 * UNIT, 4 * UNIT)
-
-
-def test_a_source_with_a_queue_does_not_keep_another_one_idle() -> None:
-    pool = FetchPool(3, demand_only_count=0)
-    order: list[str] = []
-    running, go_on = threading.Semaphore(0), threading.Semaphore(0)
-
-    def job(name: str) -> None:
-        order.append(name)
-        running.release()
-        go_on.acquire(timeout=60)
-
-    for name in ["a"] * 6 + ["b"] * 2 + ["c"]:
-        pool.submit(Urgency.READAHEAD, lambda name=name: job(name), name)  # type: ignore[misc]
-        if name == "a" and len(order) < 1:
-            running.acquire(timeout=60)
-    for _ in range(2):
-        running.acquire(timeout=60)
-    go_on.release(9)
-    for _ in range(6):
-        running.acquire(timeout=60)
-    assert sorted(order) == sorted("aaaaaabbc")
-    pool.close()

@@ -1,25 +1,28 @@
-"""The stored files behind an open file, and which of several readers of each serves a block best.
+"""Readers of stored files: several of each, because another reader may be served by another disk.
 
-A reader asks fixed replicas of each block; another one of the same file may ask others. hdfs-native
-neither says which DataNode serves nor lets one choose, so this learns by reader and block: what was
-late is avoided, what was fast is kept. Thread-safe; opening waits as long as the backend does.
+A reader asks fixed replicas of each block; another reader of the same file may ask others.
+hdfs-native neither says which DataNode serves nor lets its caller choose, so `Replicas` learns by
+reader and block: a reader that was late is avoided, one that was fast is kept.
+
+Thread safety: any thread may call any method. Opening waits as long as the backend does.
 """
 
 import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 
 from bootseer.store.backend import Backend, HasDescriptor, Reader
 
 # Each one is a new chance of another replica; a block rarely has more than three.
 _READERS_MAX = 5
 # A descriptor or the blocks' places of as many files: appended files have many parts.
-_SOURCES_MAX = 64
+_FILES_MAX = 64
 _DEFAULT_BLOCK_BYTES = 64 * 2**20
 
 
-class Source:
-    """One stored file."""
+class Replicas:
+    """The readers of one stored file."""
 
     def __init__(self, backend: Backend, path: str, is_checked: bool) -> None:
         self._backend = backend
@@ -31,11 +34,14 @@ class Source:
         self._block_bytes = _DEFAULT_BLOCK_BYTES
         self._slow: set[tuple[int, int]] = set()
         self._good: dict[int, int] = {}
-        """The reader that served a block at the usual pace, by block."""
+        """By block, the reader that served it at the usual pace."""
 
-    def pick(self, offset: int, avoided: set[int]) -> tuple[int, Reader]:
-        """The number of a reader, and itself: the best for the block at `offset`, and if there is
-        another one, none of those `avoided`. Raises as opening does."""
+    def pick(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader]:
+        """Return the best reader for the block at `offset`, and its number.
+
+        Readers whose number is in `avoided` are not taken where there is another one, or one more
+        may be opened. Raises as opening does.
+        """
         with self._lock:
             block = self._block(offset)
             others = [n for n in self._readers if n not in avoided]
@@ -52,8 +58,8 @@ class Source:
         return self._open()
 
     def descriptor(self) -> HasDescriptor | None:
-        """The file as one that the kernel can read, where it is one. Raises as opening does."""
-        reader = self.pick(0, set())[1]
+        """Return the file as one that the kernel can read, if it is one. Raises as opening does."""
+        reader = self.pick(0, ())[1]
         return reader if isinstance(reader, HasDescriptor) else None
 
     def was_late(self, number: int, offset: int) -> None:
@@ -72,7 +78,7 @@ class Source:
             self._good[block] = number
 
     def drop(self, number: int) -> None:
-        """Drop a reader that failed: what it knows of the file may be out of date."""
+        """Drop a reader that failed: its knowledge of the file may be out of date."""
         with self._lock:
             self._readers.pop(number, None)
 
@@ -88,23 +94,23 @@ class Source:
             return number, reader
 
 
-class Sources:
-    """The stored files of one open file. They are closed when this is dropped."""
+class OpenedParts:
+    """The stored files behind one open file. They are closed when this is dropped."""
 
     def __init__(self, *, are_checked: bool) -> None:
-        """`are_checked`: whether there are checksums for what is read."""
+        """`are_checked`: whether their readers' bytes are compared with checksums of ours."""
         self._are_checked = are_checked
         self._lock = threading.Lock()
-        self._sources: OrderedDict[str, Source] = OrderedDict()
+        self._replicas: OrderedDict[str, Replicas] = OrderedDict()
 
-    def source(self, backend: Backend, path: str) -> Source:
-        """The stored file at `path`."""
+    def replicas(self, backend: Backend, path: str) -> Replicas:
+        """Return the readers of the stored file at `path`."""
         with self._lock:
-            found = self._sources.get(path)
+            found = self._replicas.get(path)
             if found is None:
-                found = self._sources[path] = Source(backend, path, self._are_checked)
-                if len(self._sources) > _SOURCES_MAX:
-                    self._sources.popitem(last=False)
+                found = self._replicas[path] = Replicas(backend, path, self._are_checked)
+                if len(self._replicas) > _FILES_MAX:
+                    self._replicas.popitem(last=False)
             else:
-                self._sources.move_to_end(path)
+                self._replicas.move_to_end(path)
             return found

@@ -1,0 +1,237 @@
+"""Reads of open files, as jobs of the fetch engine.
+
+A `UnitRead` is one run of bytes of an open file: a stripe unit, or a block of one. It says where
+the bytes are stored, how they are checked, and which memory they go to. While it is held by the
+`window` it is also the place where the bytes are found.
+"""
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+from bootseer.errors import BootseerError, NotFoundError, UnavailableError
+from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.reading.replicas import OpenedParts, Replicas
+from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTracker
+from bootseer.fuse.striped.view import FileView, Span
+from bootseer.store.backend import Backend, Reader
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.engine import Job, ReadInto, State, Try
+
+_BLOCKS_AHEAD = 4
+# A missing file may be seen a moment later, where several servers answer for the storage.
+_MISSING_TRIES = 3
+
+Key: TypeAlias = tuple[str, int, bool]
+"""Identity of the file, offset of the first byte, and whether the run is a whole stripe unit."""
+
+
+class OpenFile:
+    """One generation of a file that is open or read ahead.
+
+    The lock of the `reader` guards `streams` and `open_count`, that of the engine `passed`. `view`
+    and `pinned` are replaced as a whole by the thread that changes the file's name.
+    """
+
+    __slots__ = ("open_count", "parts", "passed", "pinned", "streams", "view")
+
+    def __init__(self, view: FileView) -> None:
+        self.view = view
+        # Of an ordinary file only the blocks that the window spans are read at once.
+        self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
+        self.parts = OpenedParts(are_checked=view.layout is not None)
+        self.open_count = 0
+        self.passed: deque[Key] = deque()
+        """The units that its only reader left behind last."""
+        self.pinned: bytes | None = None
+        """The whole content, once the stored file is about to go away under its readers."""
+
+
+class UnitRead(Job):
+    """One run of bytes that a reader of a file wants, or will want."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        buffers: BufferPool,
+        file: OpenFile,
+        span: Span,
+        *,
+        patience_s: float,
+        buffer: memoryview | None = None,
+        target: memoryview | None = None,
+        on_end: Callable[["UnitRead"], None] = lambda job: None,
+    ) -> None:
+        """Make a read that `FetchEngine.add` starts.
+
+        Args:
+            patience_s: Seconds that a try waits for memory.
+            buffer: Memory for the first try.
+            target: The caller's memory, where the bytes are to be in the end; `leave_target` ends
+                its use.
+            on_end: Called when the read has ended, with the engine's lock held.
+        """
+        view = file.view
+        path, offset = view.source(span)
+        place = f"{path}:{offset // view.block_bytes}" if view.block_bytes else path
+        super().__init__(place, span.length, f"{view.path} at {span.start} from {backend.url}")
+        self.span = span
+        self.data: memoryview | None = None
+        """The bytes, checked; set when they are here."""
+        self.waiters = 0
+        """Readers that hold the bytes; the engine's lock guards it."""
+        self._path = view.path
+        self._file: OpenFile | None = file
+        """Let go of at the end: who drops the last `OpenFile` closes its stored files."""
+        self._backend = backend
+        self._buffers = buffers
+        self._patience_s = patience_s
+        self._buffer = buffer
+        self._target = target
+        self._in_target: list[Try] = []
+        """Tries that read into the target."""
+        self._leaving = threading.Lock()
+        """Held while the target is written to by `land`."""
+        self._on_end = on_end
+        self._replicas: Replicas | None = None
+        self._offset = 0
+        self._readers: dict[int, Reader] = {}
+        self._is_changed = False
+
+    @property
+    def view(self) -> FileView:
+        """View of the file, while the read has not ended."""
+        assert self._file is not None
+        return self._file.view
+
+    # ---- called by the engine -----------------------------------------------------------------
+
+    def open(self, one: Try) -> ReadInto:
+        assert self._file is not None
+        # Looked up anew: a file that is renamed takes its parts along.
+        path, offset = self.view.source(self.span)
+        replicas = self._replicas = self._file.parts.replicas(self._backend, path)
+        self._offset = offset
+        avoided = set(self.tried)
+        try:
+            number, reader = replicas.pick(offset, avoided)
+        except NotFoundError as error:
+            raise self._maybe_passing(error) from error
+        self._readers[number] = reader
+        one.number, one.has_replicas = number, reader.has_replicas
+        one.tells_progress = reader.can_stop
+        # A read that failed needs the storage's own checks, which find a replica that is well. A
+        # late one is read in the same way from another replica; where there is none, another way
+        # may help.
+        one.attempt.is_checked = (
+            self.view.layout is not None
+            and not self.failure_count
+            and not self.wrong_count
+            and (reader.has_replicas or not avoided)
+        )
+
+        def read_into(start: int, buffer: memoryview, attempt: Attempt) -> int:
+            try:
+                return reader.read_into(offset + start, buffer, attempt)
+            except BaseException as error:
+                if not attempt.is_given_up:
+                    replicas.drop(number)
+                if isinstance(error, NotFoundError):
+                    raise self._maybe_passing(error) from error
+                raise
+
+        return read_into
+
+    def _maybe_passing(self, error: NotFoundError) -> BootseerError:
+        if self.failure_count + 1 < _MISSING_TRIES:
+            return UnavailableError(str(error))
+        return error
+
+    def buffer(self, one: Try) -> memoryview:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            return buffer
+        target = self._target
+        may_stop = self._readers[one.number].can_stop
+        if target is not None and may_stop and all(o.has_returned for o in self._in_target):
+            self._in_target.append(one)
+            return target
+        return self._buffers.take(self.length, self._patience_s, lambda: self.state is State.ENDED)
+
+    def spare_buffer(self) -> memoryview | None:
+        return self._buffers.try_take(self.length)
+
+    def check(self, one: Try, data: memoryview) -> None:
+        view = self.view
+        assert self._replicas is not None
+        try:
+            view.verify(self.span, data)
+            if view.layout is None:
+                # No checksum tells whether the bytes are of one generation.
+                readers = tuple(self._readers.values())
+                self._is_changed = not all(view.is_in(reader.current()) for reader in readers)
+        except BaseException:
+            self._replicas.drop(one.number)
+            raise
+        if not one.was_late:
+            self._replicas.was_good(one.number, self._offset)
+
+    def land(self, one: Try, data: memoryview) -> None:
+        if self._is_changed:
+            raise UnavailableError(
+                f"{self._path} was changed elsewhere while open here; open it again"
+            )
+        if self._target is not None and data is not self._target:
+            for other in self._in_target:
+                other.attempt.stop()
+            with self._leaving:
+                if self._target is not None:
+                    self._target[:] = data
+                    data = self._target
+        self.data = data
+
+    def late(self, one: Try) -> None:
+        if self._replicas is not None:
+            self._replicas.was_late(one.number, self._offset)
+
+    def told(self, error: BaseException) -> BaseException:
+        if isinstance(error, NotFoundError):
+            return UnavailableError(
+                f"{self._path} cannot be read on: the stored file behind it is gone; it was "
+                "replaced or removed elsewhere while open here"
+            )
+        if isinstance(error, (BootseerError, OSError)):
+            return error
+        return UnavailableError(f"cannot read {self._path}: {type(error).__name__}: {error}")
+
+    def ended(self) -> None:
+        self._buffer = self._file = self._replicas = None
+        self._readers.clear()
+        self._on_end(self)
+
+    # ---- called by readers --------------------------------------------------------------------
+
+    def leave_target(self) -> None:
+        """Return when nothing is written into the target any more. The read has ended."""
+        for one in self._in_target:
+            one.attempt.stop()
+        with self._leaving:
+            self._target = None
+
+    def raise_error(self) -> None:
+        """Raise the error that ended the read, if there was one.
+
+        Each of several readers gets a copy of its own: a raised exception collects the traceback of
+        one thread.
+        """
+        error = self.error
+        if error is None:
+            return
+        if isinstance(error, BootseerError):
+            raise type(error)(*error.args)
+        assert isinstance(error, OSError)
+        code = error.errno or errno.EIO
+        raise OSError(code, os.strerror(code), self._path)
