@@ -93,7 +93,7 @@ class StripedStorage(Closing):
         )
 
     def close(self) -> None:
-        """Delete what was replaced and is not open; stop the threads; close the backend."""
+        """Delete replaced parts that are not open, stop the threads and close the backend."""
         self.tree.close()
         self.reader.end_reads()
         self.backend.close()

@@ -1,7 +1,6 @@
-"""What can be known of the process behind a request, from /proc.
+"""State of the process behind a request, from /proc.
 
-Owns the reading of those files, nothing else. A process in a pid namespace out of sight
-(pid 0) is taken to be alive and well.
+A process in a pid namespace out of sight (pid 0) is taken to be alive and well.
 """
 
 import queue
@@ -21,7 +20,7 @@ _STAT_S = 1.0
 
 
 def is_dying(caller: Caller) -> bool:
-    """Whether the process behind a request that the kernel wants interrupted has been killed.
+    """Return whether the process behind an interrupted request has been killed.
 
     The kernel sends INTERRUPT for any signal; only a fatal one (SIGKILL pending, to which the
     kernel turns every other deadly signal) may end a read or write early: programs do not expect
@@ -39,7 +38,7 @@ def process_of(caller: Caller) -> int:
 
 
 def was_killed(caller: Caller) -> bool:
-    """Whether a signal has ended the process whose descriptor is being closed.
+    """Return whether a signal has ended the process whose descriptor is being closed.
 
     The kernel closes what a dying process left open exactly as if the process had closed it; but by
     then the task is marked as exiting, and its exit code holds the signal.

@@ -80,7 +80,7 @@ class MountedTree(Operations):
         on_end: Callable[[Sequence[str]], None] = lambda unwritten: None,
         on_destroyed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Go on from what a predecessor knew (`inherited`), and start the journal.
+        """Go on from a predecessor's journal (`inherited`), and start a new one.
 
         `passes_files`: whether the kernel may read ordinary files of this node past us.
         `maps_direct_io`: whether it maps files shared (MAP_SHARED) that it reads without its page
@@ -133,7 +133,7 @@ class MountedTree(Operations):
         self._on_destroyed()
 
     def figures(self) -> OpenFigures:
-        """Return what is open now."""
+        """Return counts of open files and requests."""
         now_s = time.monotonic()
         active = sum(
             file.streams.active_count(now_s - _ACTIVE_S) for file in self._reader.open_files()
@@ -178,7 +178,7 @@ class MountedTree(Operations):
             return directory, *self._child_path(directory, name)
 
     def _status(self, path: str) -> tuple[FileStatus | None, float]:
-        """Return what is stored at `path`, and when that was seen."""
+        """Return the status of the stored file `path`, and when the storage was asked."""
         now_s = self._clock()
         listed = self._listings.take(path, now_s)
         try:
@@ -189,7 +189,7 @@ class MountedTree(Operations):
             return None, now_s
 
     def _settle(self, directory: Node, name: str, status: FileStatus) -> Node:
-        """Return the node for what was just seen under a name. Under the lock."""
+        """Return the node of a name whose status was just asked. Under the lock."""
         known = directory.children.get(name)
         if known is not None and known.is_local:
             # Somebody else has stored a file of this name: our writer's is another one.
@@ -225,8 +225,8 @@ class MountedTree(Operations):
             return self._entry(own or known, seen_s)
 
     def forget(self, node: int, count: int) -> None:
-        """The nodes that a predecessor looked up are in nobody's count: the kernel forgets an inode
-        with all its lookups at once."""
+        """Drop a node of a predecessor. This process has not counted its lookups; the kernel
+        forgets an inode with all of them at once."""
         if node in self._inherited:
             self._inherited.discard(node)
             self.dropped(node)
@@ -280,7 +280,7 @@ class MountedTree(Operations):
         )
 
     def _forget_attributes(self, directory: Node) -> None:
-        """Let the kernel ask for the attributes of a directory again.
+        """Drop the kernel's copy of the attributes of a directory.
 
         A file that is published changes the time of its directory behind the kernel's back, and
         `tar` takes what it then sees late for a change while it reads.

@@ -54,7 +54,7 @@ class BeginRecord(Struct, frozen=True, array_like=True, tag=0):
 
 
 class NodeRecord(Struct, frozen=True, array_like=True, tag=1):
-    """A node is new, or not what it was."""
+    """State of a new or changed node."""
 
     node: int
     parent: int | None
@@ -70,13 +70,13 @@ class NodeRecord(Struct, frozen=True, array_like=True, tag=1):
 
 
 class NodeGoneRecord(Struct, frozen=True, array_like=True, tag=2):
-    """The kernel has forgotten a node."""
+    """End of a node: the kernel has forgotten it."""
 
     node: int
 
 
 class FileRecord(Struct, frozen=True, array_like=True, tag=3):
-    """A file was opened, or is not what it was."""
+    """State of a newly opened or changed open file."""
 
     file: int
     node: int
@@ -92,13 +92,13 @@ class FileRecord(Struct, frozen=True, array_like=True, tag=3):
 
 
 class FileClosedRecord(Struct, frozen=True, array_like=True, tag=4):
-    """An open file is gone."""
+    """End of an open file."""
 
     file: int
 
 
 class WishRecord(Struct, frozen=True, array_like=True, tag=5):
-    """A thread wants a node of its own (see `nodes`); without a node: not any more."""
+    """Wish of a thread for a node of its own (see `nodes`); without a node: the wish has ended."""
 
     thread: int
     name: bytes
@@ -137,7 +137,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class Inherited(Struct):
-    """The last state of each thing that a journal tells of."""
+    """Contents of a journal: the last state of each node, open file and wish."""
 
     nodes: dict[int, NodeRecord] = field(default_factory=dict)
     files: dict[int, FileRecord] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Inherited(Struct):
 
 
 def view_record(view: FileView | None) -> ViewRecord | None:
-    """Return what is noted of a view beside its layout (`Journal.add_layout`)."""
+    """Return the record of a view. Its layout has a record of its own (`Journal.add_layout`)."""
     if view is None:
         return None
     return ViewRecord(
@@ -221,7 +221,7 @@ class Journal:
 
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
-        """Replace all that was there by what is added in the block. Never raises by itself."""
+        """Replace the journal by the records that the block adds. Never raises by itself."""
         temporary = self._path.with_suffix(_NEW)
         self.close()
         self._bytes = 0
@@ -278,7 +278,7 @@ class Journal:
         return self._bytes > max(_SMALL_BYTES, _GROWTH * self._fresh_bytes)
 
     def close(self) -> None:
-        """Add no more; what is there stays. Idempotent."""
+        """Close the file; its records stay. Idempotent."""
         self._failed_s = None
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -295,7 +295,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Inherited:
-    """Return what a predecessor wrote; nothing where there was none.
+    """Return the contents of a predecessor's journal; empty if there was none.
 
     Raises: OSError, CorruptError.
     """

@@ -20,7 +20,7 @@ _FIRST_COOKIE = 3
 
 
 class Listings:
-    """Snapshots by handle, and the stored files that were listed in the last moments."""
+    """Snapshots of open directories by handle, and stored files as they were just listed."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -37,7 +37,7 @@ class Listings:
         now_s: float,
         handle: int | None = None,
     ) -> int:
-        """Keep a snapshot of a directory; returns its handle, a new one unless it is given.
+        """Keep a snapshot of a directory and return its handle, a new one unless it is given.
 
         `local_names`: files that only this mount knows.
         """
@@ -59,8 +59,10 @@ class Listings:
     def read(
         self, handle: int, offset: int, known: dict[str, int]
     ) -> Sequence[DirectoryEntry] | None:
-        """Entries behind the cookie `offset`; None where the handle is not known. `known`: the
-        nodes of names that have one."""
+        """Return the entries behind the cookie `offset`; None if the handle is not known.
+
+        `known`: the inode numbers of names that have a node.
+        """
         with self._lock:
             names = self._open.get(handle)
             if names is None:
@@ -84,18 +86,20 @@ class Listings:
             self._open.pop(handle, None)
 
     def take(self, path: str, now_s: float) -> tuple[float, FileInfo] | None:
-        """What a listing just said of a stored file, and when, once: `ls -l` then asks the storage
-        only for the files that may be layouts."""
+        """Return a stored file as a listing has just shown it, and when; each only once.
+
+        With this, `ls -l` asks the storage only for the files that may be layouts.
+        """
         with self._lock:
             listed = self._listed.pop(path, None)
         return listed if listed is not None and now_s - listed[0] < self._keep_s else None
 
     def drop(self, path: str) -> None:
-        """A file changed here."""
+        """Forget how a file was listed: it has changed."""
         with self._lock:
             self._listed.pop(path, None)
 
     def clear(self) -> None:
-        """Many names changed here."""
+        """Forget how all files were listed: many names have changed."""
         with self._lock:
             self._listed.clear()

@@ -111,7 +111,7 @@ class MountedCheckpoints(Struct, frozen=True):
 
 
 def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
-    """`unchecked_spec`, of a directory on which nothing is mounted.
+    """Return `unchecked_spec` of a directory on which nothing is mounted.
 
     Where a server of ours was killed, the mount that it left on `directory` is taken off.
     Raises: InvalidInputError, NotFoundError, BusyError.
@@ -125,8 +125,9 @@ def mount_spec(settings: Settings, url: str, directory: Path, **choices: Any) ->
 
 
 def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any) -> MountSpec:
-    """The description of a mount of the tree at `url` on `directory`. `choices`: further fields of
-    `MountSpec`; None stands for the default, or what the settings say.
+    """Return the description of a mount of the tree at `url` on `directory`.
+
+    `choices`: further fields of `MountSpec`; None stands for the default or the setting.
 
     Raises: InvalidInputError; UnsupportedError for a storage that is never mounted.
     """
@@ -153,9 +154,11 @@ def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any
 
 
 def take_over(spec: MountSpec) -> str:
-    """Let the job of `spec` have what lingers on its directory since the last start: "live". What
-    was mounted otherwise, or does not answer, is taken off: "changed". "": nothing lingers there
-    that this process sees: a job of Slurm may have a /tmp of its own.
+    """Give the job of `spec` the mount that lingers on its directory since the last start.
+
+    Returns "live" if it has that mount now; "changed" if a mount of other options, or one that
+    does not answer, was taken off; "" if none lingers there that this process sees (a job of Slurm
+    may have a /tmp of its own).
 
     Raises: BootseerError.
     """
@@ -204,9 +207,9 @@ def mount_checkpoints(
 def restart_checkpoints(
     run_dir: Path, directory: Path, *, timeout_s: float, force: bool = False
 ) -> int:
-    """Let a new process, of the code that is installed now, go on serving a mount; its id.
+    """Replace the process that serves a mount by one of the installed code; return its id.
 
-    What is open stays open. Waits until no file is being written, or with `force` lets those
+    Open files stay open. Waits until no file is being written, or with `force` lets those
     writers fail, with EIO. Raises: NotFoundError, UnsupportedError, DeadlineError; BusyError, which
     names what is being written.
     """
@@ -237,7 +240,7 @@ def _ask(run_dir: Path, path: Path, command: str) -> dict[str, Any]:
 
 
 def _await_another(run_dir: Path, path: Path, before: int) -> int:
-    """The id of the process that serves instead of `before`; 0 where that one stays."""
+    """Return the id of the process that serves instead of `before`; 0 if that one stays."""
     deadline = time.monotonic() + _RESTART_S
     while time.monotonic() < deadline:
         try:
@@ -255,7 +258,7 @@ def _await_another(run_dir: Path, path: Path, before: int) -> int:
 def unmount_checkpoints(
     run_dir: Path, directory: Path, *, timeout_s: float = 10.0
 ) -> tuple[str, ...]:
-    """Unmount what `mount_checkpoints` mounted, whatever state it is in.
+    """Unmount a checkpoint tree, also one whose server hangs or is dead.
 
     Lets open files be closed for a while; then aborts the mount, and ends its server. Returns the
     files that were still being written: nothing of them is visible, and their writers get an error.
@@ -326,11 +329,11 @@ def make_mount_point(run_dir: Path, directory: Path) -> None:
 
 
 def make_immutable(directory: Path) -> None:
-    """Let no user, root included, make files in `directory` while nothing is mounted there.
+    """Set the immutable attribute of a mount point: without the mount, files cannot be made there.
 
-    For a folder on which nothing is mounted; `chattr -i` undoes it. Raises: InvalidInputError where
-    something is in it; UnsupportedError where its file system has no such attribute;
-    PermissionDeniedError.
+    Also holds for root. For a folder on which nothing is mounted; `chattr -i` undoes it.
+    Raises: InvalidInputError if the folder is not empty; UnsupportedError if its file system has no
+    such attribute; PermissionDeniedError.
     """
     try:
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

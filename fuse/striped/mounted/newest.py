@@ -52,7 +52,7 @@ _MARKERS = frozenset(
 
 
 def tracked_name(trackers: dict[str, str], names: Sequence[str]) -> str | None:
-    """Which of `names` the tracker files mean; None where they mean none.
+    """Return the one of `names` that the tracker files name; None if they name none.
 
     `trackers`: content by name. `latest` holds a name (DeepSpeed, and what people write by hand);
     `latest_checkpointed_iteration.txt` holds a number (Megatron), as in `iter_0001000`, or
@@ -73,25 +73,27 @@ def tracked_name(trackers: dict[str, str], names: Sequence[str]) -> str | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether the name says that it is not finished."""
+    """Return whether the name says that the file or folder is not finished."""
     return _TEMPORARY.search(name) is not None
 
 
 def is_beside(name: str) -> bool:
-    """Whether the name is of something that lies beside checkpoints: logs, settings."""
+    """Return whether the name is of a file that lies beside checkpoints: logs, settings."""
     return _BESIDE.fullmatch(name) is not None
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
-    """Whether a folder with these names is one checkpoint, rather than a folder of several."""
+    """Return whether a folder with these names is one checkpoint, not a folder of several."""
     return any(
         name in _MARKERS or name.endswith(".index.json") or _PART.search(name) for name in names
     )
 
 
 def steps(names: Iterable[str]) -> list[list[str]]:
-    """The names that end in a number, in series (`epoch_1` and `step_1` are two); of each the
-    highest number first. What is not finished by its name is left out."""
+    """Return the names that end in a number, in series, of each the highest number first.
+
+    `epoch_1` and `step_1` are of two series. Names that say "unfinished" are left out.
+    """
     series: dict[str, list[tuple[int, str]]] = defaultdict(list)
     names = set(names)
     for name in names:
@@ -108,7 +110,7 @@ def steps(names: Iterable[str]) -> list[list[str]]:
 
 
 def is_complete(name: str, inside: Collection[str]) -> bool | None:
-    """Whether the folder `name` with these names in it is a whole step; None: they do not tell."""
+    """Return whether a folder with these names in it is a whole step; None if they do not tell."""
     if not inside or not _has_all_shards(inside):
         return False
     if any(entry.endswith(".metadata") for entry in inside) or "trainer_state.json" in inside:
@@ -121,12 +123,12 @@ def is_complete(name: str, inside: Collection[str]) -> bool | None:
 
 
 def is_like(inside: Collection[str], before: Collection[str]) -> bool:
-    """Whether a step whose names do not tell has all that the step before it has."""
+    """Return whether a step whose names do not tell has all files of the step before it."""
     return len(inside) >= len(before)
 
 
 def is_description(name: str) -> bool:
-    """Whether a file says what the others are: every rank reads it, and first."""
+    """Return whether a file describes the others: every rank reads it first."""
     return name.endswith((".json", ".metadata", ".txt", "common.pt", ".yaml"))
 
 
@@ -143,7 +145,7 @@ def _has_all_shards(inside: Collection[str]) -> bool:
 
 
 def newest_files(storage: StripedStorage) -> Iterator[FileInfo]:
-    """The files of the newest complete checkpoint, in the order in which they are worth reading."""
+    """Yield the files of the newest complete checkpoint; those that all ranks read first."""
     chosen = _newest(storage, "", _MAX_DEPTH, guess=True)
     if chosen is None:
         return
@@ -168,7 +170,7 @@ def _files(storage: StripedStorage, info: FileInfo, depth: int) -> Iterator[File
 
 
 def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) -> FileInfo | None:
-    """The newest complete checkpoint in a folder, which may be the folder itself.
+    """Return the newest complete checkpoint in a folder, which may be the folder itself.
 
     `guess`: where names tell nothing, the newest file or folder is taken.
     """
@@ -208,7 +210,7 @@ def _newest(storage: StripedStorage, folder: str, depth: int, *, guess: bool) ->
 
 
 def _within(storage: StripedStorage, chosen: FileInfo, depth: int) -> FileInfo:
-    """`chosen`, or the newest checkpoint in it where it is a run rather than a step."""
+    """Return `chosen`, or the newest checkpoint in it if it is a run rather than a step."""
     if not chosen.is_dir or depth <= 1:
         return chosen
     inside = storage.tree.stored.entries(chosen.path)
@@ -219,7 +221,7 @@ def _within(storage: StripedStorage, chosen: FileInfo, depth: int) -> FileInfo:
 
 
 def _newest_step(storage: StripedStorage, infos: Sequence[FileInfo]) -> FileInfo | None:
-    """The first of a series, newest first, that is whole."""
+    """Return the first complete step of a series, which begins with the newest."""
     for number, info in enumerate(infos[:_MAX_TRIED]):
         verdict = _verdict(storage, info)
         if verdict is None and number + 1 < len(infos) and info.is_dir:
@@ -249,9 +251,9 @@ def _text(storage: StripedStorage, info: FileInfo) -> str:
 def read_newest(
     storage: StripedStorage, budget_bytes: int, cancelled: Callable[[], bool] = lambda: False
 ) -> int:
-    """Fetch the newest checkpoint into the window, at most `budget_bytes`; returns how much.
+    """Fetch the newest checkpoint into the window; return the count of bytes.
 
-    Never raises: what cannot be warmed will be read when it is asked for.
+    At most `budget_bytes`. Never raises: a start reads the rest when it needs it.
     """
     done = 0
     try:

@@ -123,8 +123,8 @@ class Node(Struct, eq=False):
 
     @property
     def is_emptied(self) -> bool:
-        """Whether it is the node of those alone who emptied the file, and wrote nothing, before it
-        was opened anew."""
+        """Whether all who write through the node only emptied the file, before it was opened
+        anew."""
         return (
             self.is_writing
             and len(self.handles) > 0
@@ -133,14 +133,14 @@ class Node(Struct, eq=False):
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether the file exists in this mount alone, because somebody writes it here."""
+        """Whether the file exists in this mount alone, and is being written here."""
         return self.is_local and any(
             handle.writer is not None and not handle.killed for handle in self.handles
         )
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has the file open for writing in this mount."""
+        """Whether the file is open for writing in this mount."""
         if self.writer() is not None:
             return True
         if self.parent is None:
@@ -152,7 +152,7 @@ class Node(Struct, eq=False):
         return [node for node in self.children.values() if node.is_unpublished]
 
     def record(self) -> NodeRecord:
-        """Return what a successor must know of the node."""
+        """Return the journal's record of the node."""
         return NodeRecord(
             self.id,
             self.parent.id if self.parent is not None else None,
@@ -187,7 +187,7 @@ class Phase(enum.Enum):
 
 
 class Handle(Struct, eq=False):
-    """One open file."""
+    """State of one open file."""
 
     id: int
     node: Node
@@ -248,7 +248,7 @@ class Handle(Struct, eq=False):
         return self.writer is not None and (self.writer.was_written or self.writer.has_failed)
 
     def record(self) -> FileRecord:
-        """Return what a successor must know of the open file."""
+        """Return the journal's record of the open file."""
         file, writer = self.file, self.writer
         return FileRecord(
             self.id,
@@ -278,7 +278,7 @@ class Wish(Struct, eq=False):
 
 
 class NodeTable:
-    """All nodes and open files of a mount."""
+    """Table of the nodes and open files of a mount."""
 
     def __init__(self, root: FileStatus, journal: Journal | None = None) -> None:
         """With a journal, `start_journal` must follow."""
@@ -297,7 +297,7 @@ class NodeTable:
     # ---- the journal ----------------------------------------------------------------------
 
     def start_journal(self) -> None:
-        """Write all that is known."""
+        """Begin the journal with all nodes, open files and wishes."""
         if self._journal is None:
             return
         with self._journal.anew():
@@ -315,7 +315,7 @@ class NodeTable:
             self._journal.close()
 
     def note_node(self, node: Node) -> None:
-        """Tell the journal that a node is new, or not what it was."""
+        """Tell the journal of a new or changed node."""
         if self._journal is not None and node is not self.root:
             self._add(node.record())
 
@@ -399,7 +399,7 @@ class NodeTable:
         return [*([found] if found is not None else []), *writing]
 
     def add(self, parent: Node, name: str, status: FileStatus, *, is_local: bool = False) -> Node:
-        """Make a new node for a name; the one that had it before is detached."""
+        """Make a new node for a name and detach the old one."""
         old = parent.children.get(name)
         if old is not None:
             self.detach(old)
@@ -425,11 +425,11 @@ class NodeTable:
         return node
 
     def make_writing(self, node: Node) -> None:
-        """Let no lookup find a node any more: it is that of its writers."""
+        """Turn a node that lookups find into the node of its writers."""
         self._turn(node, is_writing=True)
 
     def make_found(self, node: Node) -> None:
-        """Let lookups find a writer's node of a file that is not stored."""
+        """Turn a writer's node of a file that is not stored into one that lookups find."""
         self._turn(node, is_writing=False)
 
     def _turn(self, node: Node, *, is_writing: bool) -> None:
@@ -442,7 +442,7 @@ class NodeTable:
         self.note_node(node)
 
     def detach(self, node: Node) -> None:
-        """Take a node's name away: it means something else now, or nothing."""
+        """Take a node's name away: the name means another file now, or none."""
         parent = node.parent
         if parent is not None:
             self._take(node, parent)
@@ -452,7 +452,7 @@ class NodeTable:
                 self.forget(parent.id)
 
     def move(self, node: Node, parent: Node, name: str) -> None:
-        """Give a node another name; what had that name is detached."""
+        """Give a node another name and detach the node that had it."""
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not node and not node.is_writing:
             self.detach(replaced)
@@ -462,14 +462,14 @@ class NodeTable:
         self.note_node(node)
 
     def move_bases(self, source: str, target: str) -> None:
-        """Follow a rename with what is opened for writing, and not written yet."""
+        """Follow a rename with the bases of files that are opened for writing, not written yet."""
         for handle in self.handles.values():
             base = handle.base
             if base is not None and (base.path == source or base.path.startswith(source + "/")):
                 handle.base = base.renamed(target + base.path[len(source) :])
 
     def forget(self, node_id: int) -> None:
-        """Drop a node that the kernel does not know any more, unless something needs it."""
+        """Drop a node that the kernel has forgotten, unless open files or children need it."""
         node = self.by_id.get(node_id)
         if node is None or node is self.root:
             return
@@ -542,7 +542,7 @@ class NodeTable:
         return own
 
     def give(self, node: Node) -> None:
-        """Note that the thread that wanted a node of its own has it now."""
+        """End the wish of the thread that has opened its own node."""
         for key, wish in list(self._wishes.items()):
             if wish.own is node:
                 wish.own = None
@@ -571,7 +571,7 @@ class NodeTable:
     # ---- open files -----------------------------------------------------------------------
 
     def open(self, node: Node, flags: int, request: int, opener: int = 0) -> Handle:
-        """Return a new open file of a node. `note` it when it has what it needs."""
+        """Return a new open file of a node. `note` must follow when it is complete."""
         handle = Handle(next(self._handle_ids), node, flags, request=request, opener=opener)
         self.add_handle(handle)
         return handle

@@ -37,7 +37,7 @@ _ABORT_WAIT_S = 2.0
 
 
 class OpenFiles:
-    """All open files of one mount."""
+    """Operations on the open files of one mount."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class OpenFiles:
     # ---- going on from a predecessor ------------------------------------------------------
 
     def resume(self, inherited: Inherited) -> None:
-        """Open again what a predecessor had open, once its nodes are known.
+        """Reopen the files of a predecessor's journal, after its nodes.
 
         Readers read on; a writer that had nothing unwritten writes on; one that had fails, since
         what it wrote was in the other process's memory.
@@ -129,8 +129,7 @@ class OpenFiles:
     # ---- opening --------------------------------------------------------------------------
 
     def opened_before(self, caller: Caller) -> Handle | None:
-        """Return the file that a predecessor opened for this very request, whose answer it could
-        not give."""
+        """Return the file that a predecessor opened for this request without answering it."""
         return self._nodes.opened_by(caller.request) if caller.is_resent else None
 
     def create(self, caller: Caller, directory: Node, name: str, path: str, flags: int) -> Handle:
@@ -205,7 +204,7 @@ class OpenFiles:
             return opened_as(handle, is_cached=is_cached)
 
     def _may_read(self, node: Node, view: FileView) -> bool:
-        """Whether who opens a node may read `view`, which has its name now. Under the lock."""
+        """Return whether an open of a node may read `view`, its file now. Under the lock."""
         if view.identity == node.status.identity:
             return True
         # Of a file that is written here the kernel keeps no attributes.
@@ -242,9 +241,9 @@ class OpenFiles:
             return opened_as(handle)
 
     def _own_node(self, caller: Caller, node: Node) -> None:
-        """Let a writer have a node of its own for the file of `node`. Under the lock.
+        """Make `node` the own node of a writer, or send the kernel to find one. Under the lock.
 
-        Return only if that is `node` itself, since the kernel came back without a lookup.
+        The first only if the kernel came back without a lookup.
         Raises: OSError (ESTALE), upon which the kernel looks the name up again.
         """
         if caller.pid:
@@ -267,8 +266,11 @@ class OpenFiles:
             self._nodes.make_writing(node)
 
     def _may_pass(self, node: Node, flags: int) -> bool:
-        """Whether the kernel may read the node's file past us. Under the lock. What is written
-        through it must come to us, and O_DIRECT of any alignment works only here."""
+        """Return whether the kernel may read the node's file past us. Under the lock.
+
+        Not if it is open for writing: writes must come to us. O_DIRECT of any alignment works only
+        here.
+        """
         return (
             self._passes_files
             and node.may_be_passed
@@ -305,8 +307,7 @@ class OpenFiles:
         return self._reader.read(handle.file, offset, length, lambda: is_dying(caller))
 
     def _read_back(self, handle: Handle, writer: FileWriter, offset: int, length: int) -> bytes:
-        """Read a file through the descriptor that writes it: what is published, and the end that
-        was not sent yet."""
+        """Read a file through the descriptor that writes it: published bytes and unsent ones."""
         ending = writer.read(offset, length)
         if ending is not None:
             return ending
@@ -422,7 +423,7 @@ class OpenFiles:
             return handle.writer
 
     def _is_current(self, view: FileView) -> bool:
-        """Whether its name still means the generation `view`."""
+        """Return whether the name of `view` still means that generation."""
         try:
             return self._tree.stored.status(view.path).identity == view.identity
         except NotFoundError:
@@ -467,13 +468,13 @@ class OpenFiles:
         return not handle.opener or process_of(caller) in (0, handle.opener)
 
     def fsync(self, handle_id: int) -> None:
-        """Publish what was written so far."""
+        """Publish the file as it is written so far."""
         handle = self._nodes.handle(handle_id)
         if handle.writer is not None:
             self._publish(handle, handle.writer)
 
     def release(self, handle_id: int) -> None:
-        """Forget an open file whose last descriptor is gone; publish what is left of it."""
+        """Close an open file after its last descriptor; publish the rest of its writes."""
         with self._lock:
             handle = self._nodes.handles.get(handle_id)
             if handle is None:
@@ -514,8 +515,10 @@ class OpenFiles:
             handle.writer.close()
 
     def _leave_name(self, node: Node) -> None:
-        """Detach the node of a file that was never published, and will not be through it; another
-        one who writes it may do so. Under the lock."""
+        """Detach the node of a file that was never published and has no writer. Under the lock.
+
+        The node of another writer of that name takes its place.
+        """
         parent, name = node.parent, node.name
         self._nodes.detach(node)
         for other in parent.writing.get(name, ()) if parent is not None else ():
@@ -524,14 +527,14 @@ class OpenFiles:
                 return
 
     def _drop_failed(self, node: Node) -> None:
-        """Drop a failed file that only this mount knows, once its writer was told."""
+        """Detach the node of a failed file that only this mount knows; its writer was told."""
         with self._lock:
             writers = [handle.writer for handle in node.handles if handle.writer is not None]
             if node.is_local and all(writer.has_failed for writer in writers):
                 self._leave_name(node)
 
     def _settle_emptied(self, node: Node, flags: int) -> None:
-        """Make a file empty that was emptied, and closed, before this open of it.
+        """Complete an O_TRUNC whose file was closed before this open of it.
 
         The kernel says after close(2) that the last descriptor is gone; `: > log; echo >> log` may
         open the file before we have heard of it.
@@ -558,7 +561,7 @@ class OpenFiles:
                 pass
 
     def await_release(self, handles: Iterable[Handle]) -> None:
-        """Wait for the end of those of `handles` that emptied their file and were closed.
+        """Wait for the release of handles that emptied their file and were closed.
 
         A copy of the descriptor may be open still, in a command that has not written yet: then the
         old content stands, and nobody waits for it again.
@@ -599,7 +602,7 @@ class OpenFiles:
                 self.published(handle.node, writer.view)
 
     def published(self, node: Node, view: FileView) -> None:
-        """Let lookups find `view`, which a writer has published through its node."""
+        """Show a generation that a writer has published through its node."""
         with self._lock:
             for handle in node.handles:
                 is_its_own = handle.writer is not None and handle.writer.view is view
@@ -621,8 +624,7 @@ class OpenFiles:
             self._on_published(directory)
 
     def _show(self, node: Node, directory: Node, view: FileView, *, is_first: bool) -> None:
-        """Let lookups find the generation that was published through a writer's node. Under the
-        lock."""
+        """Let lookups find a generation that has just been published. Under the lock."""
         found = directory.children.get(node.name)
         if found is not None and found.is_local:
             self._nodes.make_writing(found)
@@ -645,7 +647,7 @@ class OpenFiles:
         node.inode = found.shown_inode
 
     def _hold(self, handle: Handle, view: FileView) -> None:
-        """Let a handle read `view`: what is open outlives its name. Under the lock."""
+        """Reopen a handle's reader on `view`. Under the lock."""
         old, handle.file = handle.file, self._reader.open(view)
         if old is not None:
             self._reader.close(old)
@@ -659,8 +661,7 @@ class OpenFiles:
     # ---- names that go away under open files ----------------------------------------------
 
     def waiting_at(self, path: str) -> list[Handle]:
-        """Return the handles that may write the file at `path`, and have not begun to. Under the
-        lock."""
+        """Return the handles opened to write at `path` that have no writer yet. Under the lock."""
         return [
             handle
             for handle in self._nodes.handles.values()
@@ -670,8 +671,10 @@ class OpenFiles:
         ]
 
     def writers_of(self, path: str) -> list[FileWriter]:
-        """Return all that write the file at `path`, or may yet: those that add to what is there
-        have read its end when this returns, so that it may go."""
+        """Return the writers of the file at `path`, begun also for handles that may append to it.
+
+        An appending writer has read the end of the file by then, so that the file may go.
+        """
         with self._lock:
             waiting = self.waiting_at(path)
         for handle in waiting:
@@ -688,7 +691,7 @@ class OpenFiles:
             return [writer for writer in self._nodes.writers() if writer.path == path]
 
     def leave_nameless(self, handles: Iterable[Handle]) -> None:
-        """Let what `handles` empty go nowhere: this mount removed or replaced their name. Under
+        """Detach handles without a writer from a name that this mount removed or replaced. Under
         the lock."""
         for handle in handles:
             if handle.writer is None:
@@ -696,9 +699,9 @@ class OpenFiles:
                 self._nodes.note(handle)
 
     def publish_moved(self, handle: Handle) -> None:
-        """Publish what is written through a handle whose file was renamed.
+        """Publish a file that was renamed while it was written.
 
-        The rename is done, so a failure is not told by it: the writer hears of it.
+        The rename is done: a failure is reported to the writer.
         """
         writer = handle.writer
         assert writer is not None
@@ -713,7 +716,7 @@ class OpenFiles:
     # ---- the end of the mount -------------------------------------------------------------
 
     def close_emptied(self) -> None:
-        """Publish files that were emptied and closed, and whose release was not heard of."""
+        """Publish files that were emptied and closed, and whose release never came."""
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
@@ -725,7 +728,7 @@ class OpenFiles:
                     self.unwritten.append(writer.path)
 
     def give_up(self) -> list[Handle]:
-        """Note which files are lost now that the mount ends. Return what `close_all` closes."""
+        """Note which files are lost now that the mount ends; return the handles to close."""
         with self._lock:
             handles = list(self._nodes.handles.values())
         for handle in handles:
@@ -736,7 +739,7 @@ class OpenFiles:
         return handles
 
     def close_all(self, handles: Iterable[Handle]) -> None:
-        """Close files whose writers did not finish them: they do not appear."""
+        """Close handles. Files that their writers did not finish do not appear."""
         for handle in handles:
             if handle.writer is not None:
                 handle.writer.close(_ABORT_WAIT_S)

@@ -1,4 +1,4 @@
-"""How a checkpoint tree is to be mounted: the plan of a server, and options as mount(8) has them.
+"""Options of a checkpoint mount: the plan of its server, and the names that mount(8) has for them.
 
 Immutable values. Lists of mount options ("ro,memory=1GiB") share their names with fstab(5) and the
 volumes of Kubernetes.
@@ -28,7 +28,7 @@ JOURNAL = "journal"
 
 
 class MountSpec(Struct, frozen=True, kw_only=True):
-    """How to mount; travels from the command to the server process."""
+    """Description of a mount; travels from the command to the server process."""
 
     url: str
     directory: str
@@ -62,14 +62,14 @@ class MountSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def user(self) -> ProcessId | None:
-        """The process that the mount is for."""
+        """Process that the mount is for."""
         if self.lifetime_pid is None:
             return None
         return ProcessId(self.lifetime_pid, self.lifetime_started)
 
     @property
     def fingerprint(self) -> str:
-        """The same for mounts that the next job can use as its own."""
+        """Digest that is equal for mounts which the next job can use as its own."""
         shared = replace(self, lifetime_pid=None, lifetime_started="")
         return hashlib.sha256(to_line(shared).encode()).hexdigest()
 
@@ -82,7 +82,7 @@ class MountSpec(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointPlan(Struct, frozen=True):
-    """What one server is to do: a line of JSON on its standard input."""
+    """Plan of one server: a line of JSON on its standard input."""
 
     spec: MountSpec
     state_dir: Path
@@ -146,7 +146,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def parse_options(texts: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Arguments of `mount_spec` and `immutable`, and the run directory if one is given.
+    """Return arguments of `mount_spec` and `immutable`, and the run directory if one is given.
 
     Raises: InvalidInputError for an option that is not known: it might be one that matters.
     """

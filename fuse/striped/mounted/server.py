@@ -54,8 +54,11 @@ def _serve(
     report: Report | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Serve until the mount ends. `lock_fd` and `attached`: from the code that this process was
-    before. `report` hears that the mount works, or why not."""
+    """Serve until the mount ends; return the files that were left unwritten.
+
+    `lock_fd` and `attached`: from the code that this process was before. `report` hears that the
+    mount works, or why not.
+    """
     with living(plan.state_dir, _state_of(plan), lock_fd) as life:
 
         def worker(attached: Attached) -> Operations:
@@ -123,7 +126,7 @@ def _mount_options(spec: MountSpec) -> MountOptions:
 
 
 def _watch_owner(spec: MountSpec) -> int | None:
-    """A descriptor that becomes readable when the process ends that the mount is for."""
+    """Return a descriptor that becomes readable when the process ends that the mount is for."""
     if spec.user is None:
         return None
     try:
@@ -138,8 +141,10 @@ def _serve_plan(line: bytes, report: Report) -> None:
 
 
 def _go_on(left: int) -> list[str]:
-    """Serve the mount that this process has held before it became this code; `left`: descriptor of
-    what it left itself."""
+    """Go on with the mount that this process held before it became this code.
+
+    `left`: the descriptor of the document that it left itself.
+    """
     document, attached = taken_over(left)
     plan = from_line(document["plan"], CheckpointPlan)
     return _serve(plan, document["owner_fd"], lock_fd=document["lock_fd"], attached=attached)

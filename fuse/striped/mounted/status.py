@@ -32,7 +32,7 @@ _RATE_S = 0.5
 
 
 class RecentErrors(logging.Handler):
-    """The last warnings and errors of this process, to be shown. Thread-safe."""
+    """Log handler that keeps the last warnings and errors of this process. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -49,7 +49,7 @@ class RecentErrors(logging.Handler):
 
 
 class OpenFigures(Struct, frozen=True):
-    """What is open in a mount at this moment."""
+    """Counts of open files and requests at one moment."""
 
     files_open: int
     streams_active: int
@@ -66,7 +66,7 @@ def status_document(
     memory: Mapping[str, int],
     errors: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The answer to "status"."""
+    """Return the answer to the command "status"."""
     return {
         "url": state.reference,
         "directory": state.directory,
@@ -81,7 +81,7 @@ def status_document(
 
 
 def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
-    """The status of the mount on `directory`, with its throughput of this moment.
+    """Return the status of the mount on `directory`, with its throughput of this moment.
 
     Raises: NotFoundError where none of this user's is there; UnavailableError, DeadlineError.
     """
@@ -93,7 +93,7 @@ def mount_status(run_dir: Path, directory: Path) -> dict[str, Any]:
 
 
 def all_statuses(run_dir: Path) -> list[dict[str, Any]]:
-    """The status of every running mount of this user; one that does not answer is shown as that."""
+    """Return the status of every running mount of this user; a problem for one that is silent."""
     found = []
     for known in known_mounts(run_dir):
         if not known.is_running:
@@ -155,7 +155,7 @@ _NAMES = {
 
 
 class Look(Struct, frozen=True):
-    """What is known of a mount at one moment."""
+    """Figures of a mount at one moment."""
 
     statistics: Statistics
     opened: OpenFigures
@@ -165,7 +165,7 @@ class Look(Struct, frozen=True):
 
 
 def render_mount(look: Look, url: str, slot: int) -> str:
-    """The whole file."""
+    """Return the file of figures."""
     return render(_families(look), (("url", public_url(url)), ("slot", str(slot))))
 
 
@@ -185,7 +185,7 @@ def _families(look: Look) -> Iterator[Family]:
 
 
 class FiguresWriter:
-    """Writes the figures of one mount from its start until it is closed."""
+    """Thread that writes the figures of one mount from its start until it is closed."""
 
     def __init__(self, metrics_dir: Path, url: str, look: Callable[[bool], Look]) -> None:
         """`look` is asked with whether it is mounted."""
@@ -209,7 +209,7 @@ class FiguresWriter:
         )
 
     def close(self) -> None:
-        """Write the last ones, and let another mount have the slot."""
+        """Write the last figures and give the slot back."""
         self._stopping.set()
         self._thread.join(_ROUND_S)
         self._write(False)

@@ -55,10 +55,10 @@ _KEPT_BYTES = 64 * 2**20
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc reuse the writers' units instead of returning each to the kernel.
+    """Configure malloc to keep the freed units of writers instead of returning them to the kernel.
 
-    Else every 4 MiB unit costs a thousand page faults. (What is read has buffers of its own.) Does
-    nothing where the C library is not glibc.
+    Otherwise every 4 MiB unit costs a thousand page faults. (Reads have buffers of their own.) No
+    effect if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -81,9 +81,11 @@ class CheckpointWorker:
         passes_files: bool,
         maps_direct_io: bool,
     ) -> None:
-        """`owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the
-        kernel would repeat to a successor what is under way. `passes_files` and `maps_direct_io`:
-        as for `MountedTree`.
+        """Open the storage and go on from a predecessor's journal, if there is one.
+
+        `owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the kernel
+        would repeat pending requests to a successor. `passes_files` and `maps_direct_io`: as for
+        `MountedTree`.
 
         Raises: BootseerError.
         """
@@ -165,7 +167,7 @@ class CheckpointWorker:
                 write_state(self._folder, replace(self._state, unwritten=tuple(unwritten)))
 
     def _lose_user(self) -> None:
-        """A process that the mount is for has ended: wait for another's end, or unmount."""
+        """Watch another process that the mount is for after one has ended, or unmount."""
         while (user := last_user(self._folder)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._control.watch(user, self._lose_user)
@@ -246,7 +248,7 @@ def _exists(url: str, deadline_s: float) -> bool:
 
 
 def _check_root(storage: StripedStorage, spec: MountSpec) -> bool:
-    """Whether the folder was missing and has been made.
+    """Make the folder if it is missing; return whether it was.
 
     Where storages have folders, the one above must be there: a first start makes one folder, and a
     misspelt path is no place for checkpoints.

@@ -53,9 +53,9 @@ class RetiredParts:
         self._thread: threading.Thread | None = None
 
     def retire(self, directory: str, generations: set[str], *, were_visible: bool = True) -> None:
-        """Delete the folders of these generations in `directory` when nobody reads them any more.
+        """Delete the folders of generations in `directory` once they have no readers.
 
-        Those that were never visible have no readers anywhere, so they get no grace.
+        Generations that were never visible have no readers anywhere, so they get no grace.
         """
         due_s = time.monotonic() + (self._grace_s if were_visible else 0.0)
         with self._lock:
@@ -79,7 +79,7 @@ class RetiredParts:
             self._folders = [retired for retired in self._folders if retired.directory != directory]
 
     def sweep(self, *, all_due: bool = False) -> None:
-        """Delete what is due and not in use. Failures are logged and tried again later."""
+        """Delete the folders that are due and not in use. Failures are logged and tried again."""
         now_s = time.monotonic()
         used = self._in_use()
         with self._lock:
@@ -130,7 +130,7 @@ class RetiredParts:
                 self._backend.delete(f"{folder}/{old}")
 
     def close(self) -> None:
-        """Delete all that is not in use, now."""
+        """Delete all folders that are not in use, now."""
         with self._lock:
             self._closed = True
         self._wake.set()

@@ -43,7 +43,7 @@ class FileStatus(Struct, frozen=True):
 
 
 def status_of(view: FileView) -> FileStatus:
-    """Return what the name of a file is whose current generation is `view`."""
+    """Return the status of a file whose current generation is `view`."""
     return FileStatus(view.path, False, view.size_bytes, view.modified_ns, view.identity)
 
 
@@ -83,11 +83,11 @@ class StoredFiles:
         self._lock = threading.Lock()
 
     def status(self, path: str) -> FileStatus:
-        """Return what `path` is now. Raises: NotFoundError, CorruptError, UnknownFormatError."""
+        """Return the status of `path`. Raises: NotFoundError, CorruptError, UnknownFormatError."""
         return self.status_of(self._backend.stat(path))
 
     def status_of(self, info: FileInfo) -> FileStatus:
-        """Return what the stored file `info` is; read it only if it can be a layout."""
+        """Return the status of the stored file `info`; read the file only if it can be a layout."""
         if info.is_dir:
             return FileStatus(info.path, True, 0, info.modified_ns, "")
         known = self._know(info)
@@ -129,9 +129,9 @@ class StoredFiles:
         return self._know(info).header is not None
 
     def _know(self, info: FileInfo, *, whole: bool = False) -> _Known:
-        """Return what the layout file `info` says; without a header if it is an ordinary file.
+        """Return header and layout of the stored file `info`; neither for an ordinary file.
 
-        Where the file was replaced since it was listed, that is said of the new one.
+        If the file was replaced since it was listed, both are of the new one.
         """
         if not may_be_layout(info.size_bytes):
             return _Known(info, None, None)

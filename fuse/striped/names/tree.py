@@ -84,11 +84,11 @@ class StripedTree:
         """By name: how often a change of it has begun or ended. Odd while one is under way."""
 
     def close(self) -> None:
-        """Delete what was replaced and is not open. The backend stays open."""
+        """Delete replaced parts that are not open. The backend stays open."""
         self._retired.close()
 
     def open(self, path: str) -> tuple[OpenFile, FileView]:
-        """Start reading what is stored at `path`; `close` of the reader must follow.
+        """Open the file at `path` for reading; `close` of the reader must follow.
 
         An ordinary file is opened before a change of its name, which then keeps it whole for its
         readers, or after it.
@@ -186,7 +186,7 @@ class StripedTree:
         commit: Callable[[], None],
         named: frozenset[str] = frozenset(),
     ) -> FileInfo:
-        """Change what `path` is; it then stands on the generations that are `named`."""
+        """Replace the file at `path` by `commit`; keep the parts of the generations `named`."""
         with self._change(path):
             old = self._look(path)
             if expected is not None and (old is None or old.identity != expected):
@@ -212,7 +212,7 @@ class StripedTree:
         self._until_answered(write)
 
     def _move(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Rename a file that nobody else knows of, past an outage of the storage."""
+        """Rename a new file, which no other process knows, past an outage of the storage."""
         is_again = False
 
         def move() -> None:
@@ -247,7 +247,7 @@ class StripedTree:
         return True
 
     def _until_answered(self, step: Callable[[], Result]) -> Result:
-        """Return what `step` returns; call it again while the storage is gone.
+        """Return the result of `step`; call it again while the storage is gone.
 
         An attempt that failed may have been carried out by the storage.
         """
@@ -300,8 +300,10 @@ class StripedTree:
         replace: bool,
         has_parts: bool,
     ) -> None:
-        """Rename a file whose next generation is being written: `publish` makes it the file at
-        `target`, and what is stored at `source` is removed. Does nothing where that is refused.
+        """Rename a file whose next generation is being written.
+
+        `publish` makes that generation the file at `target`; the file at `source` is removed. If
+        the rename is refused, nothing is published.
 
         `has_parts`: whether parts of it are stored, which cannot move to another directory.
         """
@@ -320,7 +322,10 @@ class StripedTree:
             self.unlink(source)
 
     def _replaced(self, target: str, *, replace: bool) -> FileInfo | None:
-        """Return what a rename to `target` replaces, if anything; refuse it without `replace`."""
+        """Return the file or folder that a rename to `target` replaces, if any.
+
+        Raises: OSError (EEXIST) without `replace`.
+        """
         try:
             replaced = self.backend.stat(target)
         except NotFoundError:
@@ -368,7 +373,7 @@ class StripedTree:
         return self.stored.status(path)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty directory, with what is hidden in it."""
+        """Remove an empty directory with its hidden folder."""
         with self._change():
             if not self.backend.stat(path).is_dir:
                 raise refuse(errno.ENOTDIR, path)
@@ -384,7 +389,7 @@ class StripedTree:
         self.backend.delete(path)
 
     def _move_readers_up(self, path: str) -> None:
-        """Move what is still read of files that were unlinked in a directory into its parent."""
+        """Move stored files that are still read, though unlinked, out of a directory."""
         parent = directory_of(path)
         moved: dict[OpenFile, str] = {}
         generations: set[str] = set()
@@ -497,7 +502,7 @@ class StripedTree:
 
     @contextlib.contextmanager
     def _change(self, *paths: str) -> Iterator[None]:
-        """Change what the names `paths` mean."""
+        """Hold the lock on changes of names and mark `paths` as changing."""
         if not self._changing.acquire(timeout=self._patience_s):
             raise DeadlineError(
                 f"another change of names in {self.backend.url} has not ended within "
