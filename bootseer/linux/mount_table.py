@@ -17,11 +17,11 @@ _USER = re.compile(rb"\buser_id=(\d+)")
 
 
 class Mount(Struct, frozen=True):
-    """One FUSE mount that this process can see."""
+    """A FUSE mount that this process can see."""
 
     path: Path
     device_minor: int
-    """The number of the connection: `/sys/fs/fuse/connections/<device_minor>`."""
+    """Number of the connection: `/sys/fs/fuse/connections/<device_minor>`."""
     subtype: str
     name: str
     read_only: bool
@@ -30,7 +30,7 @@ class Mount(Struct, frozen=True):
 
 
 class Line(NamedTuple):
-    """One line of a mountinfo file."""
+    """A line of a mountinfo file."""
 
     number: bytes
     parent: bytes
@@ -48,7 +48,7 @@ def _unescape(field: bytes) -> bytes:
 
 
 def parse_lines(text: bytes) -> Iterator[Line]:
-    """The text of a mountinfo file, oldest first. Pure."""
+    """Parse the text of a mountinfo file, oldest mount first. Pure."""
     for line in text.splitlines():
         # id parent major:minor root mountpoint options optional... - type source super-options
         fields, _, rest = line.partition(b" - ")
@@ -61,7 +61,7 @@ def parse_lines(text: bytes) -> Iterator[Line]:
 
 
 def parse_mountinfo(text: bytes) -> Iterator[Mount]:
-    """The FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
+    """Yield the FUSE mounts in the text of a mountinfo file, oldest first. Pure."""
     for line in parse_lines(text):
         kind, _, subtype = line.kind.partition(b".")
         if kind == b"fuse":
@@ -77,16 +77,16 @@ def parse_mountinfo(text: bytes) -> Iterator[Mount]:
 
 
 class MountPoint(NamedTuple):
-    """One mount of any file system."""
+    """A mount of any file system."""
 
     path: bytes
     device: int
-    """As `st_dev` of what is in it, but for file systems whose files show others."""
+    """Equal to `st_dev` of the files in it, except for file systems whose files show others."""
     kind: bytes
 
 
 def parse_mount_points(text: bytes) -> list[MountPoint]:
-    """Where anything is mounted, by the text of a mountinfo file, oldest first. Pure."""
+    """Return all mounts in the text of a mountinfo file, oldest first. Pure."""
     return [
         MountPoint(line.path, os.makedev(line.major, line.minor), line.kind)
         for line in parse_lines(text)
@@ -94,30 +94,32 @@ def parse_mount_points(text: bytes) -> list[MountPoint]:
 
 
 def mount_points() -> list[MountPoint]:
-    """Where anything is mounted in this mount namespace, oldest first. Raises: OSError."""
+    """Return all mounts of this mount namespace, oldest first. Raises: OSError."""
     return parse_mount_points(Path("/proc/self/mountinfo").read_bytes())
 
 
 def fuse_mounts() -> list[Mount]:
-    """Every FUSE mount of this mount namespace, oldest first."""
+    """Return the FUSE mounts of this mount namespace, oldest first."""
     return list(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()))
 
 
 def find_mounts(subtype_prefix: str) -> list[Mount]:
-    """The FUSE mounts whose subtype starts with `subtype_prefix`, oldest first."""
+    """Return the FUSE mounts whose subtype starts with `subtype_prefix`, oldest first."""
     return [mount for mount in fuse_mounts() if mount.subtype.startswith(subtype_prefix)]
 
 
 def absolute(path: Path) -> Path:
-    """`path` as mountinfo spells it, without touching its last component: it may hang."""
+    """Return `path` as mountinfo spells it. Its last component, which may hang, is not touched."""
     # Path.resolve() would stat it.
     parent, name = os.path.split(os.path.abspath(path))
     return Path(os.path.realpath(parent)) / name if name else Path(parent)
 
 
 def find_mount(path: Path) -> Mount | None:
-    """The topmost FUSE mount on exactly `path`, if it is seen there: in a namespace that has got
-    another /tmp, what had been mounted in /tmp is listed still."""
+    """Return the topmost FUSE mount on exactly `path`, unless another mount hides it.
+
+    In a namespace that has got another /tmp, mounts in the old one are still listed.
+    """
     wanted = absolute(path)
     text = Path("/proc/self/mountinfo").read_bytes()
     found = [mount for mount in parse_mountinfo(text) if mount.path == wanted]
@@ -125,8 +127,10 @@ def find_mount(path: Path) -> Mount | None:
 
 
 def is_hidden(text: bytes, path: bytes) -> bool:
-    """Whether what is mounted on `path` is not seen there, since something was mounted later on a
-    folder above it; by the text of a mountinfo file. Pure."""
+    """Return whether a later mount on a folder above `path` hides the mount on `path`.
+
+    `text` is that of a mountinfo file. Pure.
+    """
     lines = {line.number: line for line in parse_lines(text)}
     beside = list(lines.values())
     below = next((line for line in reversed(beside) if line.path == path), None)

@@ -23,21 +23,24 @@ _NODE = struct.Struct("=Q")
 _SLOT_BYTES = _NODE.size + _ID_AND_COUNT.size
 TABLE_BYTES = 65536 * _SLOT_BYTES
 ORDINARY = 0
-"""The backing id of a node that is open in an ordinary mode. The kernel's own ids start at 1."""
+"""Backing id of a node that is open in an ordinary mode. The kernel's own ids start at 1."""
 
 
 def new_table() -> mmap.mmap:
-    """An empty table, shared with processes forked from this one. Pages are made when touched."""
+    """Return an empty table, which processes forked from this one share."""
     return mmap.mmap(-1, TABLE_BYTES)
 
 
 def table_to_text(table: mmap.mmap) -> str:
-    """The table for a process that is no fork of this one. No thread may be at work on it."""
+    """Return a table as text, for a process that is no fork of this one.
+
+    No thread may use the table meanwhile.
+    """
     return base64.b64encode(table[:].rstrip(b"\0")).decode("ascii")
 
 
 def table_from_text(text: str) -> mmap.mmap:
-    """What `table_to_text` was given."""
+    """Return the table that `table_to_text` turned into text."""
     data = base64.b64decode(text)
     table = new_table()
     table[: len(data)] = data
@@ -45,7 +48,7 @@ def table_from_text(text: str) -> mmap.mmap:
 
 
 class BackingFiles:
-    """Which nodes are open, how often, and with which backing id."""
+    """Table of the open nodes: how often each is open, and with which backing id."""
 
     def __init__(self, device: int, table: mmap.mmap) -> None:
         self._device = device
@@ -59,7 +62,7 @@ class BackingFiles:
         self._load()
 
     def _load(self) -> None:
-        """Find what a predecessor left; slots fill from the start, an untouched one ends them."""
+        """Read the slots that a predecessor filled: from the start to the first untouched one."""
         for slot in range(TABLE_BYTES // _SLOT_BYTES):
             node, backing_id, count = self._read(slot)
             if node:
@@ -94,7 +97,7 @@ class BackingFiles:
         return True
 
     def open(self, node: int, backing_fd: int | None) -> int:
-        """Count one open of `node`; returns the backing id to answer with, or ORDINARY.
+        """Count one open of `node`. Return the backing id to answer with, or ORDINARY.
 
         A node that is open already keeps its mode, whatever `backing_fd` says.
         """
@@ -112,7 +115,11 @@ class BackingFiles:
             return backing_id
 
     def release(self, node: int) -> None:
-        """One open of `node` is gone. Call after the reply to RELEASE: see the module docstring."""
+        """Count one open of `node` less.
+
+        Call after the reply to RELEASE: then a crash in between leaks a reference, and does not
+        drop one that is in use.
+        """
         with self._lock:
             slot = self._slots.get(node)
             if slot is None:

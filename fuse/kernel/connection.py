@@ -1,7 +1,7 @@
-"""What the kernel and we agree on: INIT as a pure function.
+"""Agreement with the kernel on the protocol (INIT), as pure functions.
 
 Degrades step by step from Linux 6.18 (7.45) to 5.4 (7.31): whatever the kernel does not offer is
-not asked for, and the resulting `Connection` says what holds. Pure: no I/O, no state.
+not asked for, and the resulting `Connection` says what holds.
 """
 
 from msgspec import Struct
@@ -22,34 +22,34 @@ class InitRequest(Struct, frozen=True):
 
 
 class Connection(Struct, frozen=True):
-    """The facts both sides agreed on; they hold until the file system is unmounted."""
+    """Facts on which both sides agreed, valid until the file system is unmounted."""
 
     flags: int
     max_write_bytes: int
 
     @property
     def passthrough(self) -> bool:
-        """Whether an open may hand a file to the kernel (7.40, and CAP_SYS_ADMIN to use it)."""
+        """Return whether an open may hand a file to the kernel (7.40; needs CAP_SYS_ADMIN)."""
         return bool(self.flags & wire.PASSTHROUGH)
 
     @property
     def resend(self) -> bool:
-        """Whether NOTIFY_RESEND makes the kernel repeat unanswered requests (7.40)."""
+        """Return whether NOTIFY_RESEND makes the kernel repeat unanswered requests (7.40)."""
         return bool(self.flags & wire.HAS_RESEND)
 
     @property
     def times_out(self) -> bool:
-        """Returns whether the kernel gives up a request that is not answered (7.43)."""
+        """Return whether the kernel gives up a request that is not answered (7.43)."""
         return bool(self.flags & wire.REQUEST_TIMEOUT)
 
     @property
     def direct_io_mmap(self) -> bool:
-        """Whether files opened with direct_io can be mapped shared (7.39)."""
+        """Return whether files opened with direct_io can be mapped shared (7.39)."""
         return bool(self.flags & wire.DIRECT_IO_ALLOW_MMAP)
 
 
 def decode_init(request: bytes | memoryview) -> InitRequest:
-    """The kernel's INIT message.
+    """Decode the kernel's INIT message.
 
     Raises:
         CorruptError: the message is not INIT, or cut short.
@@ -68,7 +68,7 @@ def decode_init(request: bytes | memoryview) -> InitRequest:
 
 
 def wanted_flags(options: MountOptions) -> int:
-    """Every capability that `options` would use if the kernel had it."""
+    """Return all capabilities that `options` would use if the kernel had them."""
     wanted = (
         wire.ASYNC_READ
         | wire.BIG_WRITES
@@ -99,7 +99,7 @@ def wanted_flags(options: MountOptions) -> int:
 
 
 def negotiate(request: InitRequest, options: MountOptions) -> tuple[Connection, bytes]:
-    """The agreement, and the reply's body (struct fuse_init_out) that proposes it.
+    """Return the agreement, and the reply's body (struct fuse_init_out) that proposes it.
 
     Raises:
         UnsupportedError: the kernel speaks another major version, or one older than 7.31.

@@ -1,6 +1,6 @@
-"""The kernel's control files of FUSE connections: is one alive, and abort it.
+"""The kernel's control files of FUSE connections (fusectl), which tell and abort live ones.
 
-Alone knows the fusectl file system. Where nobody has mounted it on /sys/fs/fuse/connections
+Where nobody has mounted it on /sys/fs/fuse/connections
 (containers, minimal hosts), root uses a mount of its own that has no place in the file tree and
 so is seen by nobody. A connection's number is given to another one as soon as it is gone: who waits
 for one, or aborts it late, holds a `Connection`. Safe from any thread.
@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def _connections() -> Iterator[int | None]:
-    """A descriptor of the folder with one folder for each connection; None: not accessible."""
+    """Yield a descriptor of the folder with a folder for each connection; None: no access."""
     folder = _open_visible() if os.path.ismount(_CONNECTIONS) else _open_private()
     try:
         yield folder
@@ -57,7 +57,7 @@ def _open_private() -> int | None:
 
 
 class Connection:
-    """One connection, also when the kernel has given its number to another one meanwhile."""
+    """A FUSE connection, told from a later one that gets the same number."""
 
     def __init__(self, folder: int, device_minor: int) -> None:
         self._folder = folder
@@ -79,7 +79,7 @@ class Connection:
         return found.st_ino == os.fstat(self._own).st_ino
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Wait until the kernel has dropped it; False when it has not."""
+        """Wait until the kernel has dropped the connection. Return False if it has not."""
         deadline = time.monotonic() + timeout_s
         while self._is_alive():
             if time.monotonic() >= deadline:
@@ -88,8 +88,10 @@ class Connection:
         return True
 
     def abort(self) -> bool:
-        """Fail every request of it, now and for ever; False where that is not allowed. Nothing
-        when it is gone already."""
+        """Fail every request of the connection, now and for ever. Return False if not allowed.
+
+        A connection that is gone already counts as aborted.
+        """
         if self._own is None:
             return True
         try:
@@ -106,7 +108,7 @@ class Connection:
         return True
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor of the connection's folder."""
         if self._own is not None:
             os.close(self._own)
             self._own = None
@@ -114,7 +116,7 @@ class Connection:
 
 @contextlib.contextmanager
 def connection(device_minor: int) -> Iterator[Connection | None]:
-    """The connection that has this number now; None where the control files are out of reach."""
+    """Yield the connection that has this number now; None if the control files are out of reach."""
     with _connections() as folder:
         if folder is None:
             yield None
@@ -127,7 +129,9 @@ def connection(device_minor: int) -> Iterator[Connection | None]:
 
 
 def abort(device_minor: int) -> bool:
-    """Fail every request of the connection, now and for ever. True also if it is gone already;
-    False where the control files are out of reach."""
+    """Fail every request of the connection, now and for ever.
+
+    Return True also if it is gone already, and False if the control files are out of reach.
+    """
     with connection(device_minor) as one:
         return one is not None and one.abort()

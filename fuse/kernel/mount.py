@@ -1,7 +1,7 @@
 """Mounting: from an empty directory to the /dev/fuse descriptor that serves it.
 
 With CAP_SYS_ADMIN by mount(2), otherwise through the set-user-id helper fusermount3, which hands
-the descriptor back over a socket. Alone knows both. Stateless; safe from any thread.
+the descriptor back over a socket. Stateless; safe from any thread.
 """
 
 import errno
@@ -32,12 +32,12 @@ _CAP_SYS_ADMIN = 21
 
 
 def can_mount_directly() -> bool:
-    """Whether this process has CAP_SYS_ADMIN (in its user namespace)."""
+    """Return whether this process has CAP_SYS_ADMIN (in its user namespace)."""
     return has_capability(_CAP_SYS_ADMIN)
 
 
 def mount(mountpoint: Path, options: MountOptions) -> int:
-    """Mount on `mountpoint`; returns the descriptor (close-on-exec) on which the kernel asks.
+    """Mount on `mountpoint`. Return the descriptor (close-on-exec) on which the kernel asks.
 
     Until a server answers INIT there, every access to the mountpoint waits.
 
@@ -144,7 +144,7 @@ def _mount_with_helper(path: Path, options: MountOptions) -> int:
 
 
 def set_readahead(device_minor: int, readahead_bytes: int) -> bool:
-    """Let the kernel read ahead this far on a mounted connection; False where only root may."""
+    """Set how far the kernel reads ahead on a mounted connection. Return False if only root may."""
     control = Path(f"/sys/class/bdi/0:{device_minor}/read_ahead_kb")
     try:
         control.write_text(f"{readahead_bytes // 1024}\n")

@@ -156,7 +156,7 @@ def _refuse(code: int) -> OSError:
 
 
 class Operations:
-    """A file system. A subclass overrides the methods for what it can do."""
+    """A file system. Subclasses override the methods for the operations that they have."""
 
     store_pages: Callable[[int, int, Buffer], bool] | None = None
     """`Server.notify_store`, set before `mounted` is called. None where the mount has no
@@ -168,9 +168,11 @@ class Operations:
         """Called once, after INIT, before the first request. Start threads here."""
 
     def all_closed(self) -> None:
-        """Called before `destroyed` where the mount ended because nothing on it is open any more.
+        """Called before `destroyed` if the mount ended because nothing on it is open any more.
+
         The kernel drops requests that nobody has read by then: some files that were closed last
-        were not released. Must not raise."""
+        were not released. Must not raise.
+        """
 
     def destroyed(self) -> None:
         """Called once, after the last request. Release everything. Must not raise."""

@@ -1,4 +1,4 @@
-"""What the caller of a mount may choose. Immutable values, checked when they are made."""
+"""Options of a mount: immutable values, checked when they are made."""
 
 from msgspec import Struct
 
@@ -9,12 +9,13 @@ KERNEL_DEADLINE_MAX_S = 0xFFFF
 
 
 class MountOptions(Struct, frozen=True, kw_only=True):
-    """How to mount and serve. Everything the kernel does not offer is left out silently;
-    `Connection` then says what was agreed.
+    """Options of mounting and serving.
+
+    Features that the kernel does not offer are left out; `Connection` says what was agreed.
     """
 
     name: str = "bootseer"
-    """What mount(8) and df show as the device."""
+    """Name of the device that mount(8) and df show."""
     subtype: str = "bootseer"
     """The file system type becomes `fuse.<subtype>`; `find_mounts` looks for it."""
     allow_other: bool = False
@@ -27,7 +28,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     max_readahead_bytes: int = 128 * 1024
     """Values above the kernel's default of 128 KiB take effect only for root."""
     max_background: int = 64
-    """How many background requests (readahead, asynchronous I/O) the kernel may have open."""
+    """Number of background requests (readahead, asynchronous I/O) that the kernel may have open."""
     threads: int = 8
     passthrough: bool = False
     """Agree on passthrough, so that `Opened.passthrough_fd` takes effect (root, Linux 6.9+)."""
@@ -47,7 +48,7 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     """A supervised worker that does not answer its supervisor for so long is replaced; one that
     waits for its storage does answer."""
     shutdown_s: float = 10.0
-    """How long a stopping server waits for open files before it aborts the connection."""
+    """Time for which a stopping server waits for open files before it aborts the connection."""
 
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), ("subtype", self.subtype)):

@@ -1,9 +1,9 @@
-"""What one server thread reads its requests into.
+"""Memory into which one server thread reads its requests.
 
-Owns where the bytes of a request come to lie: those of a write apart from all else, so that the
-operation can keep them as they are. Belongs to one thread, but for memory that was given away with
-a write: it comes back from any thread, to be used again. (A new bytearray is faulted in and filled
-with zeros while nobody else has the GIL: almost half of the time in which a save held it.)
+The data of a write lies apart from all else, so that the operation can keep it. Belongs to one
+thread, but for memory that was given away with a write: it comes back from any thread, to be used
+again. (A new bytearray is faulted in and filled with zeros while nobody else has the GIL: almost
+half of the time in which a save held it.)
 """
 
 import mmap
@@ -48,7 +48,7 @@ def _take(size: int) -> _Given:
 
 
 class RequestBuffer:
-    """Holds one request: `readv` from the device to `into`."""
+    """Memory for one request: `readv` from the device to `into`."""
 
     __slots__ = ("_overflow", "_written", "head", "into")
 
@@ -65,7 +65,7 @@ class RequestBuffer:
         self.into = (self.head, self._written, self._overflow)
 
     def body(self, length: int) -> memoryview:
-        """What follows the header of a request of `length` bytes."""
+        """Return the bytes after the header of a request of `length` bytes."""
         head, beyond_head = self.head[wire.IN_HEADER_BYTES : length], length - len(self.head)
         if beyond_head <= 0:
             return head
@@ -76,8 +76,10 @@ class RequestBuffer:
         return memoryview(body)
 
     def data(self, size: int) -> bytearray | memoryview:
-        """The `size` bytes of a write: a bytearray is the caller's, a memoryview is valid until the
-        next request. Raises: MemoryError."""
+        """Return the `size` bytes of a write. Raises: MemoryError.
+
+        A bytearray is the caller's to keep, a memoryview is valid until the next request.
+        """
         written = self._written
         if size < max(_GIVEN_MIN_BYTES, len(written) - wire.PAGE_BYTES):
             return memoryview(written)[:size]

@@ -35,7 +35,7 @@ _THREADS_END_S = 5.0
 
 
 class Attached(Struct, frozen=True):
-    """A live mount whose INIT is answered: what a server, or its successor, serves."""
+    """A live mount whose INIT is answered, to be served by a server and its successors."""
 
     device: int
     """The /dev/fuse descriptor."""
@@ -151,7 +151,7 @@ class Server:
         return self._notify(wire.encode_notify(wire.NOTIFY_INVAL_INODE, body))
 
     def notify_store(self, node: int, offset: int, data: Buffer) -> bool:
-        """Put bytes into the page cache of a file. Returns False if the kernel lacks the node.
+        """Put bytes into the page cache of a file. Return False if the kernel lacks the node.
 
         Waits for reads under way of the same pages, so it is not for a thread that one of them
         waits for. Killed in here, this process does not end before a successor brings the pages, or
@@ -186,7 +186,7 @@ class Server:
         return self._ended.wait(timeout_s)
 
     def abort(self) -> bool:
-        """Fail every request now and for ever. Returns False if that is not possible."""
+        """Fail every request now and for ever. Return False if that is not possible."""
         return abort_connection(self.attached.device_minor, self.attached.path)
 
     def detach(self) -> None:

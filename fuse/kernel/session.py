@@ -1,6 +1,6 @@
-"""The threads that read requests from /dev/fuse and write the replies.
+"""Threads that read requests from /dev/fuse and write the replies.
 
-Alone reads the device. READ and WRITE are handled here with as little Python as possible; all
+READ and WRITE are handled here with as little Python as possible; all
 else goes to the `Dispatcher`. A thread that fails in an unforeseen way ends the session, so that
 no reader waits for it. The kernel is the arbiter of "answered once": it refuses a second
 reply with ENOENT, so the watchdog needs no lock and costs the fast path one store.
@@ -36,7 +36,7 @@ _STUCK_THREADS_MAX_FACTOR = 8
 
 
 class _Slot:
-    """What one server thread is doing. Written by that thread, read by others without a lock."""
+    """State of one server thread. Written by that thread, read by others without a lock."""
 
     __slots__ = ("seen", "surplus", "thread", "ticks", "unique")
 
@@ -49,7 +49,7 @@ class _Slot:
 
 
 class Session:
-    """Serves one connection until the kernel ends it."""
+    """Service of one connection until the kernel ends it."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Session:
         thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end; False if some are still in an operation."""
+        """Wait for the threads to end. Return False if some are still in an operation."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             threads = [slot.thread for slot in self._slots] + [self._watchdog]
@@ -232,7 +232,7 @@ class Session:
         self._send(opcode, unique, Answer(error=self._dispatcher.errno_for(opcode, error)))
 
     def _lost(self, opcode: int, unique: int, error: OSError) -> None:
-        """A reply could not be sent. If the kernel found it malformed, the request still waits."""
+        """Handle a reply that was not sent: if the kernel found it malformed, the request waits."""
         if error.errno in _UNDELIVERABLE:
             return
         self._dispatcher.report(opcode, error)
@@ -303,7 +303,7 @@ class Session:
 
 
 def _gather(out: bytearray, data: Buffer | Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """The buffers to send, header first, and how many bytes they hold without it."""
+    """Return the buffers to send, header first, and their size in bytes without it."""
     parts: list[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else list(data)
     count = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
     if len(parts) >= _IOV_MAX:

@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def abort_connection(device_minor: int, path: Path | None = None) -> bool:
-    """Fail every request of a connection now and for ever; readers get ENOTCONN or ECONNABORTED.
+    """Fail every request of a connection now and for ever, with ENOTCONN or ECONNABORTED.
 
     Where the control files are out of reach, falls back to umount2(MNT_FORCE) of `path`, where
     it must still be mounted. Returns whether the connection is known to be aborted.
@@ -45,7 +45,7 @@ def abort_connection(device_minor: int, path: Path | None = None) -> bool:
 
 
 def is_disconnected(error: BaseException | None) -> bool:
-    """Whether an operation failed, or the one that caused it, since a mount's server is gone."""
+    """Return whether an error, or its cause, says that a mount's server is gone."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
             return True
@@ -61,14 +61,14 @@ def _umount2(path: Path, flags: int) -> OSError | None:
 
 
 def find_helper() -> str | None:
-    """The set-user-id helper that mounts and unmounts for ordinary users."""
+    """Return the set-user-id helper that mounts and unmounts for ordinary users."""
     import shutil  # here: it loads every kind of compression
 
     return shutil.which("fusermount3") or shutil.which("fusermount")
 
 
 def detach(path: Path, *, lazy: bool) -> None:
-    """Take the mount off `path`; `lazy` also while files are open (they live on until closed).
+    """Take the mount off `path`. With `lazy`, files that are open live on until they are closed.
 
     Raises:
         BusyError: files are open and `lazy` is False.
@@ -88,7 +88,7 @@ def detach(path: Path, *, lazy: bool) -> None:
 
 
 def run_helper(command: Sequence[str], **options: Any) -> str | None:
-    """Run fusermount3; what it says where it fails, else None. Raises: DeadlineError."""
+    """Run fusermount3. Return what it says if it fails, else None. Raises: DeadlineError."""
     try:
         done = subprocess.run(
             command,
@@ -117,7 +117,7 @@ def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
 
 
 def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
-    """Unmount the FUSE file system on `path`, whatever state it is in.
+    """Unmount the FUSE file system on `path`, in whatever state.
 
     Gives open files `timeout_s` to be closed, then aborts the connection: when this returns, the
     path is free and no process waits for a reply. A file counts as open while the kernel waits for

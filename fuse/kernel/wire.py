@@ -1,6 +1,6 @@
-"""The bytes of the /dev/fuse protocol: constants, struct layouts, and their encoders.
+"""Bytes of the /dev/fuse protocol: constants, struct layouts, and their encoders.
 
-Alone knows what include/uapi/linux/fuse.h says (protocol 7.31 of Linux 5.4 to 7.45 of 6.18).
+Source: include/uapi/linux/fuse.h (protocol 7.31 of Linux 5.4 to 7.45 of 6.18).
 Pure functions and constants: no I/O, no state, safe from any thread. Layouts are those of the
 kernel's own byte order with explicit padding; the comment beside each names the C struct.
 """
@@ -143,7 +143,7 @@ DIRENT_ALIGN_BYTES = 8
 
 @functools.lru_cache(maxsize=64)
 def split_ttl(ttl_s: float) -> tuple[int, int]:
-    """`ttl_s` as whole seconds and nanoseconds; negative and NaN: 0, infinity: 68 years."""
+    """Return whole seconds and nanoseconds; negative and NaN give 0, infinity 68 years."""
     if not ttl_s > 0:
         return 0, 0
     fraction, whole = math.modf(min(ttl_s, _TTL_MAX_S))
@@ -151,7 +151,7 @@ def split_ttl(ttl_s: float) -> tuple[int, int]:
 
 
 def encode_attributes(attributes: Attributes) -> bytes:
-    """struct fuse_attr."""
+    """Encode struct fuse_attr."""
     a = attributes
     blocks = (a.size_bytes + 511) // 512 if a.blocks_512 is None else a.blocks_512
     atime_s, atime_ns = divmod(a.atime_ns, _NS)
@@ -178,13 +178,13 @@ def encode_attributes(attributes: Attributes) -> bytes:
 
 
 def encode_attr_out(attributes: Attributes, ttl_s: float) -> bytes:
-    """struct fuse_attr_out."""
+    """Encode struct fuse_attr_out."""
     seconds, nanoseconds = split_ttl(ttl_s)
     return ATTR_OUT.pack(seconds, nanoseconds, 0) + encode_attributes(attributes)
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """struct fuse_entry_out; node 0 for a negative entry."""
+    """Encode struct fuse_entry_out; node 0 for a negative entry."""
     entry_s, entry_ns = split_ttl(entry.entry_ttl_s)
     attributes = entry.attributes
     if attributes is None:
@@ -195,7 +195,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def encode_statfs(statistics: FileSystemStatistics) -> bytes:
-    """struct fuse_statfs_out."""
+    """Encode struct fuse_statfs_out."""
     s = statistics
     return STATFS_OUT.pack(
         s.blocks,
@@ -211,7 +211,7 @@ def encode_statfs(statistics: FileSystemStatistics) -> bytes:
 
 
 def encode_dirent(entry: DirectoryEntry) -> bytes:
-    """struct fuse_dirent with its name, padded to 8 bytes."""
+    """Encode struct fuse_dirent with its name, padded to 8 bytes."""
     name = entry.name
     padding = -(DIRENT.size + len(name)) % DIRENT_ALIGN_BYTES
     return (
@@ -224,7 +224,7 @@ def encode_dirent(entry: DirectoryEntry) -> bytes:
 def encode_directory(
     entries: Iterable[DirectoryEntry], size_bytes: int, plus: bool
 ) -> tuple[bytes, list[int]]:
-    """As many whole entries as fit in `size_bytes`, and the nodes whose lookup that counts."""
+    """Encode the entries that fit into `size_bytes`, and return the nodes to count lookups of."""
     parts: list[bytes] = []
     counted: list[int] = []
     used = 0
@@ -248,7 +248,7 @@ def encode_directory(
 
 
 def decode_setattr(body: memoryview, now_ns: int) -> SetAttributes:
-    """struct fuse_setattr_in; "set to now" becomes `now_ns`."""
+    """Decode struct fuse_setattr_in; "set to now" becomes `now_ns`."""
     fields = SETATTR_IN.unpack_from(body)
     (
         valid,
@@ -287,17 +287,17 @@ def decode_setattr(body: memoryview, now_ns: int) -> SetAttributes:
 
 
 def decode_name(body: memoryview) -> bytes:
-    """One NUL-terminated name that fills `body`."""
+    """Decode the NUL-terminated name that fills `body`."""
     return bytes(body).rstrip(b"\0")
 
 
 def decode_two_names(body: memoryview) -> tuple[bytes, bytes]:
-    """Two NUL-terminated names, one after the other."""
+    """Decode two NUL-terminated names, one after the other."""
     first, _, rest = bytes(body).partition(b"\0")
     return first, rest.rstrip(b"\0")
 
 
 def encode_notify(code: int, *parts: bytes | bytearray | memoryview) -> bytes:
-    """A message from us: fuse_out_header with unique 0 and the code in place of an errno."""
+    """Encode a message from us: fuse_out_header with unique 0 and the code in place of an errno."""
     body = b"".join(parts)
     return OUT_HEADER.pack(OUT_HEADER_BYTES + len(body), code, 0) + body

@@ -1,1 +1,1 @@
-"""One load of a DCP checkpoint by many ranks, each byte read by one of them. Needs torch."""
+"""Loading of a DCP checkpoint by many ranks, each byte read by one of them. Needs torch."""

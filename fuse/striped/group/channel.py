@@ -1,6 +1,6 @@
-"""What the ranks of a process group tell and hand each other while they load one checkpoint.
+"""Messages and bytes between the ranks of a process group that load one checkpoint.
 
-Owns every use of torch's collectives: each ends by the deadline, on every rank, with the bytes or
+Each use of torch's collectives ends by the deadline, on every rank, with the bytes or
 with the same error. After a failure nothing more is sent, and the group is unusable as torch leaves
 it. For one thread. Importing this imports torch.
 """
@@ -22,7 +22,7 @@ _BREAK_TAG = 0x6273
 
 
 class GroupChannel:
-    """One rank's end of the channel."""
+    """Channel between this rank and the others of its group."""
 
     def __init__(self, group: Any, deadline_s: float) -> None:
         """`group`: None is the default group; where torch.distributed is not initialized, this
@@ -43,7 +43,7 @@ class GroupChannel:
             self._device = torch.device(kinds[0], torch.accelerator.current_device_index())
 
     def agree(self, error: BaseException | None) -> None:
-        """All ranks call this, each with what it failed with, if it has.
+        """Tell all ranks whether one has failed. All ranks call this, each with its error, if any.
 
         Returns on all, or raises on all: on a rank that failed its own error, on the others that of
         the first that failed. Raises also: DeadlineError, UnavailableError.
@@ -64,7 +64,7 @@ class GroupChannel:
             _raise_told(message, self.size - found)
 
     def spread(self, data: bytes | None, error: BaseException | None) -> bytes:
-        """Rank 0's `data` on all ranks; where it has an error instead, that is raised on all."""
+        """Return rank 0's `data` on all ranks, or raise its error on all."""
         self.agree(error)
         if self._group is None:
             assert data is not None
@@ -76,7 +76,7 @@ class GroupChannel:
         sends: Sequence[tuple[memoryview, Sequence[int]]],
         receives: Sequence[tuple[memoryview, int]],
     ) -> None:
-        """Hand bytes to ranks, and take bytes from ranks, each in the order of the other side.
+        """Send bytes to ranks, and receive bytes from ranks, in the order of the other side.
 
         Raises: DeadlineError, UnavailableError.
         """
@@ -139,7 +139,7 @@ class GroupChannel:
             ) from error
 
     def _break(self) -> None:
-        """Let everything that a rank still waits for in this group fail now.
+        """Make everything fail for which a rank still waits in this group.
 
         gloo closes the group's connections when a receive runs out of time, but not when a
         collective does; else what DCP does next would wait for the group's own half an hour.
@@ -153,7 +153,7 @@ class GroupChannel:
 
 
 def _raise_told(message: bytes, rank: int) -> NoReturn:
-    """Raise what another rank has failed with."""
+    """Raise the error of another rank."""
     name, _, text = message.decode("utf-8", errors="replace").partition("\0")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, BootseerError)):

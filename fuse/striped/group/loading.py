@@ -1,4 +1,4 @@
-"""One rank's part of the loading of one checkpoint.
+"""Work of one rank while a group loads one checkpoint.
 
 A thread reads this rank's next pieces while the present ones are handed on, round by round, to the
 ranks that need them. Items that are whole go where the planner of torch.distributed.checkpoint
@@ -25,7 +25,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 
 
 class TakenPiece:
-    """The bytes of one extent; leaving the `with` block gives the buffer back."""
+    """Bytes of one extent. Leaving the `with` block gives the buffer back."""
 
     def __init__(self, view: memoryview, reader: "PieceReader", buffer: bytearray) -> None:
         self.view = view
@@ -40,7 +40,11 @@ class TakenPiece:
 
 
 class PieceReader:
-    """Extents of one storage, read one after the other, each from all of its parts at once."""
+    """Reader of a list of extents, ahead of its consumer, in `BUFFERS` buffers that go round.
+
+    Extents are read one after the other, each from all of its parts at once. `take` is for one
+    thread.
+    """
 
     BUFFERS = 3
 
@@ -58,8 +62,7 @@ class PieceReader:
             self._thread.start()
 
     def take(self) -> TakenPiece:
-        """The next extent's bytes, waiting for them. Raises what reading it failed with: nothing
-        is read after that."""
+        """Wait for the next extent, and return its bytes. After an error, nothing more is read."""
         taken = self._ready.get()
         if isinstance(taken, BaseException):
             raise taken
@@ -69,7 +72,7 @@ class PieceReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop, after the read that is under way, which has a deadline of its own."""
+        """Wait for the read that is under way, which has a deadline of its own, and stop."""
         self._stopped = True
         self._free.put(None)
         if self._extents:
@@ -106,7 +109,7 @@ class PieceReader:
 
 
 class BytesFile(io.RawIOBase):
-    """Bytes as a file that torch.load reads without a copy in between."""
+    """File of bytes in memory, which torch.load reads without another copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -135,7 +138,7 @@ class BytesFile(io.RawIOBase):
 
 
 class Loading:
-    """One rank's part of one load: `run` it once."""
+    """Reading, handing on and storing of one rank's pieces and items. `run` it once."""
 
     def __init__(
         self,
@@ -146,10 +149,13 @@ class Loading:
         extent_of: Callable[[ReadItem], Extent],
         piece_bytes: int,
     ) -> None:
-        """`plan`: torch's, with this rank's `GroupPlan` in it. `extent_of`: where an item is
-        stored. `piece_bytes`: no piece of the plan is longer."""
+        """Args:
+        plan: torch's plan, with this rank's `GroupPlan` in it.
+        extent_of: returns where an item is stored.
+        piece_bytes: length of the longest piece of the plan.
+        """
         self.read_bytes = 0
-        """Asked of the storage."""
+        """Bytes asked of the storage."""
         self.sent_bytes = 0
         self.received_bytes = 0
         self._plan: GroupPlan = plan.storage_data
@@ -163,7 +169,7 @@ class Loading:
         self._assembly = Assembly([extent for extent in self._items if extent.length], self._load)
 
     def run(self, storage: StripedStorage) -> None:
-        """Read, hand on and load all that the plan says. Raises on all ranks when one fails."""
+        """Carry out the plan. Raises on all ranks if one fails."""
         plan, rank = self._plan, self._channel.rank
         own = PieceReader(
             storage,
@@ -184,7 +190,7 @@ class Loading:
     def _run_round(
         self, pieces: tuple[Piece, ...], own: PieceReader, error: BaseException | None
     ) -> BaseException | None:
-        """Hand on the pieces of one round; returns what failed here since ranks last agreed."""
+        """Hand on the pieces of one round. Return the error of this rank after ranks agreed."""
         rank = self._channel.rank
         mine = next((piece for piece in pieces if piece.owner == rank), None)
         taken = None

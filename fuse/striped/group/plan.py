@@ -16,7 +16,7 @@ from bootseer.errors import CorruptError
 
 
 class Extent(NamedTuple):
-    """Bytes `[start, start + length)` of a file: one stored item, needed whole."""
+    """Bytes `[start, start + length)` of a file that hold one stored item."""
 
     path: str
     start: int
@@ -27,17 +27,17 @@ class Piece(NamedTuple):
     """Bytes of one file that one rank reads in one go. Small: plans of many travel."""
 
     file: int
-    """Which of the plan's `files`."""
+    """Index into the plan's `files`."""
     start: int
     length: int
     owner: int
-    """The rank that reads it; it needs the bytes itself."""
+    """Rank that reads the piece, and needs it itself."""
     audience: int
-    """Which of the plan's `audiences` needs it."""
+    """Index into the plan's `audiences`: the ranks that need the piece."""
 
 
 class GroupPlan(Struct, frozen=True):
-    """What one rank has to do. `rounds`, `files` and `audiences` are the same for all ranks."""
+    """Work of one rank. `rounds`, `files` and `audiences` are the same for all ranks."""
 
     files: tuple[str, ...]
     audiences: tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ class GroupPlan(Struct, frozen=True):
     """Pieces that this rank alone needs."""
 
     def own(self, rank: int) -> Iterator[Piece]:
-        """What `rank` reads, in the order in which it is wanted."""
+        """Yield the pieces that `rank` reads, in order."""
         for pieces in self.rounds:
             yield from (piece for piece in pieces if piece.owner == rank)
         yield from self.private
@@ -57,7 +57,7 @@ class GroupPlan(Struct, frozen=True):
 def plan_group(
     needs: Sequence[Collection[Extent]], *, piece_bytes: int, pieces_per_round: int
 ) -> list[GroupPlan]:
-    """One plan per rank for what each rank needs, such that every byte is read by one rank only.
+    """Return a plan for each rank, such that every byte is read by one rank only.
 
     Pieces end at multiples of `piece_bytes` in their file, so that two ranks seldom share a block
     of verification. Within an audience they are in the order of the files, so that at most one item
@@ -90,7 +90,7 @@ def plan_group(
 
 
 def _cut(extents: list[Extent], piece_bytes: int) -> Iterator[Extent]:
-    """The union of the extents, in order, cut at every multiple of `piece_bytes`."""
+    """Yield the union of the extents, in order, cut at every multiple of `piece_bytes`."""
     path, start, end = "", 0, 0
     for extent in [*sorted(extents), None]:
         if extent is not None and extent.path == path and extent.start <= end:
@@ -110,7 +110,7 @@ def _rounds(
     rank_count: int,
     pieces_per_round: int,
 ) -> Iterator[tuple[Piece, ...]]:
-    """Yields the pieces in rounds: audiences without a common rank share a round."""
+    """Yield the pieces in rounds. Audiences without a common rank share a round."""
     load_bytes = [0] * rank_count
     while queues:
         chosen: list[Piece] = []
@@ -144,7 +144,7 @@ class _Item:
 
 
 class Assembly:
-    """Items from the pieces they come in, each told to `on_complete` once it is whole."""
+    """Assembly of items from pieces in any order. `on_complete` gets each item that is whole."""
 
     def __init__(
         self, extents: list[Extent], on_complete: Callable[[Extent, memoryview], None]
@@ -158,7 +158,7 @@ class Assembly:
         self._missing_count = len(extents)
 
     def add(self, path: str, start: int, view: memoryview) -> None:
-        """Bytes of a file, from `start`; each byte of an item comes once."""
+        """Add bytes of a file from `start` on. Each byte of an item comes once."""
         extents = self._by_file.get(path, [])
         end = start + len(view)
         index = max(0, bisect_right(extents, start, key=lambda extent: extent.start) - 1)
@@ -183,7 +183,7 @@ class Assembly:
                 self._spare = item.buffer
 
     def finish(self) -> None:
-        """Raises CorruptError where items never became whole: the metadata lets them overlap."""
+        """Raise CorruptError if an item never became whole: the metadata lets items overlap."""
         if self._missing_count:
             raise CorruptError(f"the metadata names {self._missing_count} items that overlap")
 

@@ -1,10 +1,9 @@
-"""Loads a checkpoint of torch.distributed.checkpoint with each byte read by one rank of a group.
+"""Storage reader of torch.distributed.checkpoint that reads each byte on one rank of a group.
 
     dcp.load(state, storage_reader=GroupReader("hdfs://namenode:8020/ckpt/step-100"))
 
-Owns what torch.distributed.checkpoint asks of a storage reader, on one rank. Which rank reads what
-is `plan`'s, the collectives are `channel`'s, the work is `loading`'s. One load at a time. Importing
-this imports torch.
+`plan` says which rank reads what, `channel` has the collectives, `loading` does the work. One load
+at a time. Importing this imports torch.
 """
 
 import dataclasses
@@ -43,12 +42,12 @@ _DEADLINES = 2
 
 
 class GroupStatistics(Struct, frozen=True):
-    """What one rank did in its last load, in bytes."""
+    """Bytes that one rank moved in its last load."""
 
     read_bytes: int = 0
-    """Asked of the storage by this rank, the metadata included."""
+    """Bytes asked of the storage by this rank, including metadata."""
     fetched_bytes: int = 0
-    """What came from the storage for it, in whole blocks of verification."""
+    """Bytes that came from the storage for it, in whole blocks of verification."""
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -65,9 +64,14 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
     ) -> None:
-        """`url`: the checkpoint's folder, striped or not. `process_group`: the one that `dcp.load`
-        gets; None is the default group. `memory_bytes`: what a rank holds of pieces on their way;
-        beyond it comes the largest stored tensor, twice. Must be the same on all ranks.
+        """Args must be the same on all ranks.
+
+        Args:
+            url: the checkpoint's folder, striped or not.
+            process_group: the one that `dcp.load` gets; None is the default group.
+            memory_bytes: memory for pieces on their way on a rank; beside it, a rank holds the
+                largest stored tensor twice.
+            piece_bytes: length of a piece, which one rank reads in one go.
         """
         super().__init__()
         if piece_bytes <= 0 or memory_bytes < (PieceReader.BUFFERS + 1) * piece_bytes:
@@ -87,7 +91,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
     # ---- what dcp.load calls, in this order -----------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another load begins, of `checkpoint_id` where one is given."""
+        """Begin another load, of `checkpoint_id` if one is given."""
         self.close()
         if checkpoint_id is not None:
             self._url = absolute_url(os.fspath(checkpoint_id))
@@ -95,7 +99,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         self._stored = {}
 
     def read_metadata(self) -> Metadata:
-        """The checkpoint's metadata, read by rank 0 for all.
+        """Return the checkpoint's metadata, which rank 0 reads for all.
 
         It is a pickle, which torch.distributed.checkpoint trusts too. Raises on all ranks alike:
         NotFoundError where there is no complete checkpoint, CorruptError, DeadlineError, ...
@@ -133,11 +137,11 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         self._stored = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Deal the reading out among the ranks. Raises: InvalidInputError, UnsupportedError."""
+        """Divide the reading among the ranks. Raises: InvalidInputError, UnsupportedError."""
         assert self._channel is not None
         if len(plans) != self._channel.size:
             raise InvalidInputError(
@@ -155,7 +159,7 @@ class GroupReader(StorageReader):  # type: ignore[misc]
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, hand on and load all that the plan says; returns when it is done.
+        """Carry out the plan. The future is done when this returns.
 
         Raises on all ranks when one fails, the others with that one's error; when a rank dies or
         does not answer within twice the deadline, UnavailableError or DeadlineError.
@@ -187,16 +191,16 @@ class GroupReader(StorageReader):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint's URL, without credentials."""
+        """Return the checkpoint's URL without credentials."""
         return public_url(self._url)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a checkpoint's folder."""
+        """Return whether this can be a checkpoint's folder."""
         return bool(os.fspath(checkpoint_id))
 
     def close(self) -> None:
-        """Let the storage go; `dcp.load` does it. Idempotent."""
+        """Close the storage; `dcp.load` does so. Idempotent."""
         if self._storage is not None:
             self._note(fetched_bytes=self._storage.reader.fetched_bytes)
             self._storage.close()

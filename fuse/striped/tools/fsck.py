@@ -142,7 +142,7 @@ def _with_all_below(backend: Backend, info: FileInfo) -> Iterator[FileInfo]:
 
 
 def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) -> list[Garbage]:
-    """Delete the garbage of a report that is still garbage and old enough. Return what was deleted.
+    """Delete garbage of a report if it is still garbage and old enough. Return the deleted pieces.
 
     Safe at any moment, and while others save. For readers of a file that was replaced, the report
     should be older than the grace of replaced parts (`storage.DEFAULT_GRACE_S`); parts that a mount

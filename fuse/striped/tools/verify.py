@@ -20,7 +20,7 @@ _AT_ONCE = 64
 
 
 class PartFault(Struct, frozen=True):
-    """A part whose size is not the one that the layout says."""
+    """A part that is missing, or has another size than the layout says."""
 
     path: str
     """The part, relative to the storage's URL."""
@@ -160,7 +160,7 @@ def _check(backend: Backend, run: _Run, on_progress: Callable[[int], None]) -> l
 
 
 def _reason(backend: Backend, run: _Run, at: int, length: int, wanted: int | None) -> str:
-    """Read one block by itself, and return what is wrong with it, or ""."""
+    """Read one block by itself. Return the reason why it is damaged, or ""."""
     digest = xxhash.xxh3_64()
     for position in range(0, length, _STEP_BYTES):
         piece = _read(backend, run, at + position, min(_STEP_BYTES, length - position))
