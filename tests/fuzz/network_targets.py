@@ -20,7 +20,14 @@ from bootseer.registry.documents import parse_index, parse_object
 from bootseer.registry.hosts import parse_hosts
 from bootseer.registry.tokens import parse_challenges
 from bootseer.store.hdfs.messages import MESSAGES
-from bootseer.store.hdfs.namenode import UNANSWERED, NameNode, Replica, StoredBlock, response_in
+from bootseer.store.hdfs.namenode import (
+    UNANSWERED,
+    Haste,
+    NameNodes,
+    Replica,
+    StoredBlock,
+    response_in,
+)
 from bootseer.store.hdfs.reading import Connection, DataNodes, packet_headers
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.kubernetes.webhook.pod_objects import pod_object, review_of
@@ -63,12 +70,12 @@ def _answers() -> list[bytes]:
     ]
 
 
-class _Answered(NameNode, frozen=True):
+class _Answered(NameNodes):
     """A NameNode that says what a test says."""
 
-    data: bytes = b""
+    data = b""
 
-    def answer(self, method: str, request: bytes) -> bytes:
+    def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
         return response_in(self.data)
 
 
@@ -76,7 +83,8 @@ _BLOCK = MESSAGES["ExtendedBlock"](poolId="pool", blockId=7, generationStamp=1, 
 
 
 def _read_answer(data: bytes) -> None:
-    node = _Answered((), "user", 1.0, data=data)
+    node = _Answered("hdfs://nobody", 0.01)
+    node.data = data
     for ask in (
         lambda: node.stored_blocks("/f"),
         lambda: node.writing_servers("/f"),

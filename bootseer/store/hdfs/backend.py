@@ -26,7 +26,7 @@ from bootseer.errors import (
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call
 from bootseer.store.hdfs.direct_write import Placer
-from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, RpcError
+from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, RpcError
 from bootseer.store.hdfs.native import Native, translate
 from bootseer.store.hdfs.reading import DataNodes, HdfsReader, fill, info_of, read_bytes
 from bootseer.store.hdfs.writer import HdfsWriter
@@ -126,9 +126,9 @@ class HdfsBackend(Folder, Backend):
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
         """As `Backend.open_reader`: the NameNode is asked once for all reads, and again for
         each reader."""
-        full, name_node = self._full_file(path), self._name_nodes.hurried() if is_checked else None
+        full = self._full_file(path)
         try:
-            blocks = name_node.stored_blocks(full) if name_node else ()
+            blocks = self._name_nodes.stored_blocks(full) if is_checked else ()
         except UNANSWERED:
             blocks = ()
         return HdfsReader(self._native, self._data_nodes, full, path, self._name(path), blocks)
@@ -146,11 +146,8 @@ class HdfsBackend(Folder, Backend):
     def is_being_written(self, path: str) -> bool:
         """As `Backend.is_being_written`. With Kerberos the NameNode takes no such question from us:
         it cannot be told."""
-        name_node = self._name_nodes.get()
-        if name_node is None:
-            return True
         try:
-            return name_node.is_being_written(self._full_file(path))
+            return self._name_nodes.is_being_written(self._full_file(path))
         except UNANSWERED as error:
             return "FileNotFoundException" not in str(error)
 
@@ -171,16 +168,16 @@ class HdfsBackend(Folder, Backend):
 
     def can_join(self) -> bool:
         """Whether the NameNode lets us call `concat`."""
-        return self._name_nodes.get() is not None
+        return self._name_nodes.take_calls()
 
     def join(self, target: str, sources: Sequence[str]) -> None:
         full = self._full_file(target)
         others = [self._full_file(source) for source in sources]
-        name_node, what = self._name_nodes.patient(), f"join files to {self._name(target)}"
-        if name_node is None:
-            raise UnsupportedError(f"cannot {what}: the NameNode takes no calls from us")
+        what = f"join files to {self._name(target)}"
         try:
-            name_node.concat(full, others)
+            self._name_nodes.concat(full, others)
+        except NoCallsError as error:
+            raise UnsupportedError(f"cannot {what}: {error}") from error
         except RpcError as error:
             text = str(error)
             is_missing = "FileNotFoundException" in text

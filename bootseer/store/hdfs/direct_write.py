@@ -16,6 +16,7 @@ another one.
 A `DirectFile` belongs to one thread, a `Placer` to any; waits are bounded.
 """
 
+import logging
 import re
 import select
 import socket
@@ -30,22 +31,23 @@ import google_crc32c
 from msgspec import Struct
 
 from bootseer.base.varints import take_delimited
+from bootseer.errors import BootseerError
 from bootseer.store.backend import Piece
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import (
     TOO_FEW_DATANODES,
     UNANSWERED,
     AddedBlock,
-    NameNode,
     NameNodes,
     RpcError,
 )
-from bootseer.transfer.policy import SOON, Attempts
 
 try:
     from isal.isal_zlib import crc32
 except ImportError:  # another processor
     crc32 = slow_crc32
+
+_log = logging.getLogger(__name__)
 
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
@@ -53,90 +55,6 @@ _MESSAGE_MAX_BYTES = 64 << 10
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
-
-# "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).
-_OWNER = re.compile(r"is not the lease owner \(=([^\s:()]{1,200}): ")
-
-
-class TooFewServersError(Exception):
-    """The storage has too few DataNodes besides those to avoid."""
-
-
-class Placed(Struct, frozen=True):
-    """The first block of a file that `holder` is writing, and where all else is asked."""
-
-    name_node: NameNode
-    path: str
-    holder: str
-    added: AddedBlock
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """The UUIDs of the block's DataNodes."""
-        return tuple(self.added.servers)
-
-
-class Placer:
-    """Places the first blocks of new files of one cluster."""
-
-    def __init__(self, name_nodes: NameNodes) -> None:
-        self._name_nodes = name_nodes
-        self._lock = threading.Lock()
-        self._holder = "unknown"
-        self._seen: dict[str, messages.Message] = {}
-        """What an exclusion must show of DataNodes that were chosen before, by UUID."""
-        self._replica_count = 0
-
-    @property
-    def is_one_rack(self) -> bool:
-        """As `Backend.is_one_rack`, of the DataNodes that were chosen before."""
-        with self._lock:
-            return len({server.location for server in self._seen.values()}) <= 1
-
-    def place(self, path: str, avoid: Collection[str]) -> Placed | None:
-        """Have the first block of the file at the absolute `path`, to which nothing was written
-        yet, put on DataNodes other than `avoid`; None where the NameNode does not say.
-
-        Raises: TooFewServersError; nothing was chosen then.
-        """
-        name_node = self._name_nodes.hurried()
-        if name_node is None:
-            return None
-        with self._lock:
-            holder = self._holder
-            excluded = [self._seen[uuid] for uuid in avoid if uuid in self._seen]
-        try:
-            try:
-                added = name_node.add_block(path, holder, excluded)
-            except RpcError as error:
-                owner = _OWNER.search(str(error))
-                if owner is None:
-                    raise
-                holder = owner[1]
-                added = name_node.add_block(path, holder, excluded)
-            if excluded and len(added.servers) < self._replica_count:
-                # Fewer replicas than the file is to have: rather all of them, anywhere.
-                name_node.abandon_block(path, holder, added.located.b)
-                raise TooFewServersError
-        except UNANSWERED as error:
-            if excluded and TOO_FEW_DATANODES in str(error):
-                raise TooFewServersError from error
-            return None
-        with self._lock:
-            self._holder = holder
-            self._seen.update(added.servers)
-            self._replica_count = max(self._replica_count, len(added.servers))
-        return Placed(self._name_nodes.patient() or name_node, path, holder, added)
-
-    def servers_of(self, path: str) -> tuple[str, ...]:
-        """Return the UUIDs of the DataNodes that take the block which is being written now; empty
-        where the NameNode does not say."""
-        name_node = self._name_nodes.hurried()
-        try:
-            return name_node.writing_servers(path) if name_node else ()
-        except UNANSWERED:
-            return ()
-
 
 # ---- checksums -----------------------------------------------------------------------------------
 
@@ -182,6 +100,96 @@ def checksums_of(data: list[memoryview], kind: ChecksumKind) -> bytes:
     return struct.pack(f">{len(sums)}I", *sums)
 
 
+# ---- placing -------------------------------------------------------------------------------------
+
+# "Client (=X) is not the lease owner (=Y: /path (inode 7) ..." (FSNamesystem.checkLease).
+_OWNER = re.compile(r"is not the lease owner \(=([^\s:()]{1,200}): ")
+
+
+class TooFewServersError(Exception):
+    """The storage has too few DataNodes besides those to avoid."""
+
+
+class Placed(Struct, frozen=True):
+    """The first block of a file that `holder` is writing."""
+
+    path: str
+    holder: str
+    added: AddedBlock
+
+
+class Placer:
+    """Places the first blocks of new files of one cluster."""
+
+    def __init__(self, name_nodes: NameNodes) -> None:
+        self._name_nodes = name_nodes
+        self._lock = threading.Lock()
+        self._holder = "unknown"
+        self._seen: dict[str, messages.Message] = {}
+        """What an exclusion must show of DataNodes that were chosen before, by UUID."""
+        self._replica_count = 0
+
+    @property
+    def is_one_rack(self) -> bool:
+        """As `Backend.is_one_rack`, of the DataNodes that were chosen before."""
+        with self._lock:
+            return len({server.location for server in self._seen.values()}) <= 1
+
+    def place(self, path: str, avoid: Collection[str]) -> Placed | None:
+        """Have the first block of the file at the absolute `path`, to which nothing was written
+        yet, put on DataNodes other than `avoid`; None where the NameNode does not say.
+
+        Raises: TooFewServersError; nothing was chosen then.
+        """
+        name_nodes = self._name_nodes
+        with self._lock:
+            holder = self._holder
+            excluded = [self._seen[uuid] for uuid in avoid if uuid in self._seen]
+        try:
+            try:
+                added = name_nodes.add_block(path, holder, excluded)
+            except RpcError as error:
+                owner = _OWNER.search(str(error))
+                if owner is None:
+                    raise
+                holder = owner[1]
+                added = name_nodes.add_block(path, holder, excluded)
+            if excluded and len(added.servers) < self._replica_count:
+                # Fewer replicas than the file is to have: rather all of them, anywhere.
+                name_nodes.abandon_block(path, holder, added.located.b)
+                raise TooFewServersError
+        except UNANSWERED as error:
+            if excluded and TOO_FEW_DATANODES in str(error):
+                raise TooFewServersError from error
+            return None
+        with self._lock:
+            self._holder = holder
+            self._seen.update(added.servers)
+            self._replica_count = max(self._replica_count, len(added.servers))
+        return Placed(path, holder, added)
+
+    def begin(
+        self, placed: Placed, silence_max_s: float, kind: ChecksumKind
+    ) -> "DirectFile | None":
+        """Begin to write a file where it was placed; None if its DataNode does not take it so.
+        hdfs-native, which is then given the same block, knows more ways."""
+        try:
+            block_bytes = self._name_nodes.plain_block_bytes(placed.path)
+            if block_bytes:
+                return DirectFile(self._name_nodes, placed, block_bytes, silence_max_s, kind)
+        except (*UNANSWERED, BootseerError) as error:
+            _log.debug("%s is not written directly to DataNodes: %s", placed.path, error)
+        return None
+
+    def servers_of(self, path: str) -> tuple[str, ...]:
+        """Return the UUIDs of the DataNodes that take the block which is being written now; empty
+        where the NameNode does not say."""
+        try:
+            return self._name_nodes.writing_servers(path)
+        except UNANSWERED:
+            return ()
+
+
 # ---- one file ------------------------------------------------------------------------------------
 
 
@@ -189,11 +197,15 @@ class DirectFile:
     """A file that was created, and of which nothing was written."""
 
     def __init__(
-        self, placed: Placed, block_bytes: int, silence_max_s: float, kind: ChecksumKind = LARGE
+        self,
+        name_nodes: NameNodes,
+        placed: Placed,
+        block_bytes: int,
+        silence_max_s: float,
+        kind: ChecksumKind,
     ) -> None:
         """`silence_max_s`: how long a DataNode may take nothing. Raises: as `write`."""
-        if block_bytes <= 0:
-            raise ValueError("the size of blocks is not known")
+        self._name_nodes = name_nodes
         self._placed = placed
         self._block_bytes = block_bytes
         self._silence_max_s = silence_max_s
@@ -237,17 +249,9 @@ class DirectFile:
 
     def close(self) -> None:
         """Return when all replicas have all, and the file is complete. Raises: as `write`."""
-        placed = self._placed
         self._send_waiting()
-        block = self._block.finish()
-        attempts = Attempts(SOON, placed.name_node.deadline_s)
-        unknown = TimeoutError("the NameNode does not know the last block")
-        while not placed.name_node.complete(placed.path, placed.holder, block):
-            # The DataNodes' reports are on their way.
-            pause_s = attempts.pause_s(unknown)
-            if pause_s is None:
-                raise unknown
-            time.sleep(pause_s)
+        last = self._block.finish()
+        self._name_nodes.complete(self._placed.path, self._placed.holder, last)
 
     def drop(self) -> None:
         """Let go of the DataNodes. Idempotent."""
@@ -255,22 +259,11 @@ class DirectFile:
         self._block.drop()
 
     def _begin_next(self) -> None:
-        placed = self._placed
+        path, holder = self._placed.path, self._placed.holder
         previous = self._block.finish()
         self._block.drop()
-        attempts = Attempts(SOON, placed.name_node.deadline_s)
-        while True:
-            try:
-                added = placed.name_node.add_block(
-                    placed.path, placed.holder, (), previous=previous
-                )
-                break
-            except RpcError as error:
-                pause_s = attempts.pause_s(ConnectionError(str(error)))
-                if "NotReplicatedYet" not in str(error) or pause_s is None:
-                    raise
-                time.sleep(pause_s)
-        self._block = _Block(added, placed.holder, self._silence_max_s, self._kind)
+        added = self._name_nodes.add_block(path, holder, previous=previous)
+        self._block = _Block(added, holder, self._silence_max_s, self._kind)
 
 
 class _Block:

@@ -1,7 +1,7 @@
 """NameNodes of one HDFS cluster: calls that hdfs-native lacks, and which NameNode is active.
 
 hdfs-native 0.14.7 does not tell where blocks lie or how much room there is, cannot choose
-DataNodes, and has no `concat`. `NameNode` makes these calls by Hadoop's RPC, version 9, with simple
+DataNodes, and has no `concat`. These calls are made by Hadoop's RPC, version 9, with simple
 authentication, one call per connection. A call whose connection broke is repeated under the same
 identity, and the NameNode's retry cache makes it happen once. `NameNodes` finds out, once per
 cluster, whether such calls are taken at all (where Kerberos is wanted they are not, and hdfs-native
@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec import Struct
 
 from bootseer.base.redact import public_url
 from bootseer.base.varints import delimited, take_delimited
@@ -33,7 +32,6 @@ from bootseer.errors import (
     DeadlineError,
     PermissionDeniedError,
     UnavailableError,
-    UnsupportedError,
 )
 from bootseer.store.backend import Space
 from bootseer.store.hdfs.messages import (
@@ -49,9 +47,9 @@ from bootseer.transfer.policy import (
     ONCE,
     OUTAGE_DEADLINES,
     REQUEST,
+    SOON,
     UNTIL_DEADLINE,
     Attempts,
-    Policy,
 )
 
 _log = logging.getLogger(__name__)
@@ -100,6 +98,10 @@ RPC_TEXT = re.compile(r'RPCError\("[\w.$]*?([\w$]+)", "(.*)', re.DOTALL)
 """How hdfs-native shows an exception of a NameNode: its class, and its message."""
 
 Address = tuple[str, int]
+
+
+class NoCallsError(OSError):
+    """No NameNode is known that takes calls from us: Kerberos is wanted, or none has answered."""
 
 
 class RpcError(Exception):
@@ -171,41 +173,191 @@ class AddedBlock(Struct, frozen=True):
         return block
 
 
-# ---- calls ---------------------------------------------------------------------------------------
+# ---- NameNodes -----------------------------------------------------------------------------------
 
 
-class Failover:
-    """Which NameNode of a cluster is asked first: the one that answered last. Any thread."""
-
-    __slots__ = ("first",)
-
-    def __init__(self) -> None:
-        self.first = 0
-
-
-class NameNode(Struct, frozen=True):
-    """The active one of a cluster's NameNodes, as the user `user` calls it.
-
-    Every call raises RpcError, UnavailableError or DeadlineError; ValueError for an answer that
-    makes no sense. Paths are absolute.
-    """
+class _Site(Struct, frozen=True):
+    """What a cluster's URL and the Hadoop configuration of this machine say of its NameNodes."""
 
     addresses: tuple[Address, ...]
-    """All NameNodes of an HA pair; the active one answers."""
+    names: tuple[str, ...]
+    """The names of the NameNodes of a nameservice; empty for `hdfs://HOST:PORT`."""
     user: str
-    deadline_s: float
-    calls_by_name: bool = False
+    is_secure: bool
+    calls_by_name: bool
     """Whether DataNodes are called by their names, not their addresses."""
-    failover: Failover = field(default_factory=Failover)
-    """Shared by copies."""
-    policy: Policy = REQUEST
-    """How often they are asked."""
-    is_patient: bool = False
-    """Whether a NameNode that is not ready yet is asked again, too."""
+
+
+class _State(Enum):
+    """Whether NameNodes take calls from us."""
+
+    UNKNOWN = auto()
+    """Nobody was asked, or nobody answered."""
+    OPEN = auto()
+    CLOSED = auto()
+    """The configuration says Kerberos, or the calls are refused for another reason."""
+    UNCONFIGURED = auto()
+    """Kerberos is wanted, and no configuration says so."""
+
+
+class Haste(Enum):
+    """How long a call waits for NameNodes that do not answer."""
+
+    CHECK = auto()
+    """One attempt of two seconds at most."""
+    HURRIED = auto()
+    """Five seconds: the answer is worth no long wait."""
+    USUAL = auto()
+    """The deadline."""
+    PATIENT = auto()
+    """More than a deadline, also for a NameNode that is not ready yet: a write is lost with it."""
+
+
+class NameNodes:
+    """The NameNodes of one cluster, found when they are first needed. Any thread.
+
+    Every call raises one of UNANSWERED: NoCallsError where calls are not taken from us, RpcError,
+    UnavailableError or DeadlineError; ValueError for an answer that makes no sense. Paths are
+    absolute.
+    """
+
+    def __init__(self, cluster: str, deadline_s: float) -> None:
+        """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`. Asks nobody."""
+        self._cluster = cluster
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        """Also held while the NameNodes are asked for the first time."""
+        self._state = _State.UNKNOWN
+        self._silent_until_s = 0.0
+        self._site: _Site | None = None
+        """In the state OPEN."""
+        self._first = 0
+        """The number of the NameNode that answered last, and is asked first."""
+        self._space: tuple[Space | None, float] = None, 0.0
+        self._no_quota_until_s = 0.0
+
+    # ---- whether calls are taken ----------------------------------------------------------------
+
+    def check(self) -> bool:
+        """Raise what hdfs-native would retry until a deadline, without a word about the reason.
+
+        Returns: whether the configuration says Kerberos.
+        Raises: UnavailableError: no server takes connections where the NameNode should be, or it is
+        something else; PermissionDeniedError: the NameNode wants Kerberos, and no configuration
+        says so.
+        """
+        with self._lock:
+            site = _site(self._cluster)
+            if self._state is _State.UNKNOWN:
+                if site.is_secure:
+                    self._await_reachable(site)
+                if error := self._find(site, Haste.CHECK):
+                    self._await_reachable(site)
+                    self._say_why(error)
+            if self._state is _State.UNCONFIGURED:
+                raise PermissionDeniedError(
+                    f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
+                    "core-site.xml and hdfs-site.xml"
+                )
+            return site.is_secure
+
+    def take_calls(self) -> bool:
+        """Tell whether the active NameNode takes calls from us: not where Kerberos is wanted."""
+        return self._found() is not None
+
+    def _found(self) -> _Site | None:
+        with self._lock:
+            is_due = self._state is _State.UNKNOWN and time.monotonic() >= self._silent_until_s
+            if is_due and self._find(_site(self._cluster), Haste.USUAL):
+                self._silent_until_s = time.monotonic() + SILENT_S
+            return self._site
+
+    def _find(self, site: _Site, haste: Haste) -> BootseerError | None:
+        """Find out whether calls are taken; returns why that remains unknown."""
+        if site.is_secure:
+            self._state = _State.CLOSED
+            return None
+        request = MESSAGES["GetFileInfoRequest"](src="/").SerializeToString()
+        try:
+            self._answer(site, "getFileInfo", request, haste)
+        except RpcError as error:
+            is_kerberos = _REFUSAL in str(error)
+            self._state = _State.UNCONFIGURED if is_kerberos else _State.CLOSED
+        except BootseerError as error:
+            return error
+        else:
+            self._state, self._site = _State.OPEN, site
+        return None
+
+    def _await_reachable(self, site: _Site) -> None:
+        """Return when a NameNode takes a connection. Says what is waited for: hdfs-native goes on
+        trying for a minute, and does not say. Raises: UnavailableError with the reason of each."""
+        limit_s = min(self._deadline_s, _REACH_S)
+        attempts = Attempts(UNTIL_DEADLINE, limit_s)
+        hint = f"check the URL {public_url(self._cluster)}"
+        if urlsplit(self._cluster).port is None and not site.names:
+            hint += (
+                ", or, for a nameservice, that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
+            )
+        while failures := _refusals(site.addresses, min(_REACH_CONNECT_S, attempts.left_s)):
+            reasons = ", ".join(
+                f"{host}:{port}: {_reason(error)}" for (host, port), error in failures.items()
+            )
+            is_unknown = all(
+                isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+                for error in failures.values()
+            )
+            error = UnavailableError(f"no NameNode can be reached ({reasons}); {hint}")
+            pause_s = None if is_unknown else attempts.pause_s(error)
+            if pause_s is None:
+                raise error
+            if attempts.failures_count == 1:
+                _log.warning("waiting up to %g s for a NameNode (%s)", limit_s, reasons)
+            time.sleep(pause_s)
+
+    def _say_why(self, error: BootseerError) -> None:
+        """It takes connections, and the question was not answered."""
+        cluster = public_url(self._cluster)
+        if isinstance(error.__cause__, NotHadoopError):
+            raise UnavailableError(
+                f"{error}; check the port of {cluster}: the NameNode's RPC has mostly 8020, its "
+                "web pages have another one"
+            ) from error
+        _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
+
+    def refusal(self) -> OSError | None:
+        """Return why none of the NameNodes takes a connection now; None: one of them does.
+
+        hdfs-native goes on trying to connect, so that a NameNode that is down looks to its caller
+        like one that hangs.
+        """
+        failures = list(_refusals(_site(self._cluster).addresses, _CHECK_S).values())
+        return failures[-1] if failures else None
+
+    def order(self) -> dict[str, str]:
+        """Return the entry of the configuration that puts the active NameNode first; empty where
+        only one, or none, is known. hdfs-native waits for ever for one that is silent."""
+        with self._lock:
+            if self._site is None or len(self._site.names) < 2:
+                return {}
+            names = self._site.names[self._first :] + self._site.names[: self._first]
+            return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
+
+    def has_left(self, order: dict[str, str]) -> bool:
+        """Tell whether another one is active now than when `order` was returned."""
+        if not order:
+            return False
+        try:
+            self.call("getFileInfo", src="/")
+        except UNANSWERED:
+            return False
+        return self.order() != order
+
+    # ---- calls ----------------------------------------------------------------------------------
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
         """Append the files `sources` to `target`; they vanish."""
-        self.call("concat", trg=target, srcs=sources)
+        self.call("concat", Haste.PATIENT, trg=target, srcs=sources)
 
     def writing_servers(self, path: str) -> tuple[str, ...]:
         """Return the UUIDs of the DataNodes of the block that is being written at the end of
@@ -217,28 +369,25 @@ class NameNode(Struct, frozen=True):
     def is_being_written(self, path: str) -> bool:
         """Tell whether a client has a file open for writing. RpcError with a FileNotFoundException
         where there is none."""
-        return bool(self._located(path, 1).underConstruction)
+        return bool(self._located(path, 1, Haste.USUAL).underConstruction)
 
     def stored_blocks(self, path: str) -> tuple[StoredBlock, ...]:
         """Return the first blocks of a file in order, some thousand; none where a block is no plain
         run of its bytes (encrypted, erasure-coded) or is being written."""
-        blocks = self._stored(path, _LOCATED_BYTES)
-        has_more = blocks and blocks[-1].start + blocks[-1].length >= _LOCATED_BYTES
-        if has_more and blocks[0].length >= _LARGE_BLOCK_BYTES:
-            return self._stored(path, 1000 * _LARGE_BLOCK_BYTES)
-        return blocks
-
-    def _stored(self, path: str, end: int) -> tuple[StoredBlock, ...]:
-        found = self._located(path, end)
+        found = self._located(path, _LOCATED_BYTES)
         if found.underConstruction or not _is_plain(found):
             return ()
+        if found.blocks and found.blocks[0].b.numBytes >= _LARGE_BLOCK_BYTES:
+            last = found.blocks[-1]
+            if last.offset + last.b.numBytes >= _LOCATED_BYTES:
+                found = self._located(path, 1000 * _LARGE_BLOCK_BYTES)
         return tuple(
             StoredBlock(one.offset, one.b, one.blockToken, self._replicas(one))
             for one in found.blocks
         )
 
-    def _located(self, path: str, end: int) -> Message:
-        return self.call("getBlockLocations", src=path, offset=0, length=end).locations
+    def _located(self, path: str, end: int, haste: Haste = Haste.HURRIED) -> Message:
+        return self.call("getBlockLocations", haste, src=path, offset=0, length=end).locations
 
     def _replicas(self, block: Message) -> tuple[Replica, ...]:
         servers: Sequence[Message] = () if block.corrupt else block.locs
@@ -248,22 +397,26 @@ class NameNode(Struct, frozen=True):
         )
 
     def _address(self, server: Message) -> Address:
-        host = server.id.hostName if self.calls_by_name else server.id.ipAddr
+        by_name = self._site is not None and self._site.calls_by_name
+        host = server.id.hostName if by_name else server.id.ipAddr
         return _text(host), server.id.xferPort
 
     def add_block(
-        self,
-        path: str,
-        holder: str,
-        excluded: Sequence[Message],
-        *,
-        previous: Message | None = None,
+        self, path: str, holder: str, excluded: Sequence[Message] = (), previous: Message = None
     ) -> AddedBlock:
         """Allocate a block of a file that `holder` is writing, not on the DataNodes `excluded`: the
-        first one, or that after `previous`."""
-        located = self.call(
-            "addBlock", src=path, clientName=holder, previous=previous, excludeNodes=excluded
-        ).block
+        first one, or, once the DataNodes have reported it, that after `previous`."""
+        haste = Haste.HURRIED if previous is None else Haste.PATIENT
+        attempts = Attempts(SOON, self._deadline_s)
+        fields = {"src": path, "clientName": holder, "previous": previous, "excludeNodes": excluded}
+        while True:
+            try:
+                located = self.call("addBlock", haste, **fields).block
+                break
+            except RpcError as error:
+                if "NotReplicatedYet" not in str(error):
+                    raise
+                _wait_for_reports(attempts, error)
         if not located.locs:
             raise ValueError("a block without DataNodes")
         servers = {_text(server.id.datanodeUuid): server for server in located.locs}
@@ -273,92 +426,157 @@ class NameNode(Struct, frozen=True):
         """Give back what `add_block` returned."""
         self.call("abandonBlock", b=block, src=path, holder=holder)
 
-    def complete(self, path: str, holder: str, last: Message) -> bool:
-        """Close a file with its `last` block; False: not all of its blocks were reported yet."""
-        return bool(self.call("complete", src=path, clientName=holder, last=last).result)
+    def complete(self, path: str, holder: str, last: Message) -> None:
+        """Close a file with its `last` block, once the DataNodes have reported all blocks."""
+        attempts, fields = Attempts(SOON, self._deadline_s), {"clientName": holder, "last": last}
+        while not self.call("complete", Haste.PATIENT, src=path, **fields).result:
+            _wait_for_reports(attempts, TimeoutError("the NameNode does not know the last block"))
 
     def plain_block_bytes(self, path: str) -> int:
         """Return how large the blocks of a file are at most; 0 where their bytes are not the file's
         (encrypted, erasure-coded)."""
-        status = self.call("getFileInfo", src=path).fs
+        status = self.call("getFileInfo", Haste.PATIENT, src=path).fs
         return int(status.blocksize) if _is_plain(status) else 0
 
-    def ask(self) -> None:
-        """Return if calls from us are taken: not where Kerberos is wanted."""
-        self.call("getFileInfo", src="/")
-
-    def call(self, method: str, **fields: Any) -> Message:
+    def call(self, method: str, haste: Haste = Haste.HURRIED, **fields: Any) -> Message:
         """Call a method of ClientProtocol with the fields of its request; returns its response."""
         name = method[0].upper() + method[1:]
         request = MESSAGES[f"{name}Request"](**fields)
-        return parse(f"{name}Response", self.answer(method, request.SerializeToString()))
+        return parse(f"{name}Response", self.answer(method, request.SerializeToString(), haste))
 
-    def answer(self, method: str, request: bytes) -> bytes:
+    def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
         """Return the response to a serialized request."""
-        client = os.urandom(16)
-        attempts = Attempts(self.policy, self.deadline_s)
-        end_s = time.monotonic() + self.deadline_s
-        cause: Exception = UnsupportedError("no NameNode is known")
+        site = self._found()
+        if site is None:
+            raise NoCallsError("the NameNode takes no calls from us")
+        return self._answer(site, method, request, haste)
+
+    def _answer(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
+        client, count = os.urandom(16), len(site.addresses)
+        # Of several one is active sooner or later; a single one that refuses goes on doing so.
+        deadline_s, policy = self._deadline_s, UNTIL_DEADLINE if count > 1 else REQUEST
+        if haste is Haste.CHECK:
+            deadline_s, policy = min(_CHECK_S, deadline_s / 2), ONCE
+        elif haste is Haste.HURRIED:
+            deadline_s = min(_HURRIED_S, deadline_s)
+        elif haste is Haste.PATIENT:
+            deadline_s, policy = OUTAGE_DEADLINES * deadline_s, UNTIL_DEADLINE
+        attempts = Attempts(policy, deadline_s)
+        end_s = time.monotonic() + deadline_s
         while True:
-            retry = attempts.failures_count
-            is_last = retry + 1 == self.policy.attempts
-            first, count = self.failover.first, len(self.addresses)
+            first, retry_count = self._first, attempts.failures_count
+            is_last = retry_count + 1 == policy.attempts
+            sent = _frames_of(site.user, client, retry_count, method, request)
             for turn in range(count):
                 # One that is silent (its host is dead, or it hangs) leaves time for the others, and
                 # for another round: none may be active for a while.
                 left_count = 1 if count == 1 else (count - turn) * (1 if is_last else 2)
                 now_s, index = time.monotonic(), (first + turn) % count
                 until_s = now_s + max(0.0, end_s - now_s) / left_count
+                connect_s = until_s - now_s if count == 1 else min(until_s - now_s, _CONNECT_S)
                 try:
-                    answer = self._call_one(index, client, retry, method, request, until_s)
+                    answer = _exchange(site.addresses[index], sent, connect_s, until_s)
                 except RpcError as error:
                     is_standby = "StandbyException" in str(error)
                     if not is_standby:
-                        self.failover.first = index
-                    if not is_standby and not (self.is_patient and is_not_serving(error)):
-                        raise
-                    cause = error
+                        self._first = index
+                        if haste is not Haste.PATIENT or not is_not_serving(error):
+                            raise
+                    cause: Exception = error
                 except OSError as error:
                     cause = error
                 else:
-                    self.failover.first = index
+                    self._first = index
                     return answer
             pause_s = attempts.pause_s(UnavailableError(str(cause)))
             if is_last:
                 raise UnavailableError(f"no NameNode answers: {cause}") from cause
             if pause_s is None:
-                raise DeadlineError(f"no NameNode answered within {self.deadline_s:g} s: {cause}")
+                raise DeadlineError(f"no NameNode answered within {deadline_s:g} s: {cause}")
             time.sleep(pause_s)
 
-    def _call_one(
-        self, index: int, client: bytes, retry: int, method: str, request: bytes, end_s: float
-    ) -> bytes:
-        host, port = self.addresses[index]
-        # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
-        where: Any = (host.encode() if host.isascii() else host, port)
-        connect_s = max(0.1, end_s - time.monotonic())
-        if len(self.addresses) > 1:
-            connect_s = min(connect_s, _CONNECT_S)
-        with socket.create_connection(where, connect_s) as connection:
-            context = encoded(
-                "IpcConnectionContext", userInfo={"effectiveUser": self.user}, protocol=PROTOCOL
-            )
-            header = encoded(
-                "RequestHeader",
-                methodName=method,
-                declaringClassProtocolName=PROTOCOL,
-                clientProtocolVersion=1,
-            )
-            connection.sendall(
-                RPC_BEGIN
-                + _frame(_CONTEXT_CALL_ID, client, -1, context)
-                + _frame(0, client, retry, header + delimited(request))
-            )
-            # The whole answer has one deadline, not each of its bytes.
-            (length,) = struct.unpack(">I", _receive(connection, 4, end_s))
-            if length > _FRAME_MAX_BYTES:
-                raise NotHadoopError(f"{host}:{port} does not speak Hadoop's RPC")
-            return response_in(_receive(connection, length, end_s))
+    # ---- room -----------------------------------------------------------------------------------
+
+    def space(self, path: str) -> Space | None:
+        """Return what the quota of the directory `path` leaves, or else the cluster has; None where
+        it does not say. For one `path` only.
+
+        Both with replication, as HDFS counts. An answer is good for a while.
+        """
+        with self._lock:
+            space, until_s = self._space
+        if time.monotonic() < until_s:
+            return space
+        try:
+            stats = self.call("getFsStats")
+            space = Space(stats.capacity, stats.remaining)
+            if time.monotonic() >= self._no_quota_until_s:
+                usage = self.call("getQuotaUsage", path=path).usage
+                if usage.spaceQuota >= _NO_QUOTA:
+                    self._no_quota_until_s = time.monotonic() + _NO_QUOTA_S
+                else:
+                    left_bytes = max(0, usage.spaceQuota - usage.spaceConsumed)
+                    space = Space(usage.spaceQuota, min(left_bytes, space.free_bytes))
+        except UNANSWERED:
+            pass  # the last answer, or none
+        with self._lock:
+            self._space = space, time.monotonic() + _SPACE_S
+        return space
+
+    def is_full(self, count: int, block_bytes: int | None) -> bool:
+        """Tell whether some DataNode lives and the `count` DataNodes that there are, or were a
+        moment ago, have hardly any room; False where the NameNode does not say.
+
+        `block_bytes`: of the file that cannot be written; None: as the cluster likes.
+        """
+        try:
+            stats = self.call("getFsStats")
+            if not block_bytes:
+                block_bytes = self.call("getServerDefaults").serverDefaults.blockSize
+        except UNANSWERED:
+            return False
+        return bool(stats.capacity > 0 and stats.remaining < count * _ROOM_BLOCKS * block_bytes)
+
+
+# ---- one call to one NameNode --------------------------------------------------------------------
+
+
+def _frames_of(user: str, client: bytes, retry_count: int, method: str, request: bytes) -> bytes:
+    """Return all that is sent on the connection of a call. What a `client` repeats under the same
+    identity is not done again."""
+    context = encoded("IpcConnectionContext", userInfo={"effectiveUser": user}, protocol=PROTOCOL)
+    header = encoded(
+        "RequestHeader",
+        methodName=method,
+        declaringClassProtocolName=PROTOCOL,
+        clientProtocolVersion=1,
+    )
+    return (
+        RPC_BEGIN
+        + _frame(_CONTEXT_CALL_ID, client, -1, context)
+        + _frame(0, client, retry_count, header + delimited(request))
+    )
+
+
+def _exchange(address: Address, sent: bytes, connect_s: float, end_s: float) -> bytes:
+    host, port = address
+    # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
+    where: Any = (host.encode() if host.isascii() else host, port)
+    with socket.create_connection(where, max(0.1, connect_s)) as connection:
+        connection.sendall(sent)
+        # The whole answer has one deadline, not each of its bytes.
+        (length,) = struct.unpack(">I", _receive(connection, 4, end_s))
+        if length > _FRAME_MAX_BYTES:
+            raise NotHadoopError(f"{host}:{port} does not speak Hadoop's RPC")
+        return response_in(_receive(connection, length, end_s))
+
+
+def _wait_for_reports(attempts: Attempts, error: Exception) -> None:
+    """Wait a moment for DataNodes to report blocks; raise `error` after the last attempt."""
+    pause_s = attempts.pause_s(TimeoutError(str(error)))
+    if pause_s is None:
+        raise error
+    time.sleep(pause_s)
 
 
 def _text(value: str | bytes) -> str:
@@ -422,230 +640,7 @@ def response_in(frame: bytes) -> bytes:
     )
 
 
-# ---- which NameNode ------------------------------------------------------------------------------
-
-
-class _Site(Struct, frozen=True):
-    """What a cluster's URL and the Hadoop configuration of this machine say of its NameNodes."""
-
-    addresses: tuple[Address, ...]
-    names: tuple[str, ...]
-    """The names of the NameNodes of a nameservice; empty for `hdfs://HOST:PORT`."""
-    is_secure: bool
-    calls_by_name: bool
-
-
-class _State(Enum):
-    """Whether NameNodes take calls from us."""
-
-    UNKNOWN = auto()
-    """Nobody was asked, or nobody answered."""
-    OPEN = auto()
-    CLOSED = auto()
-    """The configuration says Kerberos, or the calls are refused for another reason."""
-    UNCONFIGURED = auto()
-    """Kerberos is wanted, and no configuration says so."""
-
-
-class NameNodes:
-    """The NameNodes of one cluster, found when they are first needed. Any thread."""
-
-    def __init__(self, cluster: str, deadline_s: float) -> None:
-        """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`."""
-        self._cluster = cluster
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        """Also held while the NameNodes are asked for the first time."""
-        self._state = _State.UNKNOWN
-        self._silent_until_s = 0.0
-        self._name_node: NameNode | None = None
-        self._names: tuple[str, ...] = ()
-        self._space: tuple[Space | None, float] = None, 0.0
-        self._no_quota_until_s = 0.0
-
-    def check(self) -> bool:
-        """Raise what hdfs-native would retry until a deadline, without a word about the reason.
-
-        Returns: whether the configuration says Kerberos.
-        Raises: UnavailableError: no server takes connections where the NameNode should be, or it is
-        something else; PermissionDeniedError: the NameNode wants Kerberos, and no configuration
-        says so.
-        """
-        with self._lock:
-            site = _site(self._cluster)
-            if self._state is _State.UNKNOWN:
-                if site.is_secure:
-                    self._await_reachable(site)
-                    self._state = _State.CLOSED
-                elif error := self._find(site, min(_CHECK_S, self._deadline_s / 2), ONCE):
-                    self._await_reachable(site)
-                    self._say_why(error)
-            if self._state is _State.UNCONFIGURED:
-                raise PermissionDeniedError(
-                    f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
-                    "core-site.xml and hdfs-site.xml"
-                )
-            return site.is_secure
-
-    def get(self) -> NameNode | None:
-        """Return the active NameNode; None where none answers or takes calls from us."""
-        with self._lock:
-            if self._state is _State.UNKNOWN and time.monotonic() >= self._silent_until_s:
-                site = _site(self._cluster)
-                if site.is_secure:
-                    self._state = _State.CLOSED
-                elif self._find(site, self._deadline_s):
-                    self._silent_until_s = time.monotonic() + SILENT_S
-            return self._name_node
-
-    def patient(self) -> NameNode | None:
-        """As `get`, for the calls of a write, which is lost if they fail: NameNodes that do not
-        answer are asked until the deadline."""
-        name_node = self.get()
-        if name_node is None:
-            return None
-        deadline_s = OUTAGE_DEADLINES * self._deadline_s
-        return replace(name_node, deadline_s=deadline_s, policy=UNTIL_DEADLINE, is_patient=True)
-
-    def hurried(self) -> NameNode | None:
-        """As `get`, for questions whose answers are worth no long wait."""
-        name_node = self.get()
-        if name_node is None:
-            return None
-        return replace(name_node, deadline_s=min(self._deadline_s, _HURRIED_S))
-
-    def _find(
-        self, site: _Site, deadline_s: float, policy: Policy | None = None
-    ) -> BootseerError | None:
-        """Find out whether calls are taken; returns why that remains unknown."""
-        user = os.environ.get("HADOOP_USER_NAME") or _user()
-        # Of several one is active sooner or later; a single one that refuses goes on doing so.
-        usual = UNTIL_DEADLINE if len(site.addresses) > 1 else REQUEST
-        found = NameNode(site.addresses, user, self._deadline_s, site.calls_by_name, policy=usual)
-        try:
-            replace(found, deadline_s=deadline_s, policy=policy or usual).ask()
-        except (RpcError, ValueError) as error:
-            is_kerberos = _REFUSAL in str(error)
-            self._state = _State.UNCONFIGURED if is_kerberos else _State.CLOSED
-        except BootseerError as error:
-            return error
-        else:
-            self._state, self._name_node, self._names = _State.OPEN, found, site.names
-        return None
-
-    def _await_reachable(self, site: _Site) -> None:
-        """Return when a NameNode takes a connection. Says what is waited for: hdfs-native goes on
-        trying for a minute, and does not say. Raises: UnavailableError with the reason of each."""
-        limit_s = min(self._deadline_s, _REACH_S)
-        attempts = Attempts(UNTIL_DEADLINE, limit_s)
-        hint = f"check the URL {public_url(self._cluster)}"
-        if urlsplit(self._cluster).port is None and not site.names:
-            hint += (
-                ", or, for a nameservice, that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
-            )
-        while failures := _refusals(site.addresses, min(_REACH_CONNECT_S, attempts.left_s)):
-            reasons = ", ".join(
-                f"{host}:{port}: {_reason(error)}" for (host, port), error in failures.items()
-            )
-            is_unknown = all(
-                isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
-                for error in failures.values()
-            )
-            error = UnavailableError(f"no NameNode can be reached ({reasons}); {hint}")
-            pause_s = None if is_unknown else attempts.pause_s(error)
-            if pause_s is None:
-                raise error
-            if attempts.failures_count == 1:
-                _log.warning("waiting up to %g s for a NameNode (%s)", limit_s, reasons)
-            time.sleep(pause_s)
-
-    def _say_why(self, error: BootseerError) -> None:
-        """It takes connections, and the question was not answered."""
-        cluster = public_url(self._cluster)
-        if isinstance(error.__cause__, NotHadoopError):
-            raise UnavailableError(
-                f"{error}; check the port of {cluster}: the NameNode's RPC has mostly 8020, its "
-                "web pages have another one"
-            ) from error
-        _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
-
-    def refusal(self) -> OSError | None:
-        """Return why none of the NameNodes takes a connection now; None: one of them does.
-
-        hdfs-native goes on trying to connect, so that a NameNode that is down looks to its caller
-        like one that hangs.
-        """
-        failures = list(_refusals(_site(self._cluster).addresses, _CHECK_S).values())
-        return failures[-1] if failures else None
-
-    def order(self) -> dict[str, str]:
-        """Return the entry of the configuration that puts the active NameNode first; empty where
-        only one, or none, is known. hdfs-native waits for ever for one that is silent."""
-        with self._lock:
-            if self._name_node is None or len(self._names) < 2:
-                return {}
-            first = self._name_node.failover.first
-            names = self._names[first:] + self._names[:first]
-            return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
-
-    def has_left(self, order: dict[str, str]) -> bool:
-        """Tell whether another one is active now than when `order` was returned."""
-        name_node = self.hurried() if order else None
-        if name_node is None:
-            return False
-        try:
-            name_node.ask()
-        except UNANSWERED:
-            return False
-        return self.order() != order
-
-    # ---- room -----------------------------------------------------------------------------------
-
-    def space(self, path: str) -> Space | None:
-        """Return what the quota of the directory `path` leaves, or else the cluster has; None where
-        it does not say. For one `path` only.
-
-        Both with replication, as HDFS counts. An answer is good for a while.
-        """
-        with self._lock:
-            space, until_s = self._space
-        if time.monotonic() < until_s:
-            return space
-        name_node = self.hurried()
-        if name_node is None:
-            return None
-        try:
-            stats = name_node.call("getFsStats")
-            space = Space(stats.capacity, stats.remaining)
-            if time.monotonic() >= self._no_quota_until_s:
-                usage = name_node.call("getQuotaUsage", path=path).usage
-                if usage.spaceQuota >= _NO_QUOTA:
-                    self._no_quota_until_s = time.monotonic() + _NO_QUOTA_S
-                else:
-                    left_bytes = max(0, usage.spaceQuota - usage.spaceConsumed)
-                    space = Space(usage.spaceQuota, min(left_bytes, space.free_bytes))
-        except UNANSWERED:
-            pass  # the last answer, or none
-        with self._lock:
-            self._space = space, time.monotonic() + _SPACE_S
-        return space
-
-    def is_full(self, count: int, block_bytes: int | None) -> bool:
-        """Tell whether some DataNode lives and the `count` DataNodes that there are, or were a
-        moment ago, have hardly any room; False where the NameNode does not say.
-
-        `block_bytes`: of the file that cannot be written; None: as the cluster likes.
-        """
-        name_node = self.hurried()
-        if name_node is None:
-            return False
-        try:
-            stats = name_node.call("getFsStats")
-            if not block_bytes:
-                block_bytes = name_node.call("getServerDefaults").serverDefaults.blockSize
-        except UNANSWERED:
-            return False
-        return bool(stats.capacity > 0 and stats.remaining < count * _ROOM_BLOCKS * block_bytes)
+# ---- configuration -------------------------------------------------------------------------------
 
 
 def _user() -> str:
@@ -669,6 +664,7 @@ def _site(cluster: str) -> _Site:
     return _Site(
         addresses or ((host, parts.port or _DEFAULT_PORT),),
         tuple(name for name, text in known.items() if text),
+        os.environ.get("HADOOP_USER_NAME") or _user(),
         config.get("hadoop.security.authentication", "simple") != "simple",
         config.get("dfs.client.use.datanode.hostname") == "true",
     )

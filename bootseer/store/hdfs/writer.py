@@ -113,10 +113,12 @@ class HdfsWriter(Writer):
             self._placed = self._placer.place(self._path, avoid)
         except TooFewServersError:
             return None
-        return self._placed.servers if self._placed else ()
+        return tuple(self._placed.added.servers) if self._placed else ()
 
     def servers(self) -> tuple[str, ...]:
-        return self._servers or self._placer.servers_of(self._path)
+        if self._direct is not None:
+            return self._servers
+        return self._placer.servers_of(self._path)
 
     @property
     def is_buffered(self) -> bool:
@@ -141,8 +143,10 @@ class HdfsWriter(Writer):
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
         if self._state is _State.CLOSED:
             raise InvalidInputError(f"cannot write {self._name}: closed")
-        if self._is_verified and not self._size_bytes and self._direct is None:
-            self._begin_direct(LARGE)
+        if self._is_verified and self._state is _State.BUFFERED and not self._size_bytes:
+            self._direct = self._begin_direct(LARGE)
+            if self._direct is not None:
+                self._state = _State.DIRECT
         if self._direct is not None:
             for piece in pieces:
                 self._directly(self._direct.write, piece)
@@ -223,20 +227,13 @@ class HdfsWriter(Writer):
 
     # ---- direct ---------------------------------------------------------------------------------
 
-    def _begin_direct(self, kind: ChecksumKind) -> None:
-        """Write directly from now on, where the file is placed and its DataNode takes it so.
-        hdfs-native, which is else given the same block, knows more ways."""
+    def _begin_direct(self, kind: ChecksumKind) -> DirectFile | None:
+        """Return what writes directly, where the file is placed and its DataNode takes it so."""
         placed, self._placed = self._placed, None
         if placed is None:
-            return
-        try:
-            block_bytes = placed.name_node.plain_block_bytes(self._path)
-            if block_bytes:
-                silence_max_s = self._native.deadline_s * _SILENCE_SHARE
-                self._direct = DirectFile(placed, block_bytes, silence_max_s, kind)
-                self._servers, self._state = placed.servers, _State.DIRECT
-        except (*UNANSWERED, BootseerError) as error:
-            _log.debug("%s is not written directly to DataNodes: %s", self._name, error)
+            return None
+        self._servers = tuple(placed.added.servers)
+        return self._placer.begin(placed, self._native.deadline_s * _SILENCE_SHARE, kind)
 
     def _directly(self, step: Callable[..., None], *arguments: Piece) -> None:
         try:
@@ -246,22 +243,21 @@ class HdfsWriter(Writer):
 
     def _write_small(self) -> bool:
         """Write what is buffered, and nothing else; returns whether that closed the file too."""
-        self._state = _State.STREAMED
-        if self._tail:
-            self.place(())
-            self._begin_direct(STANDARD)
-            direct, self._direct = self._direct, None
-            if direct is not None:
-                self._state = _State.STREAMED  # where this fails
-                try:
-                    for piece in self._tail:
-                        self._directly(direct.write, piece)
-                    self._directly(direct.close)
-                finally:
-                    direct.drop()
-                return True
+        self._state = _State.STREAMED  # also for what follows a failure
+        if not self._tail:
+            return False
+        self.place(())
+        direct = self._begin_direct(STANDARD)
+        if direct is None:
             self._send(self._tail, _ignore)
-        return False
+            return False
+        try:
+            for piece in self._tail:
+                self._directly(direct.write, piece)
+            self._directly(direct.close)
+        finally:
+            direct.drop()
+        return True
 
     # ---- streamed -------------------------------------------------------------------------------
 

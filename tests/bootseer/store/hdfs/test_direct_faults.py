@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.store.hdfs.direct_write import DirectFile, Placed
+from bootseer.store.hdfs.direct_write import LARGE, DirectFile, Placed
 from bootseer.store.hdfs.messages import MESSAGES
-from bootseer.store.hdfs.namenode import UNANSWERED, AddedBlock, NameNode
+from bootseer.store.hdfs.namenode import UNANSWERED, AddedBlock, Haste, NameNodes
 from testbed.servers.answering import answering
 from testbed.waiting import pause
 
@@ -21,6 +20,8 @@ _LOCATED = MESSAGES["LocatedBlock"](
     corrupt=False,
     blockToken=b"",
 )
+# To be told that the file is complete.
+_NOBODY = NameNodes("hdfs://127.0.0.1:1", 0.1)
 _TAKEN = b"\x02\x08\x00"
 _CONFIRMED = b"\x04\x08\x00\x10\x00"
 
@@ -41,7 +42,7 @@ def _datanode(answer: bytes, *, hangs: bool) -> Iterator[tuple[str, int]]:
 
 
 def _write(placed: Placed) -> None:
-    file = DirectFile(placed, 4096, 0.1)
+    file = DirectFile(_NOBODY, placed, 4096, 0.1, LARGE)
     with contextlib.ExitStack() as stack:
         stack.callback(file.drop)
         file.write(b"x" * 1000)
@@ -66,10 +67,8 @@ def _write(placed: Placed) -> None:
 def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) -> None:
     with _datanode(answer, hangs=hangs) as address:
         added = AddedBlock(_LOCATED, address, {})
-        # Nobody is there to be told that the file is complete.
-        placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
         with pytest.raises(UNANSWERED) as caught:
-            _write(placed)
+            _write(Placed("/f", "holder", added))
     assert "NameNode" not in str(caught.value)
 
 
@@ -92,9 +91,8 @@ def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes)
 
     with answering(reply) as address:
         added = AddedBlock(_LOCATED, address, {})
-        placed = Placed(NameNode((), "user", 0.1), "/f", "holder", added)
         with pytest.raises(UNANSWERED):
-            _write(placed)
+            _write(Placed("/f", "holder", added))
     assert sent < 1000
 
 
@@ -110,6 +108,8 @@ def test_an_answer_of_the_name_node_has_one_deadline() -> None:
             sent += 1
             pause(0.005)
 
-    with answering(trickle) as address, pytest.raises((DeadlineError, UnavailableError)):
-        NameNode((address,), "user", 0.3).ask()
+    with answering(trickle) as address:
+        found = NameNodes(f"hdfs://{address[0]}:{address[1]}", 0.3)
+        with pytest.raises(UNANSWERED):
+            found.answer("getServerDefaults", b"", Haste.USUAL)
     assert sent < 1000

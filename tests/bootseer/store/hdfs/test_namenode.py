@@ -8,8 +8,7 @@ import pytest
 from bootseer.base.varints import delimited
 from bootseer.errors import UnavailableError
 from bootseer.store.hdfs import namenode
-from bootseer.store.hdfs.namenode import NameNode, NameNodes, RpcError, response_in
-from bootseer.transfer.policy import ONCE
+from bootseer.store.hdfs.namenode import Haste, NameNodes, RpcError, response_in
 from testbed.bounded import run_bounded
 from testbed.servers.answering import answering
 from tests.bootseer.store.hdfs import protobuf as pb
@@ -50,15 +49,15 @@ class _Script:
         return answer
 
 
-def _node(address: str, deadline_s: float = 20.0) -> NameNode:
-    host, _, port = address.rpartition(":")
-    return NameNode(((host, int(port)),), "me", deadline_s)
+def _nodes(address: str) -> NameNodes:
+    return NameNodes(f"hdfs://{address}", 20.0)
 
 
-def test_a_call_says_who_asks_and_for_what() -> None:
+def test_a_call_says_who_asks_and_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADOOP_USER_NAME", "me")
     script = _Script(b"")
     with scripted(script) as address:
-        _node(address).concat("/to", ["/a", "/b"])
+        _nodes(address).concat("/to", ["/a", "/b"])
     (call,) = script.calls
     assert (call.method, call.user, call.retry_count) == ("concat", "me", 0)
     assert call.request == pb.text(1, "/to") + pb.text(2, "/a") + pb.text(2, "/b")
@@ -68,9 +67,9 @@ def test_a_call_whose_answer_was_lost_is_repeated_under_the_same_identity() -> N
     """The NameNode's retry cache makes it happen once."""
     script = _Script(ClosedError(), ClosedError(), b"", b"")
     with scripted(script) as address:
-        node = _node(address)
-        node.concat("/to", ["/a"])
-        node.concat("/to", ["/b"])
+        nodes = _nodes(address)
+        nodes.concat("/to", ["/a"])
+        nodes.concat("/to", ["/b"])
     calls = script.calls
     assert [call.retry_count for call in calls] == [0, 1, 2, 0]
     assert len({call.client for call in calls}) == 2
@@ -81,7 +80,7 @@ def test_what_a_namenode_raises_is_said_with_its_class() -> None:
     script = _Script(RaisedError("org.apache.hadoop.X", "no such\xe4 file"))
     told = r"^org\.apache\.hadoop\.X: no suchä file$"
     with scripted(script) as address, pytest.raises(RpcError, match=told):
-        _node(address).concat("/to", ["/a"])
+        _nodes(address).concat("/to", ["/a"])
     assert len(script.calls) == 1
 
 
@@ -94,8 +93,8 @@ def test_blocks_are_told_with_their_datanodes_the_nearest_first() -> None:
         _locations(_located(near), more=pb.blob(7, b"\x08\x01")),
     )
     with scripted(script) as address:
-        node = _node(address)
-        first, second = node.stored_blocks("/f")
+        nodes = _nodes(address)
+        first, second = nodes.stored_blocks("/f")
         assert (first.start, first.length, second.start) == (0, 2**27, 2**27)
         assert [(each.address, each.is_far) for each in first.replicas] == [
             (("10.0.0.1", 9866), False),
@@ -104,15 +103,17 @@ def test_blocks_are_told_with_their_datanodes_the_nearest_first() -> None:
         assert second.replicas == ()
         assert first.token == pb.blob(1, b"\xff") + pb.text(3, "kind")
         # Open, encrypted, erasure-coded.
-        assert [node.stored_blocks("/f") for _ in range(3)] == [()] * 3
+        assert [nodes.stored_blocks("/f") for _ in range(3)] == [()] * 3
 
 
 def test_a_datanode_that_is_passed_on_keeps_what_we_do_not_know() -> None:
     script = _Script(*(pb.blob(1, _located(_server(uuid))) for uuid in ("u1", "u2")))
     with scripted(script) as address:
-        node = _node(address)
-        added = node.add_block("/f", "holder", ())
-        assert node.add_block("/f", "holder", list(added.servers.values())).servers.keys() == {"u2"}
+        nodes = _nodes(address)
+        added = nodes.add_block("/f", "holder", ())
+        assert nodes.add_block("/f", "holder", list(added.servers.values())).servers.keys() == {
+            "u2"
+        }
     (excluded,) = pb.fields(script.calls[1].request)[4]
     assert isinstance(excluded, bytes)
     assert pb.fields(excluded) == pb.fields(_server("u1"))
@@ -126,17 +127,14 @@ def test_a_datanode_that_is_passed_on_keeps_what_we_do_not_know() -> None:
         pb.number(1, 5),
         pb.blob(1, b"")[:-1] + b"\x05",
         pb.blob(1, pb.blob(1, _BLOCK) + pb.number(2, 0) + pb.number(4, 0)),
-        pb.blob(1, _located(_server("u").replace(b"host", b"\xff\xff\xff\xff"))),
+        pb.blob(1, _located(_server("u").replace(b"10.0.0.1", b"\xff" * 8))),
         pb.blob(1, _located()),
     ],
     ids=["nothing", "noise", "kind", "cut off", "no token", "not UTF-8", "nobody"],
 )
 def test_an_answer_that_lacks_something_is_refused(answer: bytes) -> None:
-    with scripted(_Script(answer)) as address:
-        host, _, port = address.rpartition(":")
-        node = NameNode(((host, int(port)),), "me", 20.0, calls_by_name=True)
-        with pytest.raises(ValueError):
-            node.add_block("/f", "holder", ())
+    with scripted(_Script(answer)) as address, pytest.raises(ValueError):
+        _nodes(address).add_block("/f", "holder", ())
 
 
 @pytest.mark.parametrize(
@@ -153,22 +151,23 @@ def test_an_answer_of_the_largest_size_takes_little_memory() -> None:
     frame = delimited(pb.number(2, 0)) + delimited(answer)
     assert len(frame) < 2**20
 
-    class Answered(NameNode, frozen=True):
-        def answer(self, method: str, request: bytes) -> bytes:
+    class Answered(NameNodes):
+        def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
             return response_in(frame)
 
     def read() -> None:
         with pytest.raises(ValueError):
-            Answered((), "me", 1.0).stored_blocks("/f")
+            Answered("hdfs://nobody", 1.0).stored_blocks("/f")
 
     assert run_bounded(read, memory_bytes=2**28, cpu_s=3)
 
 
 def test_a_longer_answer_is_not_waited_for() -> None:
-    with answering(lambda connection: connection.sendall(struct.pack(">I", 2**30))) as address:
-        node = NameNode((address,), "me", 1.0, policy=ONCE)
+    length = struct.pack(">I", 2**30)
+    with answering(lambda connection: connection.sendall(length)) as address:
+        found = NameNodes(f"hdfs://{address[0]}:{address[1]}", 1.0)
         with pytest.raises(UnavailableError, match="does not speak Hadoop's RPC"):
-            node.ask()
+            found.check()
 
 
 def test_a_namenode_that_did_not_answer_is_asked_again_later(
@@ -178,12 +177,12 @@ def test_a_namenode_that_did_not_answer_is_asked_again_later(
     up = threading.Event()
     with scripted(_Script(), up) as address:
         found = NameNodes(f"hdfs://{address}", 0.2)
-        assert found.get() is None
+        assert not found.take_calls()
         up.set()
-        assert found.get() is None, "not each call is to wait for it"
+        assert not found.take_calls(), "not each call is to wait for it"
         monkeypatch.setattr(namenode, "SILENT_S", 0.0)
         late = NameNodes(f"hdfs://{address}", 0.2)
         up.clear()
-        assert late.get() is None
+        assert not late.take_calls()
         up.set()
-        assert late.get() is not None
+        assert late.take_calls()
