@@ -12,11 +12,10 @@ from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.kept_units import KeptUnits
-from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
-from bootseer.fuse.striped.writing.parts.placement import Placement
+from bootseer.fuse.striped.writing.file_writer import FileWriter
+from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.fuse.striped.writing.resources import WriterResources
-from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Backend
 
 DEFAULT_GRACE_S = 30.0
@@ -64,13 +63,10 @@ class StripedStorage(Closing):
             grace_s=grace_s,
             patience_s=settings.patience_s,
         )
-        self.kept = KeptUnits(self.budget)
         self._for_writers = WriterResources(
             backend,
             self.tree,
-            self.budget,
-            self.kept,
-            OpenParts(backend, self.budget, self.kept),
+            WriteMemory(self.budget, backend.writer_bytes),
             Placement(),
             self.counters,
         )

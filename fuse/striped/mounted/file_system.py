@@ -39,7 +39,7 @@ from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, refuse
 from bootseer.fuse.striped.names.tree import directory_of
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import moved_identity
-from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.fuse.striped.writing.file_writer import FileWriter
 from bootseer.store.paths import PATH_MAX_BYTES
 
 _CACHE_S = 1.0
@@ -140,7 +140,7 @@ class MountedTree(Operations):
         )
         with self._lock:
             unfinished = {
-                w.path for w in self._nodes.writers() if w.needs_publishing or w.has_unsaved_bytes
+                w.path for w in self._nodes.writers() if w.needs_publishing or w.was_written
             }
             count = len(self._nodes.handles)
             requests = self._nodes.request_count
@@ -150,7 +150,7 @@ class MountedTree(Operations):
         """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
         return False where a file is being written."""
         with self._lock:
-            if any(writer.has_unsaved_bytes for writer in self._nodes.writers()):
+            if any(writer.was_written for writer in self._nodes.writers()):
                 return False
             stop()
             return True

@@ -41,7 +41,7 @@ from bootseer.fuse.striped.mounted.journal import (
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.fuse.striped.writing.file_writer import FileWriter
 from bootseer.store.backend import HasDescriptor
 
 # A thread that was told to look a name up once more does so at once, unless it is killed.

@@ -22,7 +22,7 @@ from bootseer.fuse.striped.mounted.nodes import Handle, Node, NodeTable, Phase
 from bootseer.fuse.striped.names.stored import FileStatus, refuse, status_of
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.fuse.striped.writing.file_writer import FileWriter
 
 _log = logging.getLogger(__name__)
 

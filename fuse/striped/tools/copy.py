@@ -16,7 +16,7 @@ from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UN
 from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
-from bootseer.fuse.striped.writing.writer import FileWriter
+from bootseer.fuse.striped.writing.file_writer import FileWriter
 from bootseer.settings.config import Settings
 from bootseer.store import open_backend
 

@@ -2,12 +2,10 @@
 
 from msgspec import Struct
 
-from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.writing.kept_units import KeptUnits
-from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
-from bootseer.fuse.striped.writing.parts.placement import Placement
+from bootseer.fuse.striped.writing.placement import Placement
+from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Backend
 
 
@@ -17,9 +15,6 @@ class WriterResources(Struct, frozen=True, eq=False):
     backend: Backend
     tree: StripedTree
     """Publishes the files."""
-    budget: MemoryBudget
-    kept: KeptUnits
-    """Units of all files that the storage may ask for once more."""
-    open_parts: OpenParts
+    memory: WriteMemory
     placement: Placement
     counters: Counters

@@ -15,7 +15,7 @@ import pytest
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.tools.copy import copy_in
-from bootseer.fuse.striped.writing.parts.placement import Placement
+from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
 from testbed.hdfs.cluster import MiniHdfs
@@ -99,7 +99,7 @@ def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
 def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy node eight placements took longer than one may: the last ones were left to chance,
     two of eight DataNodes had none of the file, and two had twice their share."""
-    monkeypatch.setattr("bootseer.fuse.striped.writing.parts.placement.TURN_MAX_S", 4.0)
+    monkeypatch.setattr("bootseer.fuse.striped.writing.placement.TURN_MAX_S", 4.0)
     drawing, placement = Drawing(8, 1, 0), Placement()
 
     def place(avoid: Collection[str]) -> tuple[str, ...] | None:
@@ -113,7 +113,7 @@ def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.fuse.striped.writing.parts.placement.TURN_MAX_S", 0.05)
+    monkeypatch.setattr("bootseer.fuse.striped.writing.placement.TURN_MAX_S", 0.05)
     placement, over = Placement(), threading.Event()
 
     def hang(avoid: Collection[str]) -> tuple[str, ...] | None:

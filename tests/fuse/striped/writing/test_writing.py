@@ -12,8 +12,7 @@ import pytest
 from bootseer.errors import PermissionDeniedError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
 from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.writing.kept_units import KeptUnits, Unit
-from bootseer.fuse.striped.writing.parts.open_parts import OpenParts
+from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Piece
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.local.files import LocalWriter
@@ -22,6 +21,12 @@ from tests.fuse.striped.support.harness import UNIT, Driver, refused_with, stora
 from tests.fuse.striped.support.stored import find_garbage
 
 DATA = random.Random(4).randbytes(40 * UNIT + 77)
+
+
+def squeeze(budget: MemoryBudget) -> None:
+    """Make all holders give up the memory that they can spare."""
+    if budget.try_take(budget.limit_bytes):
+        budget.give(budget.limit_bytes)
 
 
 class Saving:
@@ -47,6 +52,10 @@ class Saving:
                 once(name, path)
 
         self.backend.rules.append(rule)
+
+    def gives_up_memory(self) -> None:
+        """Whatever is stored, and not yet for good, is not in memory."""
+        self.backend.rules.append(lambda *_: squeeze(self.storage.budget))
 
     def retry_count(self) -> int:
         return self.storage.counters.look().write_retry_count
@@ -92,7 +101,7 @@ def test_a_part_that_fails_once_is_written_again(
 def test_what_memory_has_not_kept_is_read_back_from_the_failed_part(
     saving: Saving, operation: str, after: int
 ) -> None:
-    saving.backend.rules.append(lambda *_: saving.storage.kept.reclaim(10**9))
+    saving.gives_up_memory()
     saving.fails(operation, after, lambda: UnavailableError("reset"))
     saving.driver.write("f", DATA)
     assert saving.retry_count() == 1
@@ -106,7 +115,7 @@ def test_what_is_read_back_is_checked(saving: Saving) -> None:
         if PARTS_FOLDER in path and len(data):
             data[0] ^= 1
 
-    saving.backend.rules.append(lambda *_: saving.storage.kept.reclaim(10**9))
+    saving.gives_up_memory()
     saving.fails("write", 30, lambda: OSError(errno.ENOTCONN, "107"))
     saving.backend.corrupt = flip
     with refused_with(errno.ENOTCONN):
@@ -139,7 +148,7 @@ def test_a_storage_that_takes_nothing_for_a_while_is_waited_for(
 
 
 def test_what_an_outage_kept_from_being_read_back_is_asked_for_again(saving: Saving) -> None:
-    saving.backend.rules.append(lambda *_: saving.storage.kept.reclaim(10**9))
+    saving.gives_up_memory()
     saving.fails("write", 30, lambda: UnavailableError("reset"))
     for operation in ("abandon", "read"):
         saving.backend.rules.append(
@@ -183,23 +192,20 @@ def test_a_short_write_is_written_again(saving: Saving) -> None:
 
 def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
     budget = MemoryBudget(1000)
-    kept = KeptUnits(budget)
-    units = [Unit([b"x" * 100], 100, 0) for _ in range(8)]
-    for unit in units[:4]:
-        budget.take(100, 1.0, lambda: False)
-        kept.keep(unit)
+    memory = WriteMemory(budget, 0)
+    units = [memory.take_unit([b"x" * 100], 100, 0, 1.0, lambda: False) for _ in range(8)]
+    for unit in units:
+        memory.keep(unit)
     # At most half of the budget is kept at all.
-    for unit in units[4:]:
-        budget.take(100, 1.0, lambda: False)
-        kept.keep(unit)
     assert [unit.pieces is None for unit in units] == [True] * 3 + [False] * 5
     assert budget.used_bytes == 500
     # One that somebody took back is not given up; the others go when memory is short.
-    assert kept.take(units[3])
-    assert not kept.take(units[0])
+    memory.take_back(units[3])
+    memory.take_back(units[0])
     assert budget.try_take(900)
     assert [unit.pieces is None for unit in units] == [True] * 3 + [False] + [True] * 4
-    kept.release(units[3])
+    for unit in units:
+        memory.release(unit)
     budget.give(900)
     assert budget.used_bytes == 0
 
@@ -228,7 +234,7 @@ def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) 
         driver.write("alone", data * 24, step=UNIT)
         layout = decode_layout((tmp_path / "alone").read_bytes(), "")
         assert len(layout.segments[0].parts) == 3
-        storage.kept.reclaim(budget.limit_bytes)
+        squeeze(budget)
         assert budget.used_bytes == 0
 
 
@@ -244,30 +250,33 @@ def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
         Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
         layout = decode_layout((tmp_path / "f").read_bytes(), "")
         assert len(layout.segments[0].parts) == 8
-        storage.kept.reclaim(storage.budget.limit_bytes)
+        squeeze(storage.budget)
         assert storage.budget.used_bytes == 0
 
 
-def test_a_part_whose_client_holds_it_after_all_is_charged_then(tmp_path: Path) -> None:
+def test_a_part_whose_client_holds_it_after_all_is_charged_then() -> None:
     budget = MemoryBudget(104 * UNIT)
-    parts = OpenParts(Buffering(tmp_path), budget, KeptUnits(budget))
-    charges = [parts.begin(number, UNIT, 1.0, lambda: False) or 0 for number in range(2)]
-    charges[0] = parts.settle(charges[0], UNIT, is_buffered=False)
-    assert charges[0] == UNIT
-    assert budget.used_bytes == UNIT + charges[1] == UNIT + Buffering.writer_bytes
+    memory = WriteMemory(budget, Buffering.writer_bytes)
+    first, second = (memory.begin_part(number, UNIT, 1.0, lambda: False) for number in range(2))
+    assert first is not None
+    assert second is not None
+    first.settle(is_buffered=False)
+    assert first.charged_bytes == UNIT
+    assert budget.used_bytes == UNIT + second.charged_bytes == UNIT + Buffering.writer_bytes
     # It fails, and is written again by the client.
-    charges[0] = parts.settle(charges[0], UNIT, is_buffered=True)
-    assert budget.used_bytes == sum(charges) == 2 * Buffering.writer_bytes
-    assert parts.settle(charges[0], UNIT, is_buffered=True) == charges[0]
-    for charge_bytes in charges:
-        parts.end(charge_bytes)
+    for _ in range(2):
+        first.settle(is_buffered=True)
+        assert budget.used_bytes == 2 * first.charged_bytes == 2 * Buffering.writer_bytes
+    for charge in (first, second):
+        charge.end()
     assert budget.used_bytes == 0
 
 
 def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
     """Found by thought: parts that each wait for the next unit held all the memory there was."""
-    kept = KeptUnits(MemoryBudget(1000))
-    assert kept.hold(300)
-    assert not kept.hold(300)
-    kept.let_go(300)
-    assert kept.hold(500)
+    memory = WriteMemory(MemoryBudget(1000), 0)
+    unit = memory.take_unit([b"x" * 300], 300, 0, 1.0, lambda: False)
+    assert memory.hold(unit)
+    assert not memory.hold(unit)
+    memory.let_go(300)
+    assert memory.hold(unit)

@@ -159,6 +159,24 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
     assert (two.read("made"), two.read("emptied")) == (b"", b"")
 
 
+@pytest.mark.parametrize("last", ["flush", "fsync", "release"])
+def test_a_request_that_comes_after_the_end_of_a_mount_publishes_nothing(
+    one: Driver, two: Driver, last: str
+) -> None:
+    """What was written is gone then: the old file was replaced by an empty one."""
+    one.write("f", OLD)
+    file = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    one.pwrite(file, 0, NEW)
+    one.fs.destroyed()
+    if last == "release":
+        one.fs.release(*file, 0)
+    elif last == "fsync":
+        one.fs.fsync(CALLER, *file, False)
+    else:
+        one.fs.flush(CALLER, *file)
+    assert two.read("f") == OLD
+
+
 def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: Driver) -> None:
     """Found by the exerciser: EIO, since its parts had moved with the folder."""
     one.mkdir("d")

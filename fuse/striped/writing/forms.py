@@ -1,0 +1,268 @@
+"""The two forms in which a large file is stored: striped, or as one ordinary file.
+
+A form holds the bytes of a file that were handed to the storage, and publishes them. It belongs to
+one `FileWriter`, whose lock it relies on.
+
+    no parts --send--> PartSet --publish--> stored, without a name --commit--> published
+                          +--close--> removed    +--close, or a failed commit--> removed
+"""
+
+import errno
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from bootseer.errors import UnsupportedError
+from bootseer.fuse.striped.layout import (
+    HEADER_BYTES,
+    MAGIC,
+    MAX_PART_COUNT,
+    MAX_SEGMENT_COUNT,
+    Layout,
+    Segment,
+)
+from bootseer.fuse.striped.names.stored import new_generation
+from bootseer.fuse.striped.stripe_settings import StripeSettings
+from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.writing.part_set import Dealing, PartSet, Round
+from bootseer.fuse.striped.writing.resources import WriterResources
+from bootseer.fuse.striped.writing.tail import Tail
+from bootseer.store.backend import Piece
+
+RUN_UNITS = 8
+"""Units in a run of a plain file. Runs become blocks: 32 MiB each with units of 4 MiB, so that the
+units on their way at 8 runs are half of the memory that a mount has by default, and HDFS's usual
+limit of 10,000 blocks allows files of 312 GiB."""
+_ENDLESS = 1 << 62
+
+
+class Form(ABC):
+    """The bytes of a file that precede its tail."""
+
+    def __init__(self, shared: WriterResources, path: str, settings: StripeSettings) -> None:
+        self.path = path
+        """Path of the file. It changes when the file is renamed while it is written."""
+        self.sent_bytes = 0
+        """Length of the file without its tail."""
+        self._shared = shared
+        self._settings = settings
+        self._parts: PartSet | None = None
+        self._unnamed: set[str] = set()
+        """Generations that are stored, and that no published layout names."""
+
+    @property
+    def has_new_parts(self) -> bool:
+        """Whether parts were written that no published generation of the file names."""
+        return self._parts is not None or bool(self._unnamed)
+
+    def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
+        """Take the next unit; full, unless `publish` follows. Raises: as `PartSet.send`."""
+        if self._parts is None:
+            deadline_s = self._settings.patience_s
+            self._parts = PartSet(self._shared, self.path, self._dealing(), deadline_s)
+        self._parts.send(pieces, length, cancelled)
+        self.sent_bytes += length
+
+    @abstractmethod
+    def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        """Make everything that was sent, and `tail`, the file. Bytes that may still change stay in
+        `tail`. `expected`: the identity of the file that is replaced; any file by default."""
+
+    def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> FileView | None:
+        """Make everything that was sent, and `tail`, durable and readable until `close`.
+
+        Return None, and store nothing, in a form that cannot be read without its name.
+        """
+        return None
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Remove what was not published. Wait at most `wait_s` for that. Idempotent, never
+        raises."""
+        if self._parts is not None:
+            self._parts.abort(wait_s)
+            self._parts = None
+        if self._unnamed:
+            self._shared.tree.discard(self.path, set(self._unnamed))
+            self._unnamed.clear()
+
+    @abstractmethod
+    def _dealing(self) -> Dealing: ...
+
+    def _finish(self, tail: Tail, cancelled: Callable[[], bool]) -> list[Round]:
+        """Store `tail` and everything that was sent; return the rounds since the last publish."""
+        if tail.length:
+            self.send(tail.pieces(), tail.length, cancelled)
+            tail.clear()
+        if self._parts is None:
+            return []
+        rounds = self._parts.finish()
+        self._unnamed.update(group.generation for group in rounds)
+        self._parts = None
+        return rounds
+
+
+class StripedForm(Form):
+    """Segments of parts, and a layout that names them.
+
+    On a file system each segment has `stripe_count` parts, written as the units come. On an object
+    store every unit is an object: it takes objects only as a whole, and holding one unit in memory
+    until it is stored needs no disk, and no more memory than any other writer.
+    """
+
+    def __init__(
+        self,
+        shared: WriterResources,
+        path: str,
+        settings: StripeSettings,
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
+        """`segments`: the stored beginning of the file, in the same directory."""
+        super().__init__(shared, path, settings)
+        self._segments = list(segments)
+        self.sent_bytes = sum(segment.size_bytes for segment in segments)
+
+    def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        layout, growing = self._store(tail, cancelled)
+        view = self._shared.tree.publish_layout(
+            self.path, layout, expected, before_commit=self._unnamed.clear
+        )
+        self._take_back(growing, tail)
+        return view
+
+    def store_nameless(self, tail: Tail, cancelled: Callable[[], bool]) -> FileView:
+        layout, growing = self._store(tail, cancelled)
+        self._take_back(growing, tail)
+        return FileView(self.path, layout.generation, layout.size_bytes, time.time_ns(), layout)
+
+    def _store(self, tail: Tail, cancelled: Callable[[], bool]) -> tuple[Layout, bytes]:
+        """Store everything. Return the layout, and the bytes of its last segment if they alone are
+        in it and may still grow."""
+        growing = tail.join() if self._parts is None else b""
+        dealing = self._dealing()
+        self._segments += [group.segment(dealing) for group in self._finish(tail, cancelled)]
+        if len(self._segments) > MAX_SEGMENT_COUNT:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
+        return Layout(new_generation(), tuple(self._segments)), growing
+
+    def _take_back(self, growing: bytes, tail: Tail) -> None:
+        """Let a segment of less than a unit be written again, with the bytes that follow."""
+        if growing and len(growing) < self._settings.stripe_unit_bytes:
+            self._segments.pop()
+            self.sent_bytes -= len(growing)
+            tail.append(growing)
+
+    def _dealing(self) -> Dealing:
+        settings = self._settings
+        is_object_store = not self._shared.backend.traits.one_step_rename
+        return Dealing(
+            settings.stripe_unit_bytes,
+            settings.block_bytes,
+            settings.stripe_count,
+            is_exact=settings.is_exact,
+            run_units=1 if is_object_store else None,
+            parts_max=MAX_PART_COUNT if is_object_store else None,
+        )
+
+
+class PlainForm(Form):
+    """One ordinary file, which every tool of the storage reads, or bytes that are added to one.
+
+    Where the storage can join files the runs of a file are written in parallel, each as a file of
+    its own, and joined in one step; elsewhere there is one run. Either way the name gets the whole.
+    """
+
+    def __init__(
+        self,
+        shared: WriterResources,
+        path: str,
+        settings: StripeSettings,
+        base: FileView | None = None,
+    ) -> None:
+        """`base`: the stored file to add to. Raises UnsupportedError where that is impossible."""
+        super().__init__(shared, path, settings)
+        self._base = base
+        self._can_join = shared.backend.can_join()
+        self._check_can_add()
+        self.sent_bytes = base.size_bytes if base else 0
+
+    def send(self, pieces: list[Piece], length: int, cancelled: Callable[[], bool]) -> None:
+        self._check_can_add()
+        super().send(pieces, length, cancelled)
+
+    def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
+        (group,) = self._finish(tail, cancelled)
+        run, *more = group.paths()
+        if more:
+            self._shared.backend.join(run, more)
+        self._base = self._shared.tree.publish_run(
+            self.path,
+            run,
+            expected,
+            adds=self._base is not None,
+            before_commit=self._unnamed.clear,
+        )
+        self._shared.tree.discard(self.path, {group.generation})
+        return self._base
+
+    def _dealing(self) -> Dealing:
+        settings = self._settings
+        return Dealing(
+            settings.stripe_unit_bytes,
+            settings.block_bytes,
+            settings.stripe_count if self._can_join else 1,
+            run_units=RUN_UNITS if self._can_join else _ENDLESS,
+        )
+
+    def _check_can_add(self) -> None:
+        if self._base is not None and not self._can_join:
+            raise UnsupportedError(
+                f"{self.path} is an ordinary file on a storage that cannot join files; it can be "
+                "replaced, not appended to"
+            )
+
+
+def begin_form(shared: WriterResources, path: str, settings: StripeSettings, start: Tail) -> Form:
+    """Return the form of a new large file that begins with `start`."""
+    # Content that looks like a layout must not be stored as an ordinary file.
+    if not looks_like_layout(start):
+        directory = path.rpartition("/")[0]
+        if settings.layout_in(shared.backend, directory) == "plain":
+            return PlainForm(shared, path, settings)
+    return StripedForm(shared, path, settings)
+
+
+def continue_form(
+    shared: WriterResources, path: str, settings: StripeSettings, base: FileView
+) -> tuple[Form | None, Tail]:
+    """Return the form of an existing file that is appended to, and the last bytes of the file if
+    they are few enough to be written again.
+
+    Raises UnsupportedError for a file that cannot be appended to.
+    """
+    unit_bytes = settings.stripe_unit_bytes
+    form: Form | None = None
+    start = base.size_bytes
+    if base.layout is not None:
+        kept = list(base.layout.segments)
+        if kept[-1].size_bytes < unit_bytes:
+            start -= kept.pop().size_bytes
+        if kept:
+            form = StripedForm(shared, path, settings, tuple(kept))
+    elif base.size_bytes > unit_bytes:
+        form = PlainForm(shared, path, settings, base)
+    else:
+        start = 0
+    if start == base.size_bytes:
+        return form, Tail()
+    reader = shared.tree.reader
+    file = reader.open(base)
+    try:
+        return form, Tail(reader.read_bytes(file, start, base.size_bytes - start))
+    finally:
+        reader.close(file)
+
+
+def looks_like_layout(start: Tail) -> bool:
+    """Tell whether a file that begins with `start` could be taken for a layout. Pure."""
+    return start.join()[:HEADER_BYTES].startswith(MAGIC)

@@ -1,0 +1,377 @@
+"""One part of a file that is being written: a thread that stores units in one file, past failures.
+
+    NO_FILE --create--> WRITING --last unit, close--> STORED
+       ^                   |
+       |                failure
+       |                   v
+       +---pause--- BACKING_OFF          any state --failure that stays, or PartSet failed--> FAILED
+
+A failure that another server may not repeat leads to BACKING_OFF: the part is written again as a
+file with a new name. The bytes come from units that are still in memory, and from what the failed
+file durably holds; those are checked against the block checksums. Up to four files of a part may
+fail after they took bytes. A storage that takes no bytes at all is asked again until the deadline.
+
+Thread safety: the part's own thread runs the states. `queue` and `discard_queue` are for the thread
+that sends; everything else that is public may be read by any thread.
+"""
+
+import contextlib
+import enum
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from bootseer.errors import (
+    AlreadyExistsError,
+    BootseerError,
+    DeadlineError,
+    InvalidInputError,
+    NoSpaceError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnsupportedError,
+)
+from bootseer.fuse.striped.writing.write_memory import Charge, Unit, WriteMemory
+from bootseer.store.backend import KEEP_ALIVE_S, Piece, Writer
+from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
+
+if TYPE_CHECKING:
+    from bootseer.fuse.striped.writing.part_set import PartSet, Round
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+# Two servers may die during one save. Files that took no bytes cost nothing and do not count.
+_FILES_MAX = 4
+# Another server would answer the same, or the deadline has passed already.
+_FINAL_ERRORS = (
+    AlreadyExistsError,
+    DeadlineError,
+    InvalidInputError,
+    NoSpaceError,
+    PermissionDeniedError,
+    UnsupportedError,
+)
+
+
+class PartState(enum.Enum):
+    """State of a part; see the diagram above."""
+
+    NO_FILE = enum.auto()
+    WRITING = enum.auto()
+    BACKING_OFF = enum.auto()
+    STORED = enum.auto()
+    FAILED = enum.auto()
+
+
+class _File:
+    """A stored file that takes a part: one attempt."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.writer: Writer | None = None
+        """None before the file was created, and after the storage confirmed the file or its end."""
+        self.servers: tuple[str, ...] = ()
+        """Servers that take the file, counted in the placement."""
+        self.sent_count = 0
+        """Number of units that the writer has taken."""
+        self._held: deque[Unit] = deque()
+        self._held_bytes = 0
+
+    def note_sent(self, unit: Unit, writer_held_bytes: int, memory: WriteMemory) -> None:
+        """Keep a unit that was sent, once the writer does not refer to its memory any more."""
+        self.sent_count += 1
+        if unit.pieces is None:
+            return
+        if not writer_held_bytes or not memory.hold(unit):
+            memory.keep(unit)
+            return
+        self._held.append(unit)
+        self._held_bytes += unit.length
+        while self._held_bytes - self._held[0].length >= writer_held_bytes:
+            oldest = self._held.popleft()
+            self._held_bytes -= oldest.length
+            memory.let_go(oldest.length)
+            memory.keep(oldest)
+
+    def end_holding(self, memory: WriteMemory) -> None:
+        """Forget which units the writer refers to: it has ended."""
+        memory.let_go(self._held_bytes)
+        self._held.clear()
+        self._held_bytes = 0
+
+
+class Part:
+    """A queue of units, a thread, and a stored file."""
+
+    def __init__(
+        self, owner: "PartSet", group: "Round", label: str, source: str, charge: Charge
+    ) -> None:
+        """`label`: the file's name in the folder of `group`. `source`: the name that the part's
+        bytes are counted under. The thread starts with `start`."""
+        self.state = PartState.NO_FILE
+        self.round = group
+        self.charge = charge
+        self.name = label
+        """Name of the stored file. It differs from the label after a failure."""
+        self.size_bytes = 0
+        self.checksums: dict[int, int] = {}
+        """Checksum of each block, by its number in the segment."""
+        self.queue: queue.SimpleQueue[Unit | None] = queue.SimpleQueue()
+        """Units to store. None marks the end."""
+        self.ended = threading.Event()
+        self._owner = owner
+        self._shared = owner.shared
+        self._label = label
+        self._source = source
+        self._units: list[Unit] = []
+        self._is_complete = False
+        """Whether the last unit has come."""
+        self._file: _File | None = None
+        self._failed_files: list[_File] = []
+        self._file_count = 1
+        """Number of files that took bytes, counting the current one."""
+        self._outage: Attempts | None = None
+        """Attempts since the storage has taken no bytes."""
+        self._pause_s = 0.0
+        self._cause: BaseException | None = None
+        """Why the last file failed."""
+
+    def start(self) -> None:
+        """Start the thread. Raise RuntimeError if the system has no thread left."""
+        name = f"stripe-part-{self._label}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def discard_queue(self) -> None:
+        """Release the units that the thread has not taken, and leave an end mark for it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                unit = self.queue.get_nowait()
+                if unit is not None:
+                    self._shared.memory.release(unit)
+        self.queue.put(None)
+
+    # ---- the states, on the part's thread -----------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self.state is not PartState.STORED and not self._owner.has_failed:
+                try:
+                    self._step()
+                except BaseException as error:
+                    # hdfs-native panics with exceptions that are no `Exception`.
+                    if not self._may_try_again(error):
+                        raise
+                    self._give_up_file(error)
+        except BaseException as error:
+            self._owner.fail(error)
+        finally:
+            self._end()
+
+    def _step(self) -> None:
+        """Do the next thing that the state asks for."""
+        if self.state is PartState.BACKING_OFF:
+            self._wait_to_begin_again()
+            self.state = PartState.NO_FILE
+        elif self._file is None:
+            if not self._units and not self._take_unit():
+                self.state = PartState.STORED  # no unit ever came
+                return
+            self._file = _File(self.name)
+            self._create(self._file)
+            self.state = PartState.WRITING
+        elif self._file.sent_count < len(self._units):
+            self._send(self._file, self._units[self._file.sent_count])
+        elif not self._is_complete:
+            self._take_unit()
+        else:
+            self._close(self._file)
+            self.state = PartState.STORED
+
+    def _take_unit(self) -> bool:
+        """Wait for the next unit; return False at the end. Keep the storage's writer alive."""
+        while True:
+            try:
+                unit = self.queue.get(timeout=KEEP_ALIVE_S)
+                break
+            except queue.Empty:
+                if self._file is not None and self._file.writer is not None:
+                    self._file.writer.keep_alive()
+        if unit is None:
+            self._is_complete = True
+            return False
+        self._units.append(unit)
+        self.size_bytes += unit.length
+        assert unit.pieces is not None
+        block_bytes = self._owner.dealing.block_bytes
+        self.checksums.update(block_checksums(unit.pieces, unit.first_block, block_bytes))
+        return True
+
+    def _create(self, file: _File) -> None:
+        """Create the file, on a server that takes no more of them than others."""
+        backend = self._shared.backend
+        file.writer = backend.create(self._path_of(file.name))
+        if self._owner.has_checksums and not self._failed_files:
+            file.writer.expect_checksums()
+        if backend.traits.can_place:
+            file.servers = self._shared.placement.choose(
+                file.writer.place, is_one_rack=backend.is_one_rack
+            )
+
+    def _send(self, file: _File, unit: Unit) -> None:
+        # Read once: another thread may take the unit's memory at any time.
+        pieces = unit.pieces or self._read_back(file, unit)
+        writer = file.writer
+        assert writer is not None, "the state WRITING has one"
+        start_ns = time.monotonic_ns()
+        writer.write_all(pieces, self._owner.note_progress)
+        busy_ns = time.monotonic_ns() - start_ns
+        counters = self._shared.counters
+        counters.add(written_bytes=unit.length, write_count=1, write_busy_ns=busy_ns)
+        counters.add_for(self._source, written_bytes=unit.length, write_count=1)
+        if not file.sent_count:
+            self._note_servers(file, writer)
+            self.charge.settle(is_buffered=writer.is_buffered)
+            self._owner.note_event()
+            self._outage = None
+        file.note_sent(unit, writer.held_bytes, self._shared.memory)
+
+    def _note_servers(self, file: _File, writer: Writer) -> None:
+        """Look where the file has come to lie: a server may be dead unnoticed."""
+        shared = self._shared
+        if not shared.backend.traits.can_place:
+            return
+        if not shared.placement.block_bytes:
+            shared.placement.block_bytes = shared.backend.stat(self._path_of(file.name)).block_bytes
+        if file.servers:
+            file.servers = shared.placement.settle(file.servers, writer.servers())
+
+    def _close(self, file: _File) -> None:
+        assert file.writer is not None
+        file.writer.close()
+        file.writer = None
+        self._owner.note_progress()
+        for failed in self._failed_files:
+            # A file that stays is deleted with its folder, when the whole file is replaced.
+            with contextlib.suppress(Exception):
+                self._shared.backend.delete(self._path_of(failed.name))
+
+    def _end(self) -> None:
+        """Let go of everything; the last use of the storage by this part."""
+        memory = self._shared.memory
+        is_stored = self.state is PartState.STORED
+        servers: tuple[str, ...] = ()
+        if self._file is not None:
+            if self._file.writer is not None:
+                self._file.writer.abort()
+            self._file.end_holding(memory)
+            servers = self._file.servers
+        if not is_stored:
+            self.state = PartState.FAILED
+            self.discard_queue()
+        for unit in self._units:
+            memory.release(unit)
+        self.charge.end()
+        self._owner.part_ended(self, servers)
+        self.ended.set()
+
+    # ---- failures -----------------------------------------------------------------------------
+
+    def _may_try_again(self, error: BaseException) -> bool:
+        """Decide whether the part is written again after `error`, and how long to pause first."""
+        if self._owner.has_failed or isinstance(error, _FINAL_ERRORS):
+            return False
+        if self._file is not None and self._file.sent_count:
+            if self._file_count >= _FILES_MAX:
+                return False
+            self._file_count += 1
+            self._outage = None
+        if self._outage is None:
+            self._outage = Attempts(UNTIL_DEADLINE, self._owner.deadline_s)
+        # Any error may pass, whatever its type: hdfs-native panics with exceptions of its own.
+        pause_s = self._outage.pause_s(UnavailableError(str(error)))
+        self._pause_s = pause_s or 0.0
+        return pause_s is not None
+
+    def _give_up_file(self, error: BaseException) -> None:
+        """Leave the current file, from which units that are not in memory may be read back."""
+        _log.warning(
+            "writing part %s of %s again, after: %s", self._label, self.round.folder, error
+        )
+        self._cause = error
+        self._owner.note_outage(error)
+        self._shared.counters.add(write_retry_count=1)
+        self.state = PartState.BACKING_OFF
+        memory = self._shared.memory
+        for unit in self._units:
+            memory.take_back(unit)
+        file, self._file = self._file, None
+        if file is None:
+            return
+        self._shared.placement.release(file.servers)
+        file.end_holding(memory)
+        if file.writer is None:
+            pass  # it was not created, or not as far as we know
+        elif all(unit.pieces is not None for unit in self._units):
+            file.writer.abort()
+            file.writer = None
+        elif file.writer.abandon():
+            file.writer = None
+        self._failed_files.append(file)
+        self.name = f"{self._label}.{len(self._failed_files)}"
+
+    def _wait_to_begin_again(self) -> None:
+        end_s = time.monotonic() + self._pause_s
+        while not self._owner.has_failed and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _POLL_S))
+
+    def _read_back(self, file: _File, unit: Unit) -> list[Piece]:
+        """Return the bytes of a unit that is not in memory any more, from a file that failed."""
+        offset = file.sent_count * self._owner.dealing.unit_bytes
+        for failed in reversed(self._failed_files):
+            # Where the storage did not answer, its end may be missing still.
+            if failed.writer is not None and failed.writer.abandon():
+                failed.writer = None
+            with contextlib.suppress(BootseerError):
+                data = self._shared.backend.read(self._path_of(failed.name), offset, unit.length)
+                if len(data) == unit.length and self._matches(data, unit):
+                    self._owner.note_progress()
+                    return [data]
+        # No other server has these bytes: the failure of the part is that of the file.
+        assert self._cause is not None, "units leave memory only after they were sent"
+        raise self._cause
+
+    def _matches(self, data: bytes, unit: Unit) -> bool:
+        block_bytes = self._owner.dealing.block_bytes
+        return all(
+            self.checksums[block] == checksum
+            for block, checksum in block_checksums([data], unit.first_block, block_bytes)
+        )
+
+    def _path_of(self, name: str) -> str:
+        return f"{self.round.folder}/{name}"
+
+
+def block_checksums(pieces: list[Piece], block: int, block_bytes: int) -> list[tuple[int, int]]:
+    """Return the number and checksum of each block, from number `block` on. Pure."""
+    found = []
+    room = block_bytes
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        rest = memoryview(piece)
+        while len(rest) >= room:
+            digest.update(rest[:room])
+            found.append((block, digest.intdigest()))
+            digest.reset()
+            rest = rest[room:]
+            block, room = block + 1, block_bytes
+        digest.update(rest)
+        room -= len(rest)
+    if room < block_bytes:
+        found.append((block, digest.intdigest()))
+    return found

@@ -1,0 +1,249 @@
+"""Memory of the files that a mount writes: stripe units, and the storage client's buffers.
+
+A stripe unit is charged to the mount's memory budget from the moment it is full until the storage
+has its bytes for good. Until then a failed part may need the unit again, so the unit is *kept*:
+
+    taken --the storage's writer has it--> kept --the part is stored--> released
+                                             +--memory is short-----> read back if needed
+
+The storage's client library has buffers of its own. HDFS's holds more than three stripe units for
+each open part, which our budget would not see. `begin_part` charges for them.
+
+Memory that nobody can be made to give up is limited to half of the budget: otherwise parts that
+each wait for their next unit could hold all of the memory.
+
+Thread safety: every method may be called from any thread.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.store.backend import Piece
+
+# Units in memory for each part that is written at full speed: one that is sent, one in the queue
+# of the part, one that is being filled.
+_UNITS_PER_PART = 3
+# A file is written to so many parts even when many files are written: a file on one server stays
+# slow to read for ever.
+_PARTS_WANTED = 2
+
+
+class Unit:
+    """One stripe unit of a part. Its memory is charged to the budget while it has pieces."""
+
+    __slots__ = ("first_block", "length", "pieces")
+
+    def __init__(self, pieces: list[Piece], length: int, first_block: int) -> None:
+        self.pieces: list[Piece] | None = pieces
+        """The bytes; None after the memory was given back."""
+        self.length = length
+        self.first_block = first_block
+        """Number of the unit's first checksum block in its segment."""
+
+
+class Charge:
+    """Memory charged for one open part: buffers of the storage's client library."""
+
+    __slots__ = ("_memory", "_unit_bytes", "charged_bytes", "is_settled")
+
+    def __init__(self, memory: "WriteMemory", unit_bytes: int, charged_bytes: int) -> None:
+        self._memory = memory
+        self._unit_bytes = unit_bytes
+        self.charged_bytes = charged_bytes
+        self.is_settled = not charged_bytes
+        """Whether the charge is known to be what the part takes; until then it is an estimate."""
+
+    def settle(self, *, is_buffered: bool) -> None:
+        """Correct the charge after a writer took its first bytes. Never waits.
+
+        `is_buffered`: `Writer.is_buffered`. If there is no memory for a larger charge, it stays.
+        """
+        self._memory.settle(self, self._unit_bytes, is_buffered=is_buffered)
+        self.is_settled = True
+
+    def end(self) -> None:
+        """Return the memory: the part is not written any more. Call it once."""
+        self._memory.end_part(self)
+
+
+class WriteMemory:
+    """Memory of all files that are being written in one mount."""
+
+    def __init__(self, budget: MemoryBudget, writer_bytes: int) -> None:
+        """`writer_bytes`: `Backend.writer_bytes`, the most that one open writer may hold."""
+        self._budget = budget
+        self._writer_bytes = writer_bytes
+        self._part_bytes = writer_bytes
+        """Estimated charge of the next part: that of the part which was settled last."""
+        self._half_bytes = budget.limit_bytes // 2
+        self._charged_bytes = 0
+        self._part_count = 0
+        self._file_count = 0
+        self._held_bytes = 0
+        """Units that writers of the storage still refer to: dropping them would free nothing."""
+        self._kept: OrderedDict[Unit, None] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        budget.add_reclaimer(self._reclaim)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Size of the mount's whole memory budget."""
+        return self._budget.limit_bytes
+
+    # ---- files and their parts ----------------------------------------------------------------
+
+    def begin_file(self) -> None:
+        """Count one more file that is being written. `end_file` must follow."""
+        with self._lock:
+            self._file_count += 1
+
+    def end_file(self) -> None:
+        """Count one file less."""
+        with self._lock:
+            self._file_count -= 1
+
+    def begin_part(
+        self,
+        own_count: int,
+        unit_bytes: int,
+        timeout_s: float,
+        cancelled: Callable[[], bool],
+        *,
+        is_exact: bool = False,
+    ) -> Charge | None:
+        """Charge for one more part of a file that has `own_count` parts open.
+
+        Return None if the file must do with the parts that it has. The first part of a file is
+        always granted, uncharged if there is no memory. Without `is_exact`, a part also has to
+        leave room for other files. Block while the memory is in use, and raise as
+        `MemoryBudget.take`.
+        """
+        needed_bytes = (self._part_bytes or 3 * unit_bytes) + _UNITS_PER_PART * unit_bytes
+        with self._lock:
+            charged_bytes = self._charged_bytes + self._part_bytes
+            fits = charged_bytes <= self._half_bytes
+            if own_count >= _PARTS_WANTED and not is_exact:
+                part_count_max = self._budget.limit_bytes // needed_bytes
+                share = part_count_max // max(1, self._file_count)
+                fits = (
+                    # A quarter is left for the files that come next.
+                    charged_bytes <= self._half_bytes * 3 // 4
+                    and self._part_count < part_count_max
+                    and own_count < share
+                )
+            if own_count and not fits:
+                return None
+            charge = Charge(self, unit_bytes, self._part_bytes if fits else 0)
+            self._part_count += 1
+            self._charged_bytes += charge.charged_bytes
+        if charge.charged_bytes:
+            try:
+                self._budget.take(charge.charged_bytes, timeout_s, cancelled)
+            except BaseException:
+                self._uncount(charge.charged_bytes)
+                raise
+        return charge
+
+    def settle(self, charge: Charge, unit_bytes: int, *, is_buffered: bool) -> None:
+        """See `Charge.settle`."""
+        needed_bytes = self._writer_bytes
+        if not is_buffered:
+            # The part's thread, its packets, and its share of the unit that the file is filling:
+            # eight files at once exceeded the budget by 2 MiB for each part.
+            needed_bytes = min(needed_bytes, unit_bytes)
+        with self._lock:
+            self._part_bytes = needed_bytes
+            change_bytes = needed_bytes - charge.charged_bytes
+            if self._charged_bytes + change_bytes > self._half_bytes:
+                return
+        if change_bytes > 0 and not self._budget.try_take(change_bytes):
+            return
+        with self._lock:
+            self._charged_bytes += change_bytes
+            charge.charged_bytes = needed_bytes
+        if change_bytes < 0:
+            self._budget.give(-change_bytes)
+
+    def end_part(self, charge: Charge) -> None:
+        """See `Charge.end`."""
+        charged_bytes, charge.charged_bytes = charge.charged_bytes, 0
+        self._uncount(charged_bytes)
+        if charged_bytes:
+            self._budget.give(charged_bytes)
+
+    def _uncount(self, charged_bytes: int) -> None:
+        with self._lock:
+            self._part_count -= 1
+            self._charged_bytes -= charged_bytes
+
+    # ---- stripe units -------------------------------------------------------------------------
+
+    def take_unit(
+        self,
+        pieces: list[Piece],
+        length: int,
+        first_block: int,
+        timeout_s: float,
+        cancelled: Callable[[], bool],
+    ) -> Unit:
+        """Charge `length` bytes and return the unit. Block and raise as `MemoryBudget.take`."""
+        self._budget.take(length, timeout_s, cancelled)
+        return Unit(pieces, length, first_block)
+
+    def hold(self, unit: Unit) -> bool:
+        """Count a unit that the storage's writer still refers to; `let_go` must follow.
+
+        Return False if too much is held already. Then the unit counts as kept, although dropping
+        it frees nothing yet.
+        """
+        with self._lock:
+            # Held units and charges together may take at most 7/8 of the budget.
+            rest_bytes = self._half_bytes * 7 // 4 - self._charged_bytes
+            if self._held_bytes + unit.length > min(self._half_bytes, rest_bytes):
+                return False
+            self._held_bytes += unit.length
+            return True
+
+    def let_go(self, count: int) -> None:
+        """Count `count` bytes less that storage writers refer to."""
+        with self._lock:
+            self._held_bytes -= count
+
+    def keep(self, unit: Unit) -> None:
+        """Allow the memory of `unit` to be given back when it is needed."""
+        with self._lock:
+            self._kept[unit] = None
+            self._kept_bytes += unit.length
+            # The other half is for units on their way, and for readers.
+            excess_bytes = self._kept_bytes - self._half_bytes
+        if excess_bytes > 0:
+            self._reclaim(excess_bytes)
+
+    def take_back(self, unit: Unit) -> None:
+        """Forbid giving back the memory of `unit`, if that has not happened yet."""
+        with self._lock:
+            if unit in self._kept:
+                del self._kept[unit]
+                self._kept_bytes -= unit.length
+
+    def release(self, unit: Unit) -> None:
+        """Return the memory of a unit that is not needed any more, if it still has any."""
+        self.take_back(unit)
+        if unit.pieces is not None:
+            unit.pieces = None
+            self._budget.give(unit.length)
+
+    def _reclaim(self, count: int) -> None:
+        """Give up about `count` bytes of kept units, oldest first."""
+        freed_bytes = 0
+        with self._lock:
+            while freed_bytes < count and self._kept:
+                unit, _ = self._kept.popitem(last=False)
+                self._kept_bytes -= unit.length
+                unit.pieces = None
+                freed_bytes += unit.length
+        if freed_bytes:
+            self._budget.give(freed_bytes)
