@@ -51,10 +51,9 @@ def is_mounting(words: list[str]) -> bool:
     """Return whether this is a command line that probably mounts something. A wrong guess costs a
     process that ends at once, but is none for a job's command, which must have no child of ours."""
     # The values of options are no commands: a job may be called "image", its workload "run".
-    from bootseer.settings.disabled import FLAGS, skip_options
+    from bootseer.settings.disabled import subcommand_of
 
-    at, _ = skip_options(words, 1, FLAGS[""])
-    return tuple(words[at : at + 2]) in _MOUNTING and not _OTHER_MODES.intersection(words)
+    return tuple(subcommand_of(words[1:])[:2]) in _MOUNTING and not _OTHER_MODES.intersection(words)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,6 @@ def show(key: str, files: bool, as_json: bool) -> None:
 
 @cache.command(cls=WrappingCommand, epilog="Example: bootseer cache explain -- torchrun train.py")
 @_KEEP
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @json_option
 def explain(kept: tuple[str, ...], command: tuple[str, ...], as_json: bool) -> None:
     """Say which caches `bootseer run -- COMMAND` would have on this host, and why a miss is one.
@@ -188,7 +187,6 @@ def export(key: str, file: Path, as_json: bool) -> None:
 @_KEEP
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("name")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @json_option
 def import_(
     kept: tuple[str, ...], file: Path, name: str, command: tuple[str, ...], as_json: bool

@@ -66,20 +66,38 @@ class LazyGroup(click.Group):
 
 
 class WrappingCommand(click.Command):
-    """One whose last arguments are another command, with options of its own."""
+    """One that takes another command behind `--`, as its parameter `command`."""
+
+    def __init__(self, *args: Any, needs_command: bool = True, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self._needs_command = needs_command
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        piece = "-- COMMAND..." if self._needs_command else "[-- COMMAND...]"
+        return [*super().collect_usage_pieces(ctx), piece]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)  # The parser takes them away.
+        end = args.index("--") if "--" in args else len(args)
+        command = tuple(args[end + 1 :])
+        hint = f"put -- before COMMAND: {ctx.command_path} ... -- COMMAND"
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args[:end])
         except click.NoSuchOption as error:
-            if "--" not in words:
+            if end == len(args):
                 raise click.UsageError(
-                    f"No such option: {error.option_name}. If it belongs to COMMAND, put -- before "
-                    f"COMMAND: {ctx.command_path} ... -- COMMAND {error.option_name}",
+                    f"No such option: {error.option_name}. If it belongs to COMMAND, {hint} "
+                    f"{error.option_name}",
                     ctx,
                 ) from error
             raise
+        except click.UsageError as error:
+            if end == len(args) and "unexpected extra argument" in error.message:
+                raise click.UsageError(f"{error.message}. If it is COMMAND, {hint}", ctx) from error
+            raise
+        if self._needs_command and not command and not ctx.resilient_parsing:
+            raise click.UsageError(f"Missing COMMAND: {hint}", ctx)
+        ctx.params["command"] = command
+        return rest
 
 
 class RenamedOptions(click.Command):

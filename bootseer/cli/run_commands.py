@@ -97,7 +97,6 @@ if TYPE_CHECKING:
     metavar="DURATION",
     help="Keep what was mounted for so long after the job, for its next start on this node.",
 )
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     no_trace_python: bool, linger: str | None, command: tuple[str, ...], **options: Any
 ) -> None:
@@ -189,11 +188,12 @@ def _directories(kept: tuple[str, ...]) -> tuple[str, ...]:
     return directories
 
 
-_NOT_HELD = ("no_trace_python", "linger", "command")
+_NOT_HELD = ("no_trace_python", "linger")
 
 
 @click.command(
     cls=WrappingCommand,
+    needs_command=False,
     params=[one for one in run.params if one.name not in _NOT_HELD],
     epilog="Example: bootseer standby --setup 'pip install -r requirements.txt' "
     "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt --for 2h",
@@ -208,7 +208,6 @@ _NOT_HELD = ("no_trace_python", "linger", "command")
 )
 @click.option("--status", "shows", is_flag=True, help="Show what is held for the job, and stop.")
 @click.option("--end", "ends", is_flag=True, help="Let go of what is held for the job.")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def standby(
     duration: str, shows: bool, ends: bool, command: tuple[str, ...], **options: Any
 ) -> None:

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=WrappingCommand, epilog="Example: bootseer warm /lustre/envs/train -- python train.py"
+    cls=WrappingCommand,
+    needs_command=False,
+    epilog="Example: bootseer warm /lustre/envs/train -- python train.py",
 )
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--name", metavar="NAME", help="Names the directory, where its path differs between nodes."
 )
