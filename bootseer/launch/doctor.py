@@ -303,6 +303,10 @@ def _store(settings: Settings) -> Iterator[Finding]:
         advice = "set store to a shared folder, or to a URL that every node reaches"
         seen = "on a disk of this node: no other node sees what is recorded here"
         yield Finding("store shared", Status.WARN, seen, advice)
+    if split_scheme(settings.store_url) in BUCKETS:
+        # Neither can be asked by obstore: which uploads there are, and which rules.
+        seen = "what killed writers leave goes by a rule of the bucket alone (docs/stores/s3.md)"
+        yield Finding("store uploads", Status.OK, seen)
     atomic = is_exclusive and not again and replaced and lease and not second
     if atomic:
         yield Finding("store atomic", Status.OK, "creates, replaces and leases are atomic")

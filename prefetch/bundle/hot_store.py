@@ -70,12 +70,17 @@ def pointer_key(index_digest: str, workload: str) -> str:
     return f"hot/{_hex(index_digest)}/{workload}.json"
 
 
-def name_key(name: str, workload: str) -> str:
+def name_folder(name: str) -> str:
     """Where it says which images of a name have bundles; `name` is without tag and digest."""
     quoted = quote(name, safe="")
     if len(quoted) > _NAME_BYTES_MAX:
         quoted = hashlib.sha256(name.encode()).hexdigest()
-    return f"hot/names/{quoted}/{workload}.json"
+    return f"hot/names/{quoted}/"
+
+
+def name_key(name: str, workload: str) -> str:
+    """Where it says that for one workload."""
+    return f"{name_folder(name)}{workload}.json"
 
 
 def stream_key(stream_digest: str, workload: str) -> str:
@@ -185,8 +190,7 @@ def drop_old_traces(store: Store, index_digest: str, workload: str) -> int:
     leave a thousand traces for good. Raises: UnavailableError.
     """
     old = _all_trace_keys(store, index_digest, workload)[MERGED_TRACE_COUNT:]
-    for key in old:
-        store.delete(key)
+    store.delete_many(old)
     return len(old)
 
 

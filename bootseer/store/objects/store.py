@@ -204,7 +204,7 @@ class Store(Closing):
         """Remove an object. A missing one is no error."""
         with contextlib.suppress(NotFoundError):
             self.info(key)
-            self.backend.delete(key)
+            self.backend.delete_files([key])
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove objects, by as few requests as the storage can. Missing ones are no error; after
@@ -238,8 +238,10 @@ class Store(Closing):
         # This node's clock may be ahead, and then these are being published.
         limit_ns = min(limit_ns, self.time_ns() - age_ns)
         stale = [info for info in stale if info.modified_ns < limit_ns]
+        self.backend.delete_files([info.path for info in stale if not info.is_dir])
         for info in stale:
-            self.backend.delete(info.path, recursive=info.is_dir)
+            if info.is_dir:
+                self.backend.delete(info.path, recursive=True)
         return len(stale)
 
     def _admit_once(self) -> None:
@@ -304,4 +306,4 @@ def storage_time_ns(backend: Backend, path: str) -> int:
         return backend.stat(path).modified_ns
     finally:
         with contextlib.suppress(BootseerError):
-            backend.delete(path)
+            backend.delete_files([path])

@@ -390,8 +390,9 @@ def test_the_doctor_finds_a_gateway_that_ignores_conditions(
     words = ["--store", "s3://conformance/doctored", "--cache-dir", str(tmp_path), "doctor"]
     for ignores, status in ((False, "ok"), (True, "warn")):
         relay.ignores_conditions = ignores
-        (found,) = [one for one in doctor_says(*words) if one["name"] == "store atomic"]
-        assert found["status"] == status
+        found = {one["name"]: one for one in doctor_says(*words)}
+        assert found["store atomic"]["status"] == status
+        assert "a rule of the bucket" in found["store uploads"]["seen"]
 
 
 def test_what_passes_is_asked_again(relay: FaultyRelay) -> None:

@@ -200,6 +200,18 @@ def test_many_objects_are_deleted_by_one_request(relay: FaultyRelay, store: Stor
         store.delete_many(["a/starfish"])
 
 
+def test_what_leases_leave_behind_goes_by_few_requests(relay: FaultyRelay, store: Store) -> None:
+    for number in range(30):
+        put(store.backend, f".tmp/renewed-{number}", b"x")
+    relay.seen.clear()
+    assert store.sweep(older_than_s=-60) == 30
+    # A list, the storage's clock, and one for all.
+    assert asked(relay) == ["GET", "PUT", "HEAD", "POST", "POST"]
+    store.publish("key", b"x")
+    store.delete("key")
+    assert asked(relay) == ["PUT", "HEAD", "POST"]
+
+
 def test_an_answer_that_names_another_key_is_no_panic(relay: FaultyRelay, store: Store) -> None:
     error = b"<Error><Key>k</Key><Code>X</Code><Message>n</Message></Error>"
     body = b"<DeleteResult>" + error + b"</DeleteResult>"
