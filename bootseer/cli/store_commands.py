@@ -105,13 +105,14 @@ def gc(
     from bootseer.gc.inventory import take_inventory
     from bootseer.gc.plan import make_plan
     from bootseer.gc.retention import Rules
+    from bootseer.launch.formats import FORMATS
 
     settings = current_settings()
     rules = Rules(
         keep_last, keep_days, keep, snapshots, images, keep_starts, keep_start_days, grace_s
     )
     with open_current_store() as opened:
-        inventory = take_inventory(opened)
+        inventory = take_inventory(opened, FORMATS)
         plan = make_plan(inventory, rules)
         done = None
         if delete:
@@ -195,28 +196,25 @@ def _document(inventory: "Inventory", plan: "Plan", done: "Collected | None") ->
         kind = "deleted" if key in deleted else "kept"
         counts[f"{kind}_count"] += 1
         counts[f"{kind}_bytes"] += one.size_bytes
-    names: dict[str, list[str]] = {}
-    for key, fingerprint in inventory.names.items():
-        names.setdefault(fingerprint, []).append(key.rpartition("/")[2].removesuffix(".json"))
+    labels = inventory.labels()
+    verdicts = [(entry, key, plan.verdicts[key]) for key, entry in inventory.entries()]
     return {
         "done": done is not None,
         "snapshots": [
             {
-                "fingerprint": inventory.snapshots[key].fingerprint,
-                "names": names.get(inventory.snapshots[key].fingerprint, []),
-                "targets": [shown(target.path) for target in inventory.snapshots[key].targets],
+                "fingerprint": entry.name,
+                "names": list(labels.get(key, ())),
+                "targets": list(map(shown, entry.targets)),
                 "kept": verdict.is_kept,
                 "reason": verdict.reason,
             }
-            for key, verdict in plan.snapshots.items()
+            for entry, key, verdict in verdicts
+            if entry.kind == "snapshot"
         ],
         "images": [
-            {
-                "reference": inventory.images[key].reference,
-                "kept": verdict.is_kept,
-                "reason": verdict.reason,
-            }
-            for key, verdict in plan.images.items()
+            {"reference": entry.name, "kept": verdict.is_kept, "reason": verdict.reason}
+            for entry, key, verdict in verdicts
+            if entry.kind == "image"
         ],
         "folders": list(folders.values()),
         "deletions": list(plan.deletions),

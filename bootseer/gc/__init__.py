@@ -1,3 +1,3 @@
 """Garbage collection of a store: `inventory` reads what is there, `plan` decides (pure), `collect`
-deletes. With `launch` and `cli` the only package that knows images and snapshots together.
+deletes. What an object needs its format says (`store.objects.records`): no format is known here.
 """

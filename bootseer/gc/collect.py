@@ -7,15 +7,14 @@ was listed stays. What nevertheless was needed a moment later is found by a thir
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from msgspec import Struct
 
-from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import BootseerError, BusyError, NoSpaceError
-from bootseer.gc.inventory import Inventory, look_at_each, take_inventory
-from bootseer.gc.plan import CONTENT, Plan, make_plan, stages
+from bootseer.gc.inventory import Inventory, Object, look_at_each, take_inventory
+from bootseer.gc.plan import Plan, make_plan, stages
 from bootseer.gc.retention import Rules
 from bootseer.store import FileInfo, Store
 from bootseer.store.objects.lease import LeaseRenewal
@@ -24,8 +23,10 @@ _log = logging.getLogger(__name__)
 
 _LEASE_KEY = "leases/gc"
 _LEASE_S = 60.0
-_AT_ONCE = 100
-"""Objects that are looked at, then deleted: few, so that hardly any changes in between."""
+_LOOKED_AT_ONCE = 100
+"""Records that are looked at, then deleted: few, so that hardly any changes in between."""
+_AT_ONCE = 1000
+"""What one request of a bucket deletes."""
 
 
 class Collected(Struct, frozen=True):
@@ -55,16 +56,17 @@ def collect(
     """
     with _alone(store, owner):
         deleter = _Deleter(store, inventory, on_deleted)
-        records = [key for key in plan.deletions if not key.startswith(CONTENT)]
-        deleter.delete(records)
-        if content := [key for key in plan.deletions if key.startswith(CONTENT)]:
+        content = [key for key in plan.deletions if inventory.is_content(key)]
+        deleter.delete([key for key in plan.deletions if not inventory.is_content(key)])
+        if content:
             # Whatever records are left now stay.
             left = Rules(grace_s=rules.grace_s)
-            again = make_plan(take_inventory(store), left)
-            unneeded = set(again.deletions)
+            again = take_inventory(store, inventory.formats)
+            unneeded = set(make_plan(again, left).deletions)
             deleter.spared += [key for key in content if key not in unneeded]
-            deleter.delete(key for key in content if key in unneeded)
-        broken = _mend(store, deleter.deleted)
+            # Content is never written otherwise: what was listed just now is looked at enough.
+            deleter.delete([key for key in content if key in unneeded], again)
+        broken = _mend(store, inventory, deleter.deleted)
         _end_leases(store, inventory, rules, owner)
         store.sweep(max(rules.grace_s, 24 * 3600))
     return Collected(
@@ -96,27 +98,32 @@ class _Deleter:
         self, store: Store, inventory: Inventory, on_deleted: Callable[[int], None]
     ) -> None:
         self._store = store
-        self._objects = inventory.objects
+        self._inventory = inventory
         self._on_deleted = on_deleted
         self.deleted: set[str] = set()
         self.freed_bytes = 0
         self.spared: list[str] = []
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, in the order of a plan, that are as they were listed."""
-        for stage in stages(keys):
-            for start in range(0, len(stage), _AT_ONCE):
-                self._delete_at_once(stage[start : start + _AT_ONCE])
+    def delete(self, keys: Sequence[str], again: Inventory | None = None) -> None:
+        """Delete objects, in the order of a plan, that are as they were listed, as far as `again`
+        tells, or else a look at each."""
+        at_once = _AT_ONCE if again else _LOOKED_AT_ONCE
+        for stage in stages(self._inventory, keys):
+            for start in range(0, len(stage), at_once):
+                some = stage[start : start + at_once]
+                if again:
+                    self._delete_same({key: again.objects[key] for key in some}, again.now_ns)
+                else:
+                    self._delete_same(look_at_each(self._store, some, Store.info), 0)
 
-    def _delete_at_once(self, keys: Sequence[str]) -> None:
-        found = look_at_each(self._store, keys, self._info)
+    def _delete_same(self, found: Mapping[str, FileInfo | Object], ageless_ns: int) -> None:
+        """Delete what is as it was listed. `ageless_ns`: the time of what has none."""
         same: list[str] = []
-        for key, info in found.items():
-            known = self._objects[key]
-            if info.size_bytes == known.size_bytes and info.modified_ns in (0, known.modified_ns):
-                same.append(key)
-            else:
-                self.spared.append(key)
+        for key, one in found.items():
+            known = self._inventory.objects[key]
+            is_as_old = one.modified_ns in (ageless_ns, known.modified_ns)
+            is_same = one.size_bytes == known.size_bytes and is_as_old
+            (same if is_same else self.spared).append(key)
         self._store.delete_many(same)
         for key in same:
             size_bytes = found[key].size_bytes
@@ -124,31 +131,24 @@ class _Deleter:
             self.freed_bytes += size_bytes
             self._on_deleted(size_bytes)
 
-    @staticmethod
-    def _info(store: Store, key: str) -> FileInfo:
-        return store.info(key)
 
-
-def _mend(store: Store, deleted: set[str]) -> list[str]:
-    """After a look at what names what is gone now: a snapshot goes too, and is made anew by the
-    next set-up; the keys of images are returned."""
-    if not any(key.startswith(CONTENT) for key in deleted):
+def _mend(store: Store, inventory: Inventory, deleted: set[str]) -> list[str]:
+    """After a look at what names what is gone now: delete what a start makes again (a snapshot),
+    and return the keys of the other records (images)."""
+    gone = {key for key in deleted if inventory.is_content(key)}
+    if not gone:
         return []
-    inventory = take_inventory(store)
-    for key, manifest in inventory.snapshots.items():
-        if any(
-            index_key(target.index.digest) in deleted
-            or any(blob_key(blob.digest) in deleted for blob in target.blobs)
-            for target in manifest.targets
-        ):
-            _log.warning("the snapshot %s was published while its blob was deleted", key)
+    broken = []
+    left = take_inventory(store, inventory.formats)
+    for key, entry in left.entries():
+        if gone.isdisjoint(left.objects[key].links.needs):
+            continue
+        if entry.is_remade:
+            _log.warning("the %s %s was published while it lost its content", entry.kind, key)
             store.delete(key)
-    return [
-        key
-        for key, image in inventory.images.items()
-        if index_key(image.index_digest) in deleted
-        or any(blob_key(layer.blob_digest) in deleted for layer in image.layers)
-    ]
+        else:
+            broken.append(key)
+    return broken
 
 
 def _end_leases(store: Store, inventory: Inventory, rules: Rules, owner: str) -> None:

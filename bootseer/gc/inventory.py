@@ -1,4 +1,4 @@
-"""What a store holds: every object, and every record that names others.
+"""What a store holds: every object, and how it hangs together with others.
 
 Edge: reads the store, changes nothing. An inventory is immutable.
 """
@@ -6,9 +6,9 @@ Edge: reads the store, changes nothing. An inventory is immutable.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
-from urllib.parse import unquote
 
 from msgspec import Struct
 
@@ -20,20 +20,9 @@ from bootseer.errors import (
     PermissionDeniedError,
     UnknownFormatError,
 )
-from bootseer.prefetch.bundle import bundle_reuse, hot_store
-from bootseer.prefetch.bundle.hot_store import HotPointer
-from bootseer.prefetch.index.chains import Chain, read_chain
-from bootseer.prefetch.index.records import (
-    IMAGE_FORM,
-    LAYER_FORM,
-    ImageRecord,
-    LayerRecord,
-)
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest
 from bootseer.store import Store
-from bootseer.store.objects.uses import FOLDER as USES
-from bootseer.store.objects.uses import Use, read_use
+from bootseer.store.objects.records import Entry, Format, Links
+from bootseer.store.objects.uses import use_key
 
 _log = logging.getLogger(__name__)
 
@@ -52,71 +41,86 @@ class Object(Struct, frozen=True):
 
     size_bytes: int
     modified_ns: int
+    format: Format | None = None
+    """None: one that nobody here knows, which is no garbage."""
+    links: Links = Links()
 
 
 class Inventory(Struct, frozen=True):
     """Everything in a store, by key."""
 
     objects: Mapping[str, Object]
-    snapshots: Mapping[str, Manifest]
-    names: Mapping[str, str]
-    """The key of a snapshot's name -> fingerprint."""
-    images: Mapping[str, ImageRecord]
-    layers: Mapping[str, LayerRecord]
-    chains: Mapping[str, Chain]
-    pointers: Mapping[str, HotPointer]
-    similar_images: Mapping[str, tuple[str, ...]]
-    """The key of a record of images with bundles -> digests of their indexes."""
-    uses: Mapping[str, Use]
+    formats: Sequence[Format]
+    """Each before those that it may name."""
     now_ns: int = 0
     """When the store was listed, by which ages are told: by the storage's clock, or by this node's
     where that is earlier. A clock that is ahead, whichever it is, must not make anything old."""
     is_clock_wrong: bool = False
     """Whether the two clocks differ by more than a cluster's should."""
 
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """Yield the records that users name, with their keys."""
+        for key, one in self.objects.items():
+            if one.links.entry is not None:
+                yield key, one.links.entry
 
-def take_inventory(store: Store) -> Inventory:
+    def is_content(self, key: str) -> bool:
+        """Tell whether several records may name the object at `key`."""
+        of = self.objects[key].format
+        return of is not None and of.is_content
+
+    def labels(self) -> Mapping[str, Sequence[str]]:
+        """Return what users call records, by key."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for one in self.objects.values():
+            if one.links.label:
+                for key in one.links.hangs_on:
+                    found[key].append(one.links.label)
+        return found
+
+    def last_used_ns(self, trees: Sequence[str]) -> int:
+        """Return when one of these trees was last noted as used; 0: never."""
+        notes = (self.objects.get(use_key(tree)) for tree in trees)
+        return max((note.modified_ns for note in notes if note is not None), default=0)
+
+
+def take_inventory(store: Store, formats: Sequence[Format]) -> Inventory:
     """List the store, then read the records in it.
 
     Raises: CorruptError, UnknownFormatError for a record that cannot be read: what it needs is not
     known then, so nothing may be collected; UnavailableError, DeadlineError.
     """
     own_ns, stored_ns = _read_clocks(store)
-    infos = list(store.list())
-    newest_ns = max((info.modified_ns for info in infos), default=0)
+    infos = {info.path: info for info in store.list()}
+    newest_ns = max((info.modified_ns for info in infos.values()), default=0)
     now_ns, is_clock_wrong = _judge_clocks(store, own_ns, stored_ns, newest_ns)
-    # Where the storage does not tell an object's age, it may have been written just now.
-    objects = {info.path: Object(info.size_bytes, info.modified_ns or now_ns) for info in infos}
-
-    def read_all(
-        keys: Callable[[str], bool], read: Callable[[Store, str], _Record]
-    ) -> dict[str, _Record]:
-        def read_one(store: Store, key: str) -> _Record:
-            try:
-                return read(store, key)
-            except (CorruptError, UnknownFormatError) as error:
-                raise type(error)(
-                    f"nothing is collected: what {key} needs cannot be told, since {error}; use a "
-                    "newer release, or delete that record if it is damaged"
-                ) from error
-
-        return look_at_each(store, filter(keys, objects), read_one)
-
-    return Inventory(
-        objects,
-        snapshots=read_all(lambda key: _is_json(key, "snapshots/"), _read_manifest),
-        names=read_all(lambda key: _is_json(key, "snapshots/names/"), catalogue.read_pointer),
-        images=read_all(lambda key: _is_json(key, "images/"), _read_image),
-        layers=read_all(lambda key: _is_json(key, "layers/"), _read_layer),
-        chains=read_all(lambda key: _is_json(key, "chains/"), _read_chain),
-        pointers=read_all(_is_pointer, _read_pointer),
-        similar_images=read_all(
-            lambda key: key.startswith(("hot/names/", "hot/streams/")), _read_similar
-        ),
-        uses=read_all(lambda key: key.startswith(USES), read_use),
-        now_ns=now_ns,
-        is_clock_wrong=is_clock_wrong,
+    known = {key: next((one for one in formats if one.fits(key)), None) for key in infos}
+    read = look_at_each(
+        store,
+        (key for key, one in known.items() if one is not None and one.is_read(key)),
+        lambda store, key: _read(store, key, known[key]),
     )
+    objects = {}
+    for key, one in known.items():
+        links = Links()
+        if one is not None:
+            links = read.get(key, links) if one.is_read(key) else one.links_of(key)
+        info = infos[key]
+        # Where the storage does not tell an object's age, it may have been written just now.
+        objects[key] = Object(info.size_bytes, info.modified_ns or now_ns, one, links)
+    return Inventory(objects, formats, now_ns, is_clock_wrong)
+
+
+def _read(store: Store, key: str, of: Format | None) -> Links:
+    assert of is not None
+    assert of.read is not None
+    try:
+        return of.read(store, key)
+    except (CorruptError, UnknownFormatError) as error:
+        raise type(error)(
+            f"nothing is collected: what {key} needs cannot be told, since {error}; use a newer "
+            "release, or delete that record if it is damaged"
+        ) from error
 
 
 def look_at_each(
@@ -174,47 +178,3 @@ def _judge_clocks(store: Store, own_ns: int, stored_ns: int, newest_ns: int) -> 
             (newest_ns - stored_ns) / 1e9,
         )
     return min(own_ns, stored_ns), is_wrong
-
-
-def _is_json(key: str, folder: str) -> bool:
-    """Whether a record lies directly in `folder`."""
-    return key.startswith(folder) and key.endswith(".json") and "/" not in key[len(folder) :]
-
-
-def _is_pointer(key: str) -> bool:
-    return key.startswith("hot/") and not key.startswith(("hot/names/", "hot/streams/"))
-
-
-def _read_manifest(store: Store, key: str) -> Manifest:
-    fingerprint = key.partition("/")[2].removesuffix(".json")
-    manifest = catalogue.load(store, fingerprint)
-    if manifest is None:
-        raise NotFoundError(key)
-    return manifest
-
-
-def _read_image(store: Store, key: str) -> ImageRecord:
-    return IMAGE_FORM.read(store, key)
-
-
-def _read_layer(store: Store, key: str) -> LayerRecord:
-    return LAYER_FORM.read(store, key)
-
-
-def _read_chain(store: Store, key: str) -> Chain:
-    chain = read_chain(store, unquote(key.removeprefix("chains/").removesuffix(".json")))
-    if chain is None:
-        raise NotFoundError(key)
-    return chain
-
-
-def _read_pointer(store: Store, key: str) -> HotPointer:
-    index, _, workload = key.removeprefix("hot/").partition("/")
-    pointer = hot_store.read_pointer(store, f"sha256:{index}", workload.removesuffix(".json"))
-    if pointer is None:
-        raise NotFoundError(key)
-    return pointer
-
-
-def _read_similar(store: Store, key: str) -> tuple[str, ...]:
-    return tuple(similar.index_digest for similar in bundle_reuse.read_similar(store, key))

@@ -1,4 +1,4 @@
-"""Which snapshots and images stay: what the user's rules say. Pure (no I/O)."""
+"""Which snapshots, images and timelines stay: what the user's rules say. Pure (no I/O)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,10 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
-from bootseer.launch.preloading import FOLDER as PRELOAD
-from bootseer.profile.stored import start_of
-from bootseer.snapshots.catalogue.catalogue import manifest_key
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.store.objects.uses import use_key
+from bootseer.store.objects.records import Entry
+from bootseer.store.objects.uses import IN_USE_S
 
 DAY_S = 86_400
-IN_USE_S = 3 * DAY_S
-"""What was noted as used within this time is in use: notes are renewed once a day, so that two
-that fail are no harm."""
-
-
 CACHE_DAYS = 30.0
 """A kept cache that nobody used for so long goes: a start makes it again."""
 
@@ -53,47 +45,40 @@ class Verdict(Struct, frozen=True):
     reason: str
 
 
-def last_used_ns(inventory: Inventory, index_digests: Sequence[str]) -> int:
-    """When one of these trees was last noted as used; 0: never."""
-    keys = map(use_key, index_digests)
-    return max(
-        (inventory.objects[key].modified_ns for key in keys if key in inventory.uses), default=0
-    )
+def judge(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
+    """Return the verdict on each record that users name, by key.
 
-
-def judge_snapshots(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
-    """Key of each manifest -> verdict.
-
-    Raises: NotFoundError, InvalidInputError where `rules.snapshots` names none or several.
+    Raises: NotFoundError, InvalidInputError where the rules name none or several.
     """
-    doomed = {_find(inventory, text) for text in rules.snapshots}
-    ranks = _ranks(inventory.snapshots)
+    entries = dict(inventory.entries())
+    doomed = {_find_snapshot(inventory, entries, text) for text in rules.snapshots}
+    doomed.update(key for text in rules.images for key in _find_images(entries, text))
+    ranks, labels = _ranks(entries), inventory.labels()
     return {
         key: Verdict(False, "asked for")
         if key in doomed
-        else _judge(inventory, rules, key, manifest, ranks[key])
-        for key, manifest in inventory.snapshots.items()
+        else _judge(inventory, rules, key, entry, ranks[key], labels.get(key, ()))
+        for key, entry in entries.items()
     }
 
 
-def _judge(inventory: Inventory, rules: Rules, key: str, manifest: Manifest, rank: int) -> Verdict:
+def _judge(
+    inventory: Inventory, rules: Rules, key: str, entry: Entry, rank: int, labels: Sequence[str]
+) -> Verdict:
+    if entry.kind == "image":
+        return Verdict(True, "not named")
     now_ns = inventory.now_ns
-    if manifest.cache:
+    if entry.is_cache:
         # Of each there is one: the newest generation has taken the place of the others.
         days = CACHE_DAYS if rules.keep_days is None else rules.keep_days
         rules = replace(rules, keep_last=None, keep_days=days)
     if rules.keep_last is None and rules.keep_days is None:
         return Verdict(True, "no rule removes it")
-    names = [
-        name_key.rpartition("/")[2].removesuffix(".json")
-        for name_key, fingerprint in inventory.names.items()
-        if fingerprint == manifest.fingerprint
-    ]
     for pattern in rules.keep:
-        is_start = len(pattern) >= 4 and manifest.fingerprint.startswith(pattern)
-        if is_start or any(fnmatchcase(name, pattern) for name in names):
+        is_start = len(pattern) >= 4 and entry.name.startswith(pattern)
+        if is_start or any(fnmatchcase(label, pattern) for label in labels):
             return Verdict(True, f"--keep {pattern}")
-    used_ns = last_used_ns(inventory, [target.index.digest for target in manifest.targets])
+    used_ns = inventory.last_used_ns(entry.trees)
     if now_ns - used_ns < IN_USE_S * 10**9:
         return Verdict(True, "in use")
     made_ns = inventory.objects[key].modified_ns
@@ -107,55 +92,27 @@ def _judge(inventory: Inventory, rules: Rules, key: str, manifest: Manifest, ran
     return Verdict(False, "no rule keeps it")
 
 
-def _ranks(snapshots: Mapping[str, Manifest]) -> dict[str, int]:
-    """Key -> how many of its group are newer."""
-    groups: dict[object, list[str]] = defaultdict(list)
-    for key, manifest in snapshots.items():
-        command = next((part.value for part in manifest.parts if part.name == "command"), "")
-        groups[command, tuple(sorted(target.path for target in manifest.targets))].append(key)
+def _ranks(entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Return of each entry how many of its group are newer."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for key, entry in entries.items():
+        groups[entry.kind + entry.group].append(key)
     ranks = {}
     for keys in groups.values():
-        keys.sort(key=lambda key: snapshots[key].created_ns, reverse=True)
+        keys.sort(key=lambda key: entries[key].created_ns, reverse=True)
         ranks.update({key: rank for rank, key in enumerate(keys)})
     return ranks
 
 
-def old_starts(inventory: Inventory, rules: Rules) -> set[str]:
-    """The keys of timelines that go, whole starts by the newest object of each, and of records of
-    imports as old: a job that still runs writes such a record anew."""
-    jobs: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for key in inventory.objects:
-        if place := start_of(key):
-            jobs[place[0]][place[1]].append(key)
-    limit_ns = inventory.now_ns - int(rules.keep_start_days * DAY_S * 1e9)
-    old = {
-        key
-        for key, one in inventory.objects.items()
-        if key.startswith(PRELOAD) and one.modified_ns < limit_ns
-    }
-    for starts in jobs.values():
-        by_age = sorted(
-            (max(inventory.objects[key].modified_ns for key in keys), name)
-            for name, keys in starts.items()
-        )
-        count = max(0, len(by_age) - rules.keep_starts)
-        for number, (newest_ns, name) in enumerate(by_age):
-            if number < count or newest_ns < limit_ns:
-                old.update(starts[name])
-    return old
-
-
-def _find(inventory: Inventory, text: str) -> str:
-    named = inventory.names.get(f"snapshots/names/{text}.json")
-    if named is not None:
-        text = named
+def _find_snapshot(inventory: Inventory, entries: Mapping[str, Entry], text: str) -> str:
+    for one in inventory.objects.values():
+        if text and one.links.label == text:
+            return one.links.hangs_on[0]
     found = [
         key
-        for key, manifest in inventory.snapshots.items()
-        if len(text) >= 4 and manifest.fingerprint.startswith(text)
+        for key, entry in entries.items()
+        if entry.kind == "snapshot" and len(text) >= 4 and entry.name.startswith(text)
     ]
-    if not found and named is not None:
-        return manifest_key(named)
     if not found:
         raise NotFoundError(f"there is no snapshot {text} to remove; see `snapshot list`")
     if len(found) > 1:
@@ -163,16 +120,30 @@ def _find(inventory: Inventory, text: str) -> str:
     return found[0]
 
 
-def judge_images(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
-    """Key of each image's record -> verdict. Raises: NotFoundError."""
-    doomed = set()
-    for reference in rules.images:
-        candidates = (reference, f"{reference}:latest")
-        found = [key for key, one in inventory.images.items() if one.reference in candidates]
-        if not found:
-            raise NotFoundError(f"there is no image {reference} to remove; see `image list`")
-        doomed.update(found)
-    return {
-        key: Verdict(False, "asked for") if key in doomed else Verdict(True, "not named")
-        for key in inventory.images
-    }
+def _find_images(entries: Mapping[str, Entry], text: str) -> list[str]:
+    names = (text, f"{text}:latest")
+    found = [key for key, one in entries.items() if one.kind == "image" and one.name in names]
+    if not found:
+        raise NotFoundError(f"there is no image {text} to remove; see `image list`")
+    return found
+
+
+def old_members(inventory: Inventory, rules: Rules) -> set[str]:
+    """Return the keys of the members of series that go: whole members, by the newest object of
+    each."""
+    every: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key, one in inventory.objects.items():
+        if one.format is not None and one.format.series and (place := one.format.series(key)):
+            every[place[0]][place[1]].append(key)
+    limit_ns = inventory.now_ns - int(rules.keep_start_days * DAY_S * 1e9)
+    old: set[str] = set()
+    for series, members in every.items():
+        by_age = sorted(
+            (max(inventory.objects[key].modified_ns for key in keys), name)
+            for name, keys in members.items()
+        )
+        count = max(0, len(by_age) - rules.keep_starts) if series else 0
+        for number, (newest_ns, name) in enumerate(by_age):
+            if number < count or newest_ns < limit_ns:
+                old.update(members[name])
+    return old

@@ -37,8 +37,8 @@ from bootseer.store.objects.uses import note_use
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "snapshots/"
-_NAMES = "snapshots/names/"
+FOLDER = "snapshots/"
+NAMES = "snapshots/names/"
 _MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
@@ -57,7 +57,7 @@ _NAME_FORM: Form[_Name] = Form(
 
 def manifest_key(fingerprint: str) -> str:
     """The key of a snapshot's manifest."""
-    return f"{_FOLDER}{fingerprint}.json"
+    return f"{FOLDER}{fingerprint}.json"
 
 
 def lease_key(fingerprint: str) -> str:
@@ -122,7 +122,7 @@ def fingerprint_of(store: Store, text: str) -> str:
 
 def fingerprints(store: Store, prefix: str = "") -> Iterator[str]:
     """The keys of all snapshots, readable or not, that begin with `prefix`, sorted."""
-    for info in store.list(_FOLDER + prefix):
+    for info in store.list(FOLDER + prefix):
         if match := _MANIFEST_KEY.fullmatch(info.path):
             yield match[1]
 
@@ -135,7 +135,7 @@ def list_all(store: Store) -> Iterator[Manifest]:
 def list_newest(store: Store, count: int, *, within_s: float | None = None) -> Iterator[Manifest]:
     """`list_all`, but only of the `count` that were published last. Those that are not asked for
     within `within_s` seconds are left out."""
-    infos = sorted(store.list(_FOLDER), key=lambda info: info.modified_ns, reverse=True)
+    infos = sorted(store.list(FOLDER), key=lambda info: info.modified_ns, reverse=True)
     matches = [match for info in infos if (match := _MANIFEST_KEY.fullmatch(info.path))]
     return _read_all(store, [match[1] for match in matches[:count]], within_s)
 
@@ -164,7 +164,7 @@ def _read_all(
 
 def _read_name(store: Store, name: str) -> str | None:
     try:
-        return read_pointer(store, f"{_NAMES}{name}.json")
+        return read_pointer(store, f"{NAMES}{name}.json")
     except NotFoundError:
         return None
 
@@ -237,7 +237,7 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
     if manifest.name:
         _tell_moved(store, manifest)
         named = _NAME_FORM.encode(_Name(manifest.fingerprint))
-        store.publish(f"{_NAMES}{manifest.name}.json", named, replace=True)
+        store.publish(f"{NAMES}{manifest.name}.json", named, replace=True)
     return done
 
 

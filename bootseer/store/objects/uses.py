@@ -21,6 +21,10 @@ RENEWED_AFTER_S = 20 * 3600
 """A note younger than this is not written again: a thousand nodes that start at once write a few
 notes, and a day later a few more."""
 
+IN_USE_S = 3 * 86_400
+"""What was noted as used within this time is in use: notes are renewed once a day, so that two
+that fail are no harm."""
+
 _SKEW_S = 3600.0
 """A clock that is behind by less lets a note become less than a day old."""
 

@@ -10,6 +10,7 @@ from bootseer.gc.collect import Collected, collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import Plan, make_plan
 from bootseer.gc.retention import Rules
+from bootseer.launch.formats import FORMATS
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.format import decode_frame
 from bootseer.prefetch.index.catalogue import (
@@ -37,12 +38,12 @@ NOW = Rules(grace_s=0)
 
 def run_gc(settings: Settings, rules: Rules = NOW) -> tuple[Plan, Collected]:
     with open_store(settings.store_url) as store:
-        inventory = take_inventory(store)
+        inventory = take_inventory(store, FORMATS)
         plan = make_plan(inventory, rules)
         done = collect(store, inventory, plan, rules, owner="gc")
         assert done.freed_bytes == plan.freed_bytes
         # Once more, there is nothing left to do; and nothing that is left is broken.
-        left = take_inventory(store)
+        left = take_inventory(store, FORMATS)
         again = make_plan(left, Rules(grace_s=rules.grace_s))
         assert (again.deletions, done.spared, done.broken) == ((), (), ())
         check_all(store)

@@ -10,7 +10,8 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import make_plan
-from bootseer.gc.retention import DAY_S, IN_USE_S, Rules
+from bootseer.gc.retention import DAY_S, Rules
+from bootseer.launch.formats import FORMATS
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.index.catalogue import (
     check_blobs,
@@ -23,7 +24,7 @@ from bootseer.prefetch.index.chains import publish_chain_index
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.commands import create_snapshot, restore_snapshot
 from bootseer.store import open_store
-from bootseer.store.objects.uses import note_use, use_key
+from bootseer.store.objects.uses import IN_USE_S, note_use, use_key
 from testbed.mounts.image_mounts import mounted, settings_at
 from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import (
@@ -47,7 +48,7 @@ def test_an_image_goes_with_all_that_only_it_needs(tmp_path: Path) -> None:
     add_access(settings, "two", b"b/file")
     assert run_gc(settings)[0].deletions == ()
     plan, done = run_gc(settings, replace(NOW, images=("two:1",)))
-    assert {key for key, verdict in plan.images.items() if not verdict.is_kept} == {
+    assert {key for key, verdict in plan.verdicts.items() if not verdict.is_kept} == {
         "images/two%3A1.json"
     }
     left = keys_of(settings)
@@ -93,13 +94,9 @@ def test_rules_decide_which_snapshots_stay(tmp_path: Path) -> None:
 
     def kept(**rules: object) -> set[str]:
         with open_store(settings.store_url) as store:
-            inventory = take_inventory(store)
+            inventory = take_inventory(store, FORMATS)
         plan = make_plan(inventory, replace(NOW, **rules))
-        return {
-            inventory.snapshots[key].fingerprint
-            for key, verdict in plan.snapshots.items()
-            if verdict.is_kept
-        }
+        return {entry.name for key, entry in inventory.entries() if plan.verdicts[key].is_kept}
 
     assert kept() == kept(keep=("nothing",)) == kept(keep_days=1) == everything
     # Of each command: the two that were created from directories have none.

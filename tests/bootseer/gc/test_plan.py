@@ -1,131 +1,109 @@
 """The plan of a collection against an oracle."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from bootseer.blob.keys import blob_key, index_key
 from bootseer.gc.inventory import Inventory, Object
-from bootseer.gc.plan import make_plan
+from bootseer.gc.plan import make_plan, stages
 from bootseer.gc.retention import DAY_S, Rules
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target
-from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.store.objects.uses import Use, use_key
+from bootseer.store.objects.records import Entry, Format, Links
+from bootseer.store.objects.uses import use_key
 
 DAY_NS = DAY_S * 10**9
-_LETTERS = st.sampled_from("abcd")
-
-
-def _hash(letter: str) -> str:
-    return letter * 64
-
-
-def _synthetic(letters: str, salt: int) -> Manifest:
-    parts = (Part("command", "x"), Part("salt", str(salt)))
-    targets = tuple(
-        Target(
-            path=b"/" + letter.encode(),
-            whole=True,
-            blob=Stored("sha256:" + _hash(letter), 1),
-            index=Stored("sha256:" + _hash(letter), 1),
-            deletions=(),
-            file_count=1,
-            content_bytes=1,
-        )
-        for letter in sorted(set(letters))
-    )
-    return Manifest(
-        fingerprint=fingerprint(parts),
-        name="",
-        created_ns=salt,
-        setup_ns=1,
-        node="n",
-        version="",
-        parts=parts,
-        targets=targets,
-    )
-
-
-@given(
-    st.lists(st.text(_LETTERS, min_size=1, max_size=3), max_size=6),
-    st.dictionaries(_LETTERS, st.sampled_from((1, 2, 5))),
-    st.dictionaries(_LETTERS, st.sampled_from((0, 2))),
-    st.integers(0, 3),
+NOW_NS = 1000 * DAY_NS
+RECORDS, NOTES, STARTS, CONTENT = FORMATS = (
+    Format("records/"),
+    Format("used/", fresh_s=3 * DAY_S),
+    Format("starts/", series=lambda key: ("job", key)),
+    Format("content/", is_content=True),
 )
-def test_the_plan_keeps_what_is_needed_and_nothing_else(
-    snapshots: list[str], used_days: dict[str, int], blob_days: dict[str, int], keep_last: int
-) -> None:
-    now_ns = 1000 * DAY_NS
-    manifests = {
-        catalogue.manifest_key(one.fingerprint): one
-        for one in (_synthetic(letters, salt) for salt, letters in enumerate(snapshots))
-    }
-    uses = {
-        use_key("sha256:" + _hash(letter)): Use(
-            "sha256:" + _hash(letter), ("sha256:" + _hash(letter),)
+NAMES = "abcd"
+CONTENT_KEYS = [f"content/{folder}/{name}" for folder in "xy" for name in NAMES]
+_ANY_CONTENT = st.lists(st.sampled_from([*CONTENT_KEYS, "content/x/", "content/none"]), max_size=2)
+_ANY_RECORD = st.lists(st.sampled_from([f"records/{name}" for name in NAMES]), max_size=2)
+_AGE_DAYS = st.sampled_from((0.5, 2, 5))
+
+
+@st.composite
+def _objects(draw: st.DrawFn) -> dict[str, Object]:
+    found = {}
+
+    def add(key: str, of: Format | None, links: Links) -> None:
+        found[key] = Object(1, NOW_NS - int(draw(_AGE_DAYS) * DAY_NS), of, links)
+
+    for name in draw(st.sets(st.sampled_from(NAMES))):
+        needs = (*draw(_ANY_CONTENT), *draw(_ANY_RECORD))
+        entry = Entry("snapshot", name * 64, group=name) if draw(st.booleans()) else None
+        hangs_on = () if entry else tuple(draw(_ANY_RECORD))
+        links = Links(needs, tuple(draw(_ANY_CONTENT)), hangs_on, "", entry)
+        add(f"records/{name}", RECORDS, links)
+    for name in draw(st.sets(st.sampled_from(NAMES))):
+        needs = tuple(draw(_ANY_CONTENT))
+        add(
+            f"used/{name}",
+            NOTES,
+            Links(needs, hangs_on=tuple(one for one in needs if one[-1] != "/")),
         )
-        for letter in used_days
-    }
-    objects = {key: Object(10, now_ns - 3 * DAY_NS) for key in manifests}
-    for letter, days in used_days.items():
-        objects[use_key("sha256:" + _hash(letter))] = Object(1, now_ns - days * DAY_NS)
-    for letter in "abcd":
-        age = blob_days.get(letter, 2) * DAY_NS
-        for key in (blob_key("sha256:" + _hash(letter)), index_key("sha256:" + _hash(letter))):
-            objects[key] = Object(100, now_ns - age)
-    inventory = Inventory(objects, manifests, {}, {}, {}, {}, {}, {}, uses, now_ns)
-    plan = make_plan(inventory, Rules(keep_last=keep_last))
+    for name in draw(st.sets(st.sampled_from(NAMES))):
+        add(f"starts/{name}", STARTS, Links())
+    for key in draw(st.sets(st.sampled_from(CONTENT_KEYS))):
+        add(key, CONTENT, Links())
+    add("theirs/x", None, Links())
+    return found
 
-    in_use = {letter for letter, days in used_days.items() if days < 3}
-    groups: dict[str, list[tuple[int, str]]] = {}
-    for salt, letters in enumerate(snapshots):
-        groups.setdefault("".join(sorted(set(letters))), []).append((salt, letters))
-    kept = {
-        salt
-        for group in groups.values()
-        for place, (salt, letters) in enumerate(sorted(group, reverse=True))
-        if place < keep_last or in_use & set(letters)
-    }
-    needed = in_use.union(*(snapshots[salt] for salt in kept))
-    needed |= {letter for letter in "abcd" if blob_days.get(letter, 2) < 1}
-    expected = {
-        key
-        for letter in set("abcd") - needed
-        for key in (blob_key("sha256:" + _hash(letter)), index_key("sha256:" + _hash(letter)))
-    }
-    gone = set(plan.deletions)
-    assert {key for key in gone if key.startswith(("blobs/", "indexes/"))} == expected
-    assert {salt for salt, key in enumerate(manifests) if key not in gone} == kept
-    # Records before what they name.
+
+def _kept(objects: dict[str, Object], doomed: set[str]) -> set[str]:
+    """What stays, by the words of docs/format/store.md, one step after the other."""
+    by_age = sorted((one.modified_ns, key) for key, one in objects.items() if "starts/" in key)
+    kept: set[str] = set()
+    for key, one in objects.items():
+        age_days = (NOW_NS - one.modified_ns) / DAY_NS
+        is_doomed = key in doomed or (one.links.hangs_on and doomed >= set(one.links.hangs_on))
+        if (
+            (age_days < 1 and not is_doomed)
+            or (one.links.entry and key not in doomed)
+            or (key.startswith("used/") and age_days < 3)
+            or key.startswith("theirs/")
+            or key in [key for _, key in by_age[-2:]]
+        ):
+            kept.add(key)
+
+    def below(keys: tuple[str, ...]) -> set[str]:
+        folders = tuple(key for key in keys if key.endswith("/"))
+        # What is missing may still have something that hangs on it.
+        return {*keys, *(key for key in objects if folders and key.startswith(folders))}
+
+    needed: set[str] = set()
+    while True:
+        before = len(kept), len(needed)
+        for key in kept & set(objects):
+            one = objects[key]
+            if not (key.startswith("used/") and NOW_NS - one.modified_ns >= 3 * DAY_NS):
+                needed |= below(one.links.needs)
+        for key in needed & set(objects):
+            needed |= below(objects[key].links.lends)
+        kept |= needed
+        kept |= {key for key, one in objects.items() if kept.intersection(one.links.hangs_on)}
+        if before == (len(kept), len(needed)):
+            return kept
+
+
+@given(_objects(), st.sets(st.sampled_from(NAMES)))
+def test_the_plan_keeps_what_is_needed_and_nothing_else(
+    objects: dict[str, Object], removed: set[str]
+) -> None:
+    entries = {key for key, one in objects.items() if one.links.entry is not None}
+    doomed = {key for key in entries if key[-1] in removed}
+    rules = Rules(snapshots=tuple(key[-1] * 8 for key in doomed), keep_starts=2)
+    inventory = Inventory(objects, FORMATS, NOW_NS)
+    plan = make_plan(inventory, rules)
+    assert set(plan.deletions) == set(objects) - _kept(objects, doomed)
+    assert plan.freed_bytes == len(plan.deletions)
+    # Records before what they name; of each kind all at once.
     order = [key.partition("/")[0] for key in plan.deletions]
-    assert order == sorted(order, key=["snapshots", "used", "indexes", "blobs"].index)
-
-
-def _cache(letter: str, made_days: float, used_days: float | None) -> tuple[Inventory, str]:
-    made = _synthetic(letter, 1)
-    parts = (Part("cache", "X_CACHE_DIR"), Part("folder", letter))
-    manifest = replace(made, parts=parts, fingerprint=fingerprint(parts))
-    now_ns, index = 1000 * DAY_NS, manifest.targets[0].index.digest
-    key = catalogue.manifest_key(manifest.fingerprint)
-    made_ns = now_ns - int(made_days * DAY_NS)
-    objects = {
-        one: Object(1, made_ns)
-        for one in (key, blob_key(manifest.targets[0].blob.digest), index_key(index))
-    }
-    uses = {}
-    if used_days is not None:
-        uses[use_key(index)] = Use(index, (manifest.targets[0].blob.digest,))
-        objects[use_key(index)] = Object(1, now_ns - int(used_days * DAY_NS))
-    names = ("names", "images", "layers", "chains", "pointers", "similar_images")
-    nothing: dict[str, Any] = {name: {} for name in names}
-    inventory = Inventory(
-        objects=objects, snapshots={key: manifest}, uses=uses, now_ns=now_ns, **nothing
-    )
-    return inventory, key
+    assert order == sorted(order, key=["records", "used", "starts", "content"].index)
+    assert len(list(stages(inventory, plan.deletions))) == len(set(order))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +121,20 @@ def _cache(letter: str, made_days: float, used_days: float | None) -> tuple[Inve
 def test_a_cache_that_nobody_used_for_a_month_goes(
     made_days: float, used_days: float | None, rules: Rules, is_kept: bool
 ) -> None:
-    inventory, key = _cache("a", made_days, used_days)
-    plan = make_plan(inventory, rules)
-    assert plan.snapshots[key].is_kept is is_kept
-    assert (set(plan.deletions) == set(inventory.objects)) is not is_kept
+    entry = Entry("snapshot", "a" * 64, trees=("sha256:x",), is_cache=True)
+    ages = {"records/a": (made_days, Links(("content/x/a",), entry=entry))}
+    ages["content/x/a"] = (made_days, Links())
+    if used_days is not None:
+        ages[use_key("sha256:x")] = (used_days, Links(hangs_on=("content/x/a",)))
+    objects = {
+        key: Object(
+            1,
+            NOW_NS - int(days * DAY_NS),
+            next(one for one in FORMATS if one.fits(key)),
+            links,
+        )
+        for key, (days, links) in ages.items()
+    }
+    plan = make_plan(Inventory(objects, FORMATS, NOW_NS), rules)
+    assert plan.verdicts["records/a"].is_kept is is_kept
+    assert (set(plan.deletions) == set(objects)) is not is_kept

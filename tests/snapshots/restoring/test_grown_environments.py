@@ -15,6 +15,7 @@ from bootseer.gc.collect import collect
 from bootseer.gc.inventory import take_inventory
 from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import Rules
+from bootseer.launch.formats import FORMATS
 from bootseer.settings.config import Settings
 from bootseer.snapshots.catalogue import catalogue
 from bootseer.snapshots.catalogue.manifest import Manifest
@@ -148,7 +149,7 @@ def test_a_collector_keeps_what_a_kept_snapshot_needs(tmp_path: Path, make_node:
 
 
 def _collect(store: Store, rules: Rules) -> None:
-    inventory = take_inventory(store)
+    inventory = take_inventory(store, FORMATS)
     plan = make_plan(inventory, rules)
     collect(store, inventory, plan, rules, owner="gc")
 

@@ -1,0 +1,21 @@
+"""All formats of records and content in a store, as a garbage collector goes through them."""
+
+from bootseer.launch.preloading import FOLDER as PRELOAD
+from bootseer.prefetch.bundle.links import CONTENT as BUNDLES
+from bootseer.prefetch.bundle.links import FORMATS as IMAGES
+from bootseer.profile.stored import FOLDER as STARTS
+from bootseer.profile.stored import start_of
+from bootseer.snapshots.catalogue.links import FORMATS as SNAPSHOTS
+from bootseer.store.objects.records import TREES, USES, Format
+
+FORMATS = (
+    *SNAPSHOTS,
+    *IMAGES,
+    Format(STARTS, series=start_of),
+    # A job that still runs writes its record anew: only ages count.
+    Format(PRELOAD, series=lambda key: ("", key)),
+    USES,
+    *BUNDLES,
+    *TREES,
+)
+"""Each stands before those that it may name: the order in which objects are deleted."""

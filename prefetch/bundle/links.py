@@ -1,0 +1,92 @@
+"""How the records of images and of their bundles hang together with other objects of a store.
+
+The only place that says what a garbage collector knows of images (docs/format/store.md, "Use and
+garbage"). Functions and constants only.
+"""
+
+from urllib.parse import unquote
+
+from bootseer.blob.keys import blob_key, index_key
+from bootseer.errors import NotFoundError
+from bootseer.prefetch.bundle import hot_store
+from bootseer.prefetch.bundle.bundle_reuse import name_of, read_similar
+from bootseer.prefetch.index.catalogue import layer_key
+from bootseer.prefetch.index.chains import chain_ids, chain_key, read_chain
+from bootseer.prefetch.index.records import IMAGE_FORM, LAYER_FORM
+from bootseer.store import Store
+from bootseer.store.objects.records import ONE_DOCUMENT, Entry, Format, Links
+
+
+def _links_of_image(store: Store, key: str) -> Links:
+    image = IMAGE_FORM.read(store, key)
+    diff_ids = image.config.diff_ids
+    return Links(
+        (
+            index_key(image.index_digest),
+            *(blob_key(layer.blob_digest) for layer in image.layers),
+            *(layer_key(layer.digest) for layer in image.layers),
+            *map(layer_key, diff_ids),
+            *map(chain_key, chain_ids(diff_ids)),
+            hot_store.name_folder(name_of(image.reference)),
+        ),
+        entry=Entry("image", image.reference, image.created_ns),
+    )
+
+
+def _links_of_chain(store: Store, key: str) -> Links:
+    chain = read_chain(store, unquote(key.removeprefix("chains/").removesuffix(".json")))
+    if chain is None:
+        raise NotFoundError(key)
+    # Their merged tree, which the layers' blobs are read by.
+    tree = (index_key(chain.index_digest),) if chain.index_digest else ()
+    return Links((*map(layer_key, chain.diff_ids), *tree))
+
+
+def _links_of_layer(store: Store, key: str) -> Links:
+    layer = LAYER_FORM.read(store, key)
+    return Links((index_key(layer.index_digest), blob_key(layer.blob_digest)))
+
+
+def _links_of_similar(store: Store, key: str) -> Links:
+    # Builds of an image that stays lend their bundles to the next build, and for that their trees
+    # are needed, but not their blobs.
+    trees = tuple(index_key(one.index_digest) for one in read_similar(store, key))
+    return Links(lends=trees, hangs_on=trees)
+
+
+def _links_of_pointer(store: Store, key: str) -> Links:
+    index, _, workload = key.removeprefix("hot/").partition("/")
+    pointer = hot_store.read_pointer(store, f"sha256:{index}", workload.removesuffix(".json"))
+    if pointer is None:
+        raise NotFoundError(key)
+    tree = index_key(pointer.index_digest)
+    bundle = hot_store.header_key(pointer.bundle_digest).removesuffix("header")
+    return Links((tree, hot_store.hotset_key(pointer.hotset_digest), bundle), hangs_on=(tree,))
+
+
+def _links_of_trace(key: str) -> Links:
+    return Links(hangs_on=(index_key(f"sha256:{key.split('/')[1]}"),))
+
+
+def _links_of_bundle(key: str) -> Links:
+    # Its parts come before its header, over a long time.
+    return Links((key.rpartition("/")[0] + "/",))
+
+
+FORMATS = (
+    Format("images/", _links_of_image, pattern=ONE_DOCUMENT),
+    Format("chains/", _links_of_chain, pattern=ONE_DOCUMENT),
+    Format("layers/", _links_of_layer, pattern=ONE_DOCUMENT),
+    Format("hot/names/", _links_of_similar),
+    Format("hot/streams/", _links_of_similar),
+    Format("hot/", _links_of_pointer),
+    Format("traces/", links_of=_links_of_trace),
+)
+"""What a garbage collector knows of images."""
+CONTENT = (
+    # The headers, which name the parts, go first.
+    Format("bundles/", links_of=_links_of_bundle, suffix="/header", is_content=True),
+    Format("bundles/", links_of=_links_of_bundle, is_content=True),
+    Format("hotsets/", is_content=True),
+)
+"""What pointers name."""
