@@ -618,10 +618,14 @@ def retry_after_s(header: str | None, now: datetime) -> float:
     text = (header or "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])
+    when = date_of(text)
+    return 0.0 if when is None else max(0.0, (when - now).total_seconds())
+
+
+def date_of(header: str) -> datetime | None:
+    """Return the date that a header says (RFC 9110, 5.6.7); None where it says none."""
     try:
-        when = email.utils.parsedate_to_datetime(text)
+        when = email.utils.parsedate_to_datetime(header)
     except (ValueError, TypeError, IndexError, OverflowError):
-        return 0.0
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=UTC)
-    return max(0.0, (when - now).total_seconds())
+        return None
+    return when.replace(tzinfo=UTC) if when.tzinfo is None else when

@@ -12,12 +12,12 @@ Thread-safe.
 """
 
 import base64
+import html
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import parsedate_to_datetime
-from html.parser import HTMLParser
 from typing import NoReturn, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -31,7 +31,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.http.ranges import Range
-from bootseer.http.transport import Response, Server, Transport
+from bootseer.http.transport import Response, Server, Transport, date_of
 from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
 from bootseer.store.paths import Folder, split_path
 from bootseer.transfer.attempt import Attempt
@@ -47,6 +47,11 @@ _PAGE_BYTES_MAX = 16 << 20
 # Of a page that names a million files: each is asked for once.
 _ENTRIES_MAX = 100_000
 _LOOKS_AT_ONCE = 8
+# html.parser takes a time that grows with the square of some pages.
+_LINK = re.compile(
+    r"""<a\s[^<>]{0,2000}?\bhref\s{0,9}=\s{0,9}(?:"([^"<>]{0,9000})"|'([^'<>]{0,9000})'|([^\s<>"']{1,9000}))""",
+    re.IGNORECASE,
+)
 
 
 class WebBackend(Folder, Backend):
@@ -131,7 +136,7 @@ class WebBackend(Folder, Backend):
                 if _is_folder(response):
                     return FileInfo(path, 0, 0, True)
                 size = response.headers.get("Content-Length", "")
-                if response.status == 200 and size.isdecimal() and len(size) < 20:
+                if response.status == 200 and size.isascii() and size.isdigit() and len(size) < 20:
                     return FileInfo(path, int(size), _modified_ns(response), False)
             with self._get("look at", path, 0, 1) as found:
                 if found.total_bytes is None:
@@ -190,7 +195,7 @@ class WebBackend(Folder, Backend):
 
         url, page = self._again(look)
         prefix = f"{path}/" if path else ""
-        names = _names_in(page.decode(errors="replace"), url)
+        names = names_in(page.decode(errors="replace"), url)
         found = [FileInfo(prefix + name, 0, 0, True) for name, is_dir in names.items() if is_dir]
         files = [prefix + name for name, is_dir in names.items() if not is_dir]
         # A page says nothing that could be relied on about sizes and times.
@@ -244,37 +249,29 @@ def _is_folder(response: Response) -> bool:
 
 
 def _modified_ns(response: Response) -> int:
-    try:
-        return int(parsedate_to_datetime(response.headers["Last-Modified"]).timestamp() * 1e9)
-    except (KeyError, ValueError, TypeError, OverflowError):
-        return 0
+    when = date_of(response.headers.get("Last-Modified", ""))
+    return 0 if when is None else int(when.timestamp() * 1e9)
 
 
-def _names_in(page: str, url: str) -> dict[str, bool]:
+def names_in(page: str, url: str) -> dict[str, bool]:
     """Return the names directly below the folder at `url` that its page links to, and whether each
-    is a folder. Links to other places are left out."""
+    is a folder. Links to other places are left out. Pure; in time that grows with the page."""
     folder = url.partition("?")[0]
     names: dict[str, bool] = {}
-
-    class Links(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            link = dict(attrs).get("href") if tag == "a" else None
-            if not link or len(names) >= _ENTRIES_MAX:
-                return
-            try:
-                target = urljoin(folder, link)
-            except ValueError:
-                return
-            if not target.startswith(folder) or "?" in link:
-                return
-            quoted = target[len(folder) :].partition("#")[0]
-            name = unquote(quoted.removesuffix("/"), errors="surrogateescape")
-            try:
-                is_name = len(split_path(name)) == 1
-            except InvalidInputError:
-                return
-            if is_name:
-                names[name] = quoted.endswith("/")
-
-    Links().feed(page)
+    for found in _LINK.finditer(page):
+        link = html.unescape(found[1] or found[2] or found[3] or "")
+        try:
+            target = urljoin(folder, link).partition("#")[0]
+        except ValueError:
+            continue
+        if not target.startswith(folder) or "?" in link:
+            continue
+        quoted = target[len(folder) :]
+        name = unquote(quoted.removesuffix("/"), errors="surrogateescape")
+        try:
+            is_name = len(split_path(name)) == 1
+        except InvalidInputError:
+            continue
+        if is_name and len(names) < _ENTRIES_MAX:
+            names[name] = quoted.endswith("/")
     return names

@@ -29,6 +29,8 @@ from bootseer.store.hdfs.namenode import (
     response_in,
 )
 from bootseer.store.hdfs.reading import Connection, DataNodes, packet_headers
+from bootseer.store.paths import split_path
+from bootseer.store.web import names_in
 from bootseer.transfer.attempt import Attempt
 from tests.bootseer.kubernetes.webhook.pod_objects import pod_object, review_of
 from tests.bootseer.store.hdfs import protobuf as pb
@@ -179,6 +181,9 @@ server = "https://registry.example"
 _CHALLENGE = b'Bearer realm="https://a/token",service="x",scope="a\\"b", Basic realm=y, error=1'
 
 
+_PAGE = b"""<a href="../">up</a><a href='a%20b'>a</a><A class=x HREF=c/>c</A><a href="d&amp;e#f">"""
+
+
 # ---- the kernel ----------------------------------------------------------------------------------
 
 _OPCODES = sorted(
@@ -225,7 +230,14 @@ _REVIEWS = [
     for asked in (_ASKED.items(), list(_ASKED.items())[:1], ())
 ]
 
+
+def _read_page(data: bytes) -> None:
+    for name in names_in(data.decode(errors="replace"), "http://host/store/"):
+        assert len(split_path(name)) == 1
+
+
 NETWORK_TARGETS = (
+    Target("web-page", mutated((_PAGE,)), _read_page, ()),
     Target("webhook-review", mutated_json_bytes(_REVIEWS), _read_review, (CorruptError,)),
     Target("hdfs-answer", mutated(_answers()), _read_answer, (BootseerError,)),
     Target("hdfs-transfer", _transfers(), _read_transfer, ()),

@@ -199,12 +199,13 @@ def test_the_answer_to_another_question_is_refused(
 def test_a_page_of_a_folder_names_nothing_outside_it(answering: Start) -> None:
     page = b"""<a href="../">up</a><a href="/etc/passwd">x</a><a href="http://other/a">x</a>
         <a href="//other/b">x</a><a href="?C=N;O=D">by name</a><a href="%2e%2e">x</a>
+        <a class=b href="q&amp;a">x</a>
         <a href="a/b">deep</a><a href="http://[">x</a><a href="%00">x</a><a href="a%2fb">x</a>
         <a name="none"><a href="good">x</a><a href="folder/">x</a><A HREF='./fine'>x"""
     host, _ = answering((200, page, {}), (200, b"12", {}))
     with open_store(f"http://{host}/top") as store:
         found = {one.path: one.is_dir for one in store.backend.list("")}
-    assert found == {"fine": False, "folder": True, "good": False}
+    assert found == {"fine": False, "folder": True, "good": False, "q&a": False}
 
 
 @pytest.mark.parametrize("status", [429, 503])
