@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from bootseer.base.patience import PATIENCE
@@ -93,7 +93,7 @@ class DeadlineCaller:
         self._threads_max = threads_max
         self._name = name
         self.begin()
-        _CALLERS.add(self)
+        begin_in_children(self)
 
     def begin(self) -> None:
         """Start without helpers, as a forked child has to: its parent's stayed there."""
@@ -190,12 +190,25 @@ def note_progress() -> None:
         call.progress()
 
 
-_CALLERS: "WeakSet[DeadlineCaller]" = WeakSet()
+class Begun(Protocol):
+    """Locks, threads and connections, in whose place a forked child has to begin with new ones."""
+
+    def begin(self) -> None:
+        """Start anew. Of the parent's locks some may be held for ever."""
+        ...
+
+
+_BEGUN: "WeakSet[Begun]" = WeakSet()
+
+
+def begin_in_children(begun: Begun) -> None:
+    """Call `begin` in each process that is forked from this one."""
+    _BEGUN.add(begun)
 
 
 def _begin_in_child() -> None:
-    for caller in list(_CALLERS):
-        caller.begin()
+    for begun in list(_BEGUN):
+        begun.begin()
 
 
 os.register_at_fork(after_in_child=_begin_in_child)

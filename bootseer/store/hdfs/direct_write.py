@@ -33,6 +33,7 @@ from msgspec import Struct
 from bootseer.base.varints import take_delimited
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Piece
+from bootseer.store.deadline import begin_in_children
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import (
     TOO_FEW_DATANODES,
@@ -123,11 +124,16 @@ class Placer:
 
     def __init__(self, name_nodes: NameNodes) -> None:
         self._name_nodes = name_nodes
-        self._lock = threading.Lock()
         self._holder = "unknown"
         self._seen: dict[str, messages.Message] = {}
         """What an exclusion must show of DataNodes that were chosen before, by UUID."""
         self._replica_count = 0
+        self.begin()
+        begin_in_children(self)
+
+    def begin(self) -> None:
+        """As `Begun.begin`."""
+        self._lock = threading.Lock()
 
     @property
     def is_one_rack(self) -> bool:
@@ -168,7 +174,7 @@ class Placer:
             self._replica_count = max(self._replica_count, len(added.servers))
         return Placed(path, holder, added)
 
-    def begin(
+    def open_direct(
         self, placed: Placed, silence_max_s: float, kind: ChecksumKind
     ) -> "DirectFile | None":
         """Begin to write a file where it was placed; None if its DataNode does not take it so.

@@ -34,6 +34,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.store.backend import Space
+from bootseer.store.deadline import begin_in_children
 from bootseer.store.hdfs.messages import (
     MESSAGES,
     PROTOCOL,
@@ -225,8 +226,6 @@ class NameNodes:
         """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`. Asks nobody."""
         self._cluster = cluster
         self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        """Also held while the NameNodes are asked for the first time."""
         self._state = _State.UNKNOWN
         self._silent_until_s = 0.0
         self._site: _Site | None = None
@@ -235,6 +234,13 @@ class NameNodes:
         """The number of the NameNode that answered last, and is asked first."""
         self._space: tuple[Space | None, float] = None, 0.0
         self._no_quota_until_s = 0.0
+        self.begin()
+        begin_in_children(self)
+
+    def begin(self) -> None:
+        """As `Begun.begin`: what is known of the cluster is as good in a forked child."""
+        self._lock = threading.Lock()
+        """Also held while the NameNodes are asked for the first time."""
 
     # ---- whether calls are taken ----------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 from bootseer.errors import (
@@ -35,7 +35,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.store.deadline import Call, DeadlineCaller
+from bootseer.store.deadline import Call, DeadlineCaller, begin_in_children
 from bootseer.store.hdfs.namenode import (
     OUT_OF_ROOM,
     RPC_TEXT,
@@ -84,13 +84,16 @@ class Native:
         self._replication = replication
         self._mode: int | None = None
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
+        self._client: Client | None = None
         self.begin()
         begin_in_children(self)
 
     def begin(self) -> None:
         """Start without a client, as a forked child has to."""
+        if self._client is not None:
+            _keep_for_ever(self._client)
         self._lock = threading.Lock()
-        self._client: Client | None = None
+        self._client = None
         self._order: dict[str, str] = {}
 
     def close(self) -> None:
@@ -404,18 +407,6 @@ class _Fork:
     """When this process was forked from one that was talking to HDFS; 0.0: it was not."""
     clients: ClassVar["WeakSet[Client]"] = WeakSet()
     """This process's own, or its parent's."""
-    begun: ClassVar["WeakSet[Begun]"] = WeakSet()
-
-
-class Begun(Protocol):
-    """Connections, locks and threads, of which a child has to `begin` with new ones."""
-
-    def begin(self) -> None: ...
-
-
-def begin_in_children(begun: Begun) -> None:
-    """Call `begin` in each process that is forked from this one."""
-    _Fork.begun.add(begun)
 
 
 def _collect_garbage() -> None:
@@ -428,10 +419,12 @@ def _collect_garbage() -> None:
 def _begin_in_child() -> None:
     _Fork.time_s = time.monotonic() if _Fork.has_client else 0.0
     for client in list(_Fork.clients):
-        # Never freed here: that would wait, with the GIL, for threads that stayed in the parent.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client.inner))
-    for begun in list(_Fork.begun):
-        begun.begin()
+        _keep_for_ever(client)
+
+
+def _keep_for_ever(client: "Client") -> None:
+    """Freeing a parent's client waits, with the GIL, for threads that stayed in the parent."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client.inner))
 
 
 os.register_at_fork(before=_collect_garbage, after_in_child=_begin_in_child)

@@ -30,10 +30,10 @@ from msgspec import Struct
 from bootseer.base.varints import take_delimited
 from bootseer.errors import InvalidInputError
 from bootseer.store.backend import FileInfo
-from bootseer.store.deadline import Call
+from bootseer.store.deadline import Call, begin_in_children
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import Address, Replica, StoredBlock
-from bootseer.store.hdfs.native import Native, begin_in_children
+from bootseer.store.hdfs.native import Native
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:

@@ -233,7 +233,7 @@ class HdfsWriter(Writer):
         if placed is None:
             return None
         self._servers = tuple(placed.added.servers)
-        return self._placer.begin(placed, self._native.deadline_s * _SILENCE_SHARE, kind)
+        return self._placer.open_direct(placed, self._native.deadline_s * _SILENCE_SHARE, kind)
 
     def _directly(self, step: Callable[..., None], *arguments: Piece) -> None:
         try:

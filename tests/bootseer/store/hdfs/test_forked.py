@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.hdfs
-
 _GARBAGE = """
 import gc, os, signal, sys
 from bootseer.store import open_backend
@@ -29,9 +27,32 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+@pytest.mark.hdfs
 def test_garbage_of_the_parent_holds_no_child(hdfs_url: str) -> None:
     """A runtime of hdfs-native that a child frees waits for threads that stayed in the parent."""
     done = subprocess.run(
         [sys.executable, "-c", _GARBAGE, hdfs_url], env=os.environ, timeout=120, check=False
     )
+    assert done.returncode == 0
+
+
+_ASKING = """
+import os, signal, socket, sys, threading
+from bootseer.store import open_backend
+
+server = socket.create_server(("127.0.0.1", 0))
+backend = open_backend(f"hdfs://127.0.0.1:{server.getsockname()[1]}/x?deadline_s=1")
+threading.Thread(target=backend.can_join).start()
+connection, _ = server.accept()
+pid = os.fork()
+if not pid:
+    signal.alarm(60)
+    os._exit(backend.can_join())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_child_asks_by_itself_what_its_parent_is_asking() -> None:
+    """It waited for ever for a lock that a thread of its parent held while it was forked."""
+    done = subprocess.run([sys.executable, "-c", _ASKING], timeout=120, check=False)
     assert done.returncode == 0
