@@ -30,6 +30,7 @@ from bootseer.fuse.kernel.operations import (
     Operations,
     SetAttributes,
 )
+from bootseer.fuse.striped.mounted.callers import process_of
 from bootseer.fuse.striped.mounted.journal import Inherited, Journal
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
@@ -564,12 +565,13 @@ class MountedTree(Operations):
             if again is not None:
                 return self._entry(again.node), opened_as(again)
         status, _ = self._status(path)
+        opener = process_of(caller)
         with self._lock:
             known = directory.children.get(text)
             if status is not None:
                 known = self._settle(directory, text, status)
             if known is None or not (status is not None or known.is_unpublished):
-                handle = self.files.create(caller, directory, text, path, flags)
+                handle = self.files.create(caller, directory, text, path, flags, opener)
                 return self._entry(handle.node), opened_as(handle)
             if flags & os.O_EXCL:
                 raise refuse(errno.EEXIST, path)

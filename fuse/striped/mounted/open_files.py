@@ -132,11 +132,13 @@ class OpenFiles:
         """Return the file that a predecessor opened for this request without answering it."""
         return self._nodes.opened_by(caller.request) if caller.is_resent else None
 
-    def create(self, caller: Caller, directory: Node, name: str, path: str, flags: int) -> Handle:
+    def create(
+        self, caller: Caller, directory: Node, name: str, path: str, flags: int, opener: int
+    ) -> Handle:
         """Open a new file, which is not stored before it is published. Under the lock."""
         status = FileStatus(path, False, 0, time.time_ns(), "")
         node = self._nodes.add(directory, name, status, is_local=True)
-        handle = self._nodes.open(node, flags, caller.request, process_of(caller))
+        handle = self._nodes.open(node, flags, caller.request, opener)
         handle.writer = self._storage.writer(path)
         self._nodes.note(handle)
         return handle
@@ -230,8 +232,9 @@ class OpenFiles:
                 # It is not stored yet, and somebody else writes it, too.
                 if node.status.identity:
                     raise
+        opener = process_of(caller)
         with self._lock:
-            handle = self._nodes.open(node, flags, caller.request, process_of(caller))
+            handle = self._nodes.open(node, flags, caller.request, opener)
             if base is None:
                 handle.writer = self._storage.writer(path)
             elif node.writer() is None:

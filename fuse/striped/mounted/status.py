@@ -129,29 +129,23 @@ def _with_rates(known: Known) -> dict[str, Any]:
 _ROUND_S = 15.0
 """As often as Prometheus scrapes by default."""
 _PREFIX = "bootseer_checkpoint_"
-_COUNTS = {
-    "served_bytes": "Bytes handed to readers.",
-    "fetched_bytes": "Bytes read from the storage and verified.",
-    "fetch_count": "Reads of the storage.",
-    "read_retry_count": "Reads that failed and were asked for again.",
-    "corrupt_count": "Reads whose bytes did not match their checksum.",
-    "late_count": "Reads that were asked for a second time while the first was under way.",
-    "stuck_count": "Reads that were given up at their deadline.",
-    "written_bytes": "Bytes acknowledged by the storage.",
-    "write_count": "Writes to the storage.",
-    "write_retry_count": "Writes that failed and were repeated.",
-    "published_count": "Files that became visible to others.",
+_COUNTERS = {
+    "served_bytes": ("served_bytes", "Bytes handed to readers."),
+    "fetched_bytes": ("fetched_bytes", "Bytes read from the storage and verified."),
+    "fetch_count": ("fetches", "Reads of the storage."),
+    "read_retry_count": ("fetch_retries", "Reads that failed and were asked for again."),
+    "corrupt_count": ("corrupt_fetches", "Reads whose bytes did not match their checksum."),
+    "late_count": (
+        "late_fetches",
+        "Reads that were asked for a second time while the first was under way.",
+    ),
+    "stuck_count": ("fetch_timeouts", "Reads that were given up at their deadline."),
+    "written_bytes": ("written_bytes", "Bytes acknowledged by the storage."),
+    "write_count": ("writes", "Writes to the storage."),
+    "write_retry_count": ("write_retries", "Writes that failed and were repeated."),
+    "published_count": ("published_files", "Files that became visible to others."),
 }
-_NAMES = {
-    "fetch_count": "fetches",
-    "read_retry_count": "fetch_retries",
-    "corrupt_count": "corrupt_fetches",
-    "late_count": "late_fetches",
-    "stuck_count": "fetch_timeouts",
-    "write_count": "writes",
-    "write_retry_count": "write_retries",
-    "published_count": "published_files",
-}
+"""Name and description of a counter, by field of `Statistics`."""
 
 
 class Look(Struct, frozen=True):
@@ -179,9 +173,8 @@ def _families(look: Look) -> Iterator[Family]:
         ("unfinished_files", "Files that are being written.", len(look.opened.unfinished)),
     ):
         yield one(_PREFIX + name, "gauge", text, value)
-    for field, text in _COUNTS.items():
-        name = f"{_PREFIX}{_NAMES.get(field, field)}_total"
-        yield one(name, "counter", text, getattr(look.statistics, field))
+    for field, (name, text) in _COUNTERS.items():
+        yield one(f"{_PREFIX}{name}_total", "counter", text, getattr(look.statistics, field))
 
 
 class FiguresWriter:
