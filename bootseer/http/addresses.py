@@ -13,7 +13,7 @@ _IPv4_BITS = 0xFFFFFFFF
 
 
 class Reach(IntEnum):
-    """Who can reach an address."""
+    """Set of machines that can reach an address."""
 
     EVERYBODY = 0
     NETWORK = 1

@@ -172,7 +172,7 @@ late with them. Raises: BootseerError."""
 
 
 class RangedFile:
-    """One file of known size. As a store's `Reader`, but for `current`."""
+    """One file of known size, read by ranges: a store's `Reader`, but for `current`."""
 
     block_bytes = 0
     can_stop = True
@@ -188,9 +188,16 @@ class RangedFile:
         policy: Policy = REQUEST,
         deadline_s: float = 60.0,
     ) -> None:
-        """`pace`: of all files of the same storage, whose usual speed tells a late one; `policy`:
-        of the attempts of streams, none of which begins later than `deadline_s` after the last
-        bytes; `name` is for messages."""
+        """Make a file; no server is asked.
+
+        Args:
+            ask: Requests one range, once.
+            size_bytes: Size of the file.
+            name: Name of the file in messages.
+            pace: Speed of the reads of the same storage, by which a late one is told.
+            policy: Attempts of `open` and `read`.
+            deadline_s: Seconds after the last bytes within which another attempt may begin.
+        """
         self.ask = ask
         self.size_bytes = size_bytes
         self.name = name
@@ -249,11 +256,11 @@ class Stream(io.RawIOBase):
         self._next = 0
 
     def readable(self) -> bool:
-        """As its base."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
-        """As its base. Raises: as `read`."""
+        """Fill the front of `buffer` and return the count. Raises: as `read`."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -331,7 +338,7 @@ class Stream(io.RawIOBase):
         return data
 
     def _interrupted(self, error: BootseerError) -> None:
-        """Have another connection go on. Raises: `error` where it was the last attempt."""
+        """Wait for the next attempt. Raises: `error` where there is none."""
         self._new_bytes = 0
         part = self._drop_range()
         if isinstance(error, DeadlineError) and part and part.waited_s < self._file.stall_s:
@@ -366,7 +373,7 @@ class Stream(io.RawIOBase):
         return data
 
     def _submit(self, fetcher: ChunkFetcher) -> None:
-        """Have as many parts under way as may be."""
+        """Begin to read parts until `STREAMS_COUNT` of them are under way."""
         while self._next < self._end and len(self._parts) < STREAMS_COUNT:
             part = Chunk(self._file.name, self._next, min(PART_BYTES, self._end - self._next))
             fetch = covering((part,), Priority.PREFETCH)

@@ -69,7 +69,7 @@ _Result = TypeVar("_Result")
 
 
 class Server(Struct, frozen=True):
-    """One HTTP server, and how it is reached."""
+    """Address of an HTTP server, and the settings for connections to it."""
 
     name: str
     """For messages, mostly host[:port]."""
@@ -294,13 +294,13 @@ class Response(Closing):
         self.headers: Mapping[str, str] = raw.headers
 
     def wait_at_most(self, seconds: float) -> None:
-        """Have each wait for bytes of the body end after so long."""
+        """Limit each wait for bytes of the body to so long."""
         sock = getattr(self._raw.connection, "sock", None)
         if sock is not None:
             sock.settimeout(seconds)
 
     def read(self, size_bytes: int) -> bytes:
-        """Return what has arrived, at most so much; b"" at the end.
+        """Return the bytes that have arrived, at most `size_bytes`; b"" at the end.
 
         Raises: UnavailableError when the body is cut off, DeadlineError when nothing comes.
         """
@@ -351,11 +351,11 @@ class _Upload(io.RawIOBase):
         self._ends_s = time.monotonic() + seconds
 
     def readable(self) -> bool:
-        """As its base."""
+        """Return True."""
         return True
 
     def read(self, size: int = -1, /) -> bytes:
-        """As its base. Raises: DeadlineError."""
+        """Return bytes of the body. Raises: DeadlineError."""
         if time.monotonic() > self._ends_s:
             raise DeadlineError(f"{self._server} did not take the body within {self._seconds:g} s")
         return self._body.read(size)
@@ -365,8 +365,13 @@ class Transport(Closing):
     """Connections to one `Server`, and to others on its behalf."""
 
     def __init__(self, server: Server, deadline_s: float, patience: Patience | None = None) -> None:
-        """`deadline_s`: how long the head of an answer may take, and the body of a request;
-        `patience`: how long all that bring nothing may take together."""
+        """Make a transport; no server is asked.
+
+        Args:
+            server: The server, and how it is reached.
+            deadline_s: Seconds within which the head of an answer comes, and a body is taken.
+            patience: Seconds that all requests which bring nothing may take together.
+        """
         self._server = server
         self._deadline_s = deadline_s
         self._patience = patience or Patience()
@@ -392,8 +397,10 @@ class Transport(Closing):
         *,
         more_s: float = 0.0,
     ) -> Response:
-        """Send one request, with exactly these `headers`, and return whatever is answered,
-        redirects included. The answer's head may take the deadline and `more_s`.
+        """Send one request and return the answer, which may be a redirect.
+
+        The headers of the server are not added. The answer's head may take the deadline and
+        `more_s`.
 
         Raises: UnavailableError, DeadlineError; PermissionDeniedError for a certificate that is
         not trusted, and for a server that this one may not send us to; InvalidInputError.
@@ -452,8 +459,9 @@ class Transport(Closing):
         own_headers: Mapping[str, str] | None = None,
         more_s: float = 0.0,
     ) -> Response:
-        """As `request`, and go to where a GET or HEAD is redirected. `own_headers` and the server's
-        are sent to the server itself alone.
+        """Send a request, follow redirects of GET and HEAD, and return the answer.
+
+        `own_headers` and the server's are sent to the server itself alone.
 
         Raises: as `request`; PermissionDeniedError for a redirect from TLS to plain HTTP.
         """
@@ -587,7 +595,7 @@ def proxy_for(scheme: str, host: str) -> str:
 
 
 def _error(error: BaseException, server: str, ca_advice: str = "") -> BootseerError:
-    """Return urllib3's error as one of ours, without the URL that its message holds."""
+    """Return the error of ours for one of urllib3's, without the URL in its message."""
     if isinstance(error, exceptions.LocationValueError | UnicodeError):
         return InvalidInputError(f"{server} cannot be the name of a server")
     if isinstance(error, exceptions.TimeoutError | TimeoutError) and not isinstance(

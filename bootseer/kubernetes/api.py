@@ -57,7 +57,7 @@ class Api:
         )
 
     def get(self, path: str) -> dict[str, Any] | None:
-        """The object at `path`; None where there is none.
+        """Return the object at `path`, or None where there is none.
 
         Raises: UnavailableError, PermissionDeniedError.
         """
@@ -67,7 +67,7 @@ class Api:
             return None
 
     def replace(self, path: str, document: dict[str, Any]) -> None:
-        """Put an object in the place of the one that it was made from (its resourceVersion).
+        """Replace the object at `path` unless its resourceVersion is another one by now.
 
         Raises: BusyError, where another one came in between; NotFoundError; as `get`.
         """

@@ -69,7 +69,7 @@ _Result = TypeVar("_Result")
 
 
 class RegistryClient(Closing):
-    """One repository. Close it, or use it as a context manager."""
+    """Client of one repository. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -81,9 +81,16 @@ class RegistryClient(Closing):
         policy: Policy = REQUEST,
         patience: Patience | None = None,
     ) -> None:
-        """`hosts`: in the order in which to ask, the registry itself last. No single wait is
-        longer than `deadline_s`, no operation without progress, and all that bring nothing
-        together than `patience`."""
+        """Make a client; no server is asked.
+
+        Args:
+            repository: Name of the repository.
+            hosts: Servers in the order in which to ask, the registry itself mostly last.
+            find_login: Returns the login for a repository on a host.
+            deadline_s: Longest wait, and longest operation without progress.
+            policy: Rounds over all servers.
+            patience: Seconds that all requests which bring nothing may take together.
+        """
         own = next((host for host in hosts if host.is_registry), hosts[-1])
         self.name = f"{own.name}/{repository}"
         """For messages."""
@@ -125,7 +132,10 @@ class RegistryClient(Closing):
         *,
         is_second: bool = False,
     ) -> _Result:
-        """As `_ask`, each server once. `is_second`: the first one is late, and asked last."""
+        """Ask each server once. `is_second`: the first one is late, and asked last.
+
+        Raises: as `_ask`.
+        """
         able = [one for one in self._sessions if capability in one.host.capabilities]
         if not able:
             raise UnsupportedError(f"no server of {self.name} is configured for {capability}")
@@ -150,8 +160,9 @@ class RegistryClient(Closing):
         raise final
 
     def manifest(self, target: str, *, for_update: bool = False) -> Document:
-        """The manifest or index that a tag or a digest names. `for_update`: as a server says that
-        may be written to, not what a mirror remembers.
+        """Return the manifest or index that a tag or a digest names.
+
+        `for_update`: ask a server that may be written to, not a mirror that remembers.
 
         Raises: NotFoundError, PermissionDeniedError, UnavailableError, DeadlineError,
         CorruptError where it is not what the digest says.
@@ -174,7 +185,7 @@ class RegistryClient(Closing):
         return self._ask("pull" if by_digest else "resolve", get)
 
     def for_this_machine(self, document: Document, where: str) -> Document:
-        """Return the manifest for this machine: `document`, or what it leads to as an index.
+        """Return the manifest for this machine: `document`, or one that it leads to as an index.
 
         `where`: what to call the image in messages. Raises: as `manifest_for_this_machine`, and
         `manifest`.
@@ -182,8 +193,8 @@ class RegistryClient(Closing):
         return manifest_for_this_machine(document, lambda one: self.manifest(one.digest), where)
 
     def resolve(self, tag: str) -> str:
-        """The digest of the manifest that `tag` names now, without fetching it where the registry
-        tells. Raises: as `manifest`."""
+        """Return the digest of the manifest that `tag` names now; most registries tell it without
+        sending the manifest. Raises: as `manifest`."""
 
         def head(session: Session) -> str:
             response = session.open("HEAD", f"manifests/{tag}", headers={"Accept": _ACCEPTED})
@@ -194,7 +205,7 @@ class RegistryClient(Closing):
         return digest if is_digest(digest) else self.manifest(tag).digest
 
     def blob(self, digest: str, size_max_bytes: int) -> bytes:
-        """A small blob, verified. Raises: as `manifest`."""
+        """Return a small blob, verified. Raises: as `manifest`."""
 
         def get(session: Session) -> bytes:
             response = session.open("GET", f"blobs/{digest}")
@@ -218,8 +229,11 @@ class RegistryClient(Closing):
         )
 
     def open(self, digest: str, size_bytes: int) -> BinaryIO:
-        """Return a whole blob of `size_bytes` in order. When the same one is opened again, another
-        server is asked first: what the last one gave was wrong. `read` raises as `manifest`."""
+        """Return a whole blob of `size_bytes` to be read in order. `read` raises as `manifest`.
+
+        When the same blob is opened again, another server is asked first: the last one gave wrong
+        bytes.
+        """
         if blame := self._givers.pop(digest, None):
             blame()
         return self.file(digest, size_bytes).open()
@@ -245,8 +259,10 @@ class RegistryClient(Closing):
         return self._ask_each("pull", get, is_second=is_second)
 
     def referrers(self, digest: str, artifact_type: str) -> list[Mapping[str, Any]]:
-        """Descriptors of the artifacts of `artifact_type` whose subject is the manifest `digest`,
-        in no order: through the referrers API, or the tag that stands in for it. Not verified.
+        """Return descriptors of the artifacts of `artifact_type` whose subject is a manifest.
+
+        They come in no order, and are not verified: through the referrers API, or from the tag that
+        stands in for it.
 
         Raises: as `manifest`, but for NotFoundError.
         """
@@ -267,8 +283,8 @@ class RegistryClient(Closing):
         ]
 
     def tagged_referrers(self, digest: str, *, for_update: bool = False) -> list[Any]:
-        """What the tag that stands in for the referrers API lists, of any type; [] where there is
-        no such tag. Raises: as `manifest`, but for NotFoundError."""
+        """Return the list under the tag that stands in for the referrers API, of any type; [] where
+        there is no such tag. Raises: as `manifest`, but for NotFoundError."""
         try:
             data = self.manifest(fallback_tag(digest), for_update=for_update).data
         except NotFoundError:
@@ -333,8 +349,8 @@ class RegistryClient(Closing):
         self._ask("push", push, more_s=more_s)
 
     def push_manifest(self, target: str, media_type: str, data: bytes) -> bool:
-        """Store a manifest under a tag or its digest; whether the registry says that it lists it
-        among its subject's referrers. Raises: as `push_blob`."""
+        """Store a manifest under a tag or its digest. Return True where the registry says that it
+        lists the manifest among the referrers of its subject. Raises: as `push_blob`."""
 
         def push(session: Session) -> bool:
             headers = {"Content-Type": media_type}

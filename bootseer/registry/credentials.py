@@ -1,10 +1,9 @@
-"""The credentials for a registry: what `docker login`, `podman login` and credential helpers keep.
+"""Credentials for a registry, as `docker login`, `podman login` and credential helpers keep them.
 
-Alone reads these files and runs the helpers (`docker-credential-NAME get`). A secret is in no
-message, log or argument list: helpers are asked through a pipe, and a `Credential` shows nothing
-of itself. A file or helper that fails costs a warning, never the operation: the registry may well
-answer without credentials. Thread-safe. The logins that were found
-are hidden in all messages of the process from then on (`base.redact`).
+A secret is in no message, log or argument list: helpers (`docker-credential-NAME get`) are asked
+through a pipe, a `Credential` shows nothing of itself, and logins that were found are hidden in all
+messages of the process from then on (`base.redact`). A file or helper that fails costs a warning,
+never the operation: the registry may well answer without credentials. Thread-safe.
 """
 
 import base64
@@ -63,7 +62,7 @@ _ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_FILE_BYTES_MAX, is_foreign
 def find_credential(
     host: str, repository: str, environ: Mapping[str, str] = os.environ
 ) -> Credential | None:
-    """What to log in to `host` with for `repository`; None: nothing is configured.
+    """Return the login for `repository` on `host`, or None where none is configured.
 
     May run a helper for `HELPER_DEADLINE_S`.
     """
@@ -77,7 +76,7 @@ def find_credential(
 
 
 def _files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """The files in which a login may be, the strongest first."""
+    """Yield the files in which a login may be, the strongest first."""
     if environ.get("REGISTRY_AUTH_FILE"):
         yield Path(environ["REGISTRY_AUTH_FILE"])
     if environ.get("DOCKER_CONFIG"):

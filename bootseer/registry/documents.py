@@ -70,19 +70,19 @@ def verified(data: bytes, expected: Descriptor, where: str) -> bytes:
 
 
 def digest_of(data: bytes, algorithm: str = "sha256") -> str:
-    """The digest of `data`. Raises: CorruptError for an algorithm that OCI does not know."""
+    """Return the digest of `data`. Raises: CorruptError for an algorithm that OCI does not know."""
     if algorithm not in ("sha256", "sha512"):
         raise CorruptError(f"{algorithm[:20]!r} is no digest algorithm")
     return f"{algorithm}:{hashlib.new(algorithm, data).hexdigest()}"
 
 
 def fallback_tag(digest: str) -> str:
-    """Where a registry without the referrers API keeps their list."""
+    """Return the tag under which a registry without the referrers API keeps the list of them."""
     return digest.replace(":", "-", 1)
 
 
 def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
-    """A JSON object from a registry. Raises: CorruptError."""
+    """Return a JSON object that a registry sent. Raises: CorruptError."""
     try:
         document = parse(data, where, DOCUMENT_BYTES_MAX, is_foreign=True)
     except CorruptError:
@@ -93,7 +93,7 @@ def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
 
 
 def this_architecture() -> str:
-    """What images call this machine's architecture."""
+    """Return this machine's architecture as images name it (GOARCH)."""
     machine = platform.machine()
     return _ARCHITECTURES.get(machine, machine)
 

@@ -1,8 +1,8 @@
-"""Which servers answer for a registry: mirrors as containerd's `certs.d/HOST/hosts.toml` says.
+"""Servers of a registry: mirrors as containerd's `certs.d/HOST/hosts.toml` lists them.
 
-Alone owns where that file lies and what is read of it (containerd, docs/hosts.md): `server`, and
-per host `capabilities`, `skip_verify`, `ca`, `client`, `header`, `override_path`, `dial_timeout`,
-`proxy`; in a folder without that file, Docker's certificates. Files are read, nothing else is done.
+This is what is read of that file (containerd, docs/hosts.md): `server`, and per host
+`capabilities`, `skip_verify`, `ca`, `client`, `header`, `override_path`, `dial_timeout`, `proxy`;
+in a folder without that file, Docker's certificates. Files are read, nothing else is done.
 Thread-safe: functions and frozen objects only.
 """
 
@@ -32,8 +32,11 @@ _DURATION = re.compile(f"(?:{_COUNTED.pattern})+")
 
 
 class Host(Server, frozen=True, kw_only=True):
-    """One server of a registry. `name` is host[:port], whose login is used; `base_url` goes up to
-    and including `/v2`, without a slash at the end."""
+    """Server of a registry.
+
+    `name` is host[:port], whose login is used. `base_url` goes up to and including `/v2`, without a
+    slash at the end.
+    """
 
     capabilities: frozenset[str] = _CAPABILITIES
     """`pull` (by digest), `resolve` (tags), `push`."""
@@ -45,8 +48,9 @@ class Host(Server, frozen=True, kw_only=True):
 
 
 def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
-    """The servers to ask for `registry` ("docker.io", "[::1]:5000"), in order; one of them is the
-    registry itself, mostly the last.
+    """Return the servers to ask for `registry` ("docker.io", "[::1]:5000"), in order.
+
+    One of them is the registry itself, mostly the last.
 
     Raises: InvalidInputError, PermissionDeniedError for a file that cannot be used: going round a
     mirror that an administrator set up may be what they wanted to prevent.
@@ -68,7 +72,8 @@ def load_hosts(registry: str, directory: Path) -> tuple[Host, ...]:
 
 
 def _certificates_in(folder: Path) -> dict[str, Any]:
-    """Docker's older way: authorities in *.crt, clients' certificates in *.cert with *.key."""
+    """Return the settings of a folder of certificates, which is Docker's older way: authorities in
+    *.crt, clients' certificates in *.cert with *.key."""
     names = sorted(entry.name for entry in folder.iterdir())
     pairs = [
         [name, key if key in names else ""]
@@ -82,7 +87,8 @@ def _certificates_in(folder: Path) -> dict[str, Any]:
 
 
 def _directory_names(registry: str) -> Sequence[str]:
-    """containerd looks for "host_5000_" first, since some file systems forbid colons."""
+    """Return the names of folders to look for. containerd looks for "host_5000_" first, since some
+    file systems forbid colons."""
     host, colon, port = registry.rpartition(":")
     return (f"{host}_{port}_", registry) if colon and port.isdigit() else (registry,)
 
@@ -94,7 +100,9 @@ def _default_server(registry: str) -> str:
 
 
 def parse_hosts(data: bytes, registry: str, path: Path) -> tuple[Host, ...]:
-    """The servers in the file's contents `data`; `path` is for messages and relative names. Pure.
+    """Return the servers in a hosts file.
+
+    `data` is its contents; `path` is for messages and relative names. Pure.
 
     Raises: InvalidInputError.
     """
@@ -180,14 +188,14 @@ def _split(url: str) -> SplitResult:
 
 
 def _with_port(base_url: str) -> str:
-    """The host with its port: the same for all ways to write one server."""
+    """Return the URL with its port: the same text for all ways to write one server."""
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{parts.hostname}:{port}{parts.path}"
 
 
 def _duration_s(value: object, path: Path) -> float | None:
-    """As Go writes durations: "1.5s", "1m30s", "500ms"."""
+    """Return the seconds of a duration as Go writes it ("1.5s", "1m30s"); None for none."""
     if value is None or value == "":
         return None
     if isinstance(value, str) and _DURATION.fullmatch(value):
@@ -207,7 +215,7 @@ def _proxy(value: object, path: Path) -> str | None:
 
 
 def _names(value: object, path: Path, what: str) -> list[str]:
-    """One file or several."""
+    """Return the names in `value`, which is one or a list of them."""
     names = [value] if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidInputError(f"{path}: {what} is neither a file nor a list of files")
@@ -215,7 +223,8 @@ def _names(value: object, path: Path, what: str) -> list[str]:
 
 
 def _certificates(value: object, path: Path) -> list[tuple[Path, Path | None]]:
-    """One file, several, or pairs of certificate and key ("" where the file has both)."""
+    """Return pairs of certificate and key out of one file, several, or pairs ("" as the key where
+    the file has both)."""
     pairs = value if isinstance(value, list) else [value] if value else []
     found: list[tuple[Path, Path | None]] = []
     for pair in pairs:

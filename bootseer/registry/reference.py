@@ -1,6 +1,6 @@
 """Names of images in registries, as Docker writes them. Pure (no I/O).
 
-Alone owns the defaults: a name without a host is on Docker Hub, one without "/" there is an
+The defaults are Docker's: a name without a host is on Docker Hub, one without "/" there is an
 official image (`library/`), one without tag and digest means `latest`.
 """
 
@@ -28,7 +28,7 @@ _DIGEST = re.compile("sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 
 
 class Reference(Struct, frozen=True):
-    """One image: its registry, its repository there, and a tag, a digest or both."""
+    """Name of an image: its registry, its repository there, and a tag, a digest or both."""
 
     host: str
     """The host, with the port if one was given; IPv6 in brackets."""
@@ -39,7 +39,7 @@ class Reference(Struct, frozen=True):
 
     @property
     def target(self) -> str:
-        """What the registry is asked for: the digest or the tag."""
+        """Digest, or the tag where there is none: the name that the registry is asked for."""
         return self.digest or self.tag or "latest"
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Reference(Struct, frozen=True):
 
 
 def parse_reference(text: str) -> Reference:
-    """The image that `text` names: "python:3.12", "[::1]:5000/team/train@sha256:...".
+    """Return the image that `text` names: "python:3.12", "[::1]:5000/team/train@sha256:...".
 
     Raises: InvalidInputError.
     """

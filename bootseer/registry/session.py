@@ -1,4 +1,4 @@
-"""One repository on one server: requests with a login, and what the status of an answer means.
+"""Requests to one repository on one server: logins, and errors by the status of an answer.
 
 Each request is made once, and once more where another login is asked for. Thread-safe.
 """
@@ -40,11 +40,11 @@ _MOVED_COUNT_MAX = 1000
 _WANTS_TLS = (b"HTTP request to an HTTPS server", b"plain HTTP request was sent to HTTPS port")
 
 Body = bytes | Callable[[], BinaryIO]
-"""What is sent: bytes, or how to open them, since they may have to be sent again."""
+"""Body of a request: bytes, or a function that opens them, since they may be sent again."""
 
 
 class Session:
-    """The repository `repository` on `host`."""
+    """Connection to one repository on one server."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Session:
         return time.monotonic() - self._failed_at < _SUSPECT_S
 
     def note_failure(self) -> None:
-        """Have it asked last for a while."""
+        """Note that the server failed, so that it is asked last for a while."""
         self._failed_at = time.monotonic()
 
     def open(
@@ -85,8 +85,10 @@ class Session:
         content_length: int | None = None,
         more_s: float = 0.0,
     ) -> Response:
-        """The successful answer (2xx) to a request for `path`, relative to the repository's URL or
-        a URL that the registry gave. Close it. Its head may take `more_s` beyond the deadline.
+        """Send a request and return the answer, which is a success (2xx). Close it.
+
+        `path` is relative to the repository's URL, or a URL that the registry gave. The answer's
+        head may take `more_s` beyond the deadline.
 
         Raises: NotFoundError, PermissionDeniedError, InvalidInputError, UnavailableError,
         DeadlineError, CorruptError.
@@ -155,7 +157,7 @@ class Session:
             self._moved[url] = (response.url, time.monotonic() + _MOVED_S)
 
     def _error(self, response: Response, what: str) -> BootseerError:
-        """The error that an answer means; closes it."""
+        """Return the error for an answer, and close it."""
         status = response.status
         data = b""
         with contextlib.suppress(BootseerError):
@@ -203,8 +205,8 @@ _ERRORS: Form[_Errors] = Form(type=_Errors, size_max=_ERROR_BYTES_MAX, is_foreig
 
 
 def _message(data: bytes) -> str:
-    """The code in an error's body (distribution specification, "Error Codes"). Free text is left
-    out: it may quote what was sent."""
+    """Return the code in an error's body (distribution specification, "Error Codes"). Free text is
+    left out: it may quote what was sent."""
     try:
         code = _ERRORS.decode(data, "an answer").errors[0].code
     except CorruptError:

@@ -1,8 +1,8 @@
 """Logging in to one server: Basic, and the Bearer tokens of Docker's and OCI's token servers.
 
-Alone decides what goes into an Authorization header. A token is fetched once however many threads
-need it, kept per action, and renewed shortly before it expires or when the server refuses it.
-Logins are looked up anew for every token, since those of cloud registries change. Thread-safe.
+A token is fetched once however many threads need it, kept per action, and renewed shortly before it
+expires or when the server refuses it. Logins are looked up anew for every token, since those of
+cloud registries change. Thread-safe.
 
 The protocol: distribution.github.io/distribution/spec/auth/{token,oauth}.
 """
@@ -55,8 +55,8 @@ _ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_ANSWER_BYTES_MAX, is_forei
 
 
 class Challenge(Struct, frozen=True):
-    """One way to log in that `WWW-Authenticate` names (RFC 9110, 11.6.1): `bearer` or `basic`, with
-    its parameters by lower-case name."""
+    """Way to log in that `WWW-Authenticate` names (RFC 9110, 11.6.1): `bearer` or `basic`, with its
+    parameters by lower-case name."""
 
     scheme: str
     parameters: Mapping[str, str]
@@ -92,8 +92,11 @@ class Authorizer:
 
     @contextlib.contextmanager
     def _one_asks(self) -> Iterator[None]:
-        """Have one thread at a time ask for a token. Those who waited for one that failed fail
-        alike: else each would wait for a server that hangs, one after the other."""
+        """Hold the lock under which a token is fetched.
+
+        Threads that waited while another one failed get its error: else each would wait for a
+        server that hangs, one after the other.
+        """
         came_s = time.monotonic()
         with self._lock:
             if self._failure is not None and self._failed_s >= came_s:
@@ -105,7 +108,7 @@ class Authorizer:
                 raise
 
     def header(self, action: str) -> str | None:
-        """The Authorization to send with "pull" or "push"; None before the server asked for one.
+        """Return the Authorization for "pull" or "push"; None before the server asked for one.
 
         Raises: as `renewed`, where a token has to be renewed.
         """
@@ -116,8 +119,9 @@ class Authorizer:
             return grant.header if grant else None
 
     def renewed(self, asked: str, action: str, refused: str | None) -> str:
-        """Another Authorization, after the server refused `refused` (or its absence) and asked
-        for `asked`, the value of WWW-Authenticate.
+        """Return another Authorization, after the server refused `refused` (or its absence).
+
+        `asked` is the value of WWW-Authenticate in its answer.
 
         Raises: PermissionDeniedError where there is none; UnavailableError, DeadlineError.
         """
@@ -227,7 +231,7 @@ def _basic(login: Credential) -> str:
 
 
 def parse_challenges(header: str) -> Sequence[Challenge]:
-    """All challenges in a header's value; what cannot be understood ends the list."""
+    """Return the challenges in a header's value, up to the first that cannot be understood."""
     text = header[:_HEADER_CHARACTERS_MAX]
     challenges: list[Challenge] = []
     parameters: dict[str, str] = {}

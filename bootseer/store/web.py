@@ -224,7 +224,7 @@ class WebBackend(Folder, Backend):
         self._refuse("delete", path)
 
     def space(self) -> Space | None:
-        """None: a web server does not tell."""
+        """Return None: a web server does not tell."""
         return None
 
     def close(self) -> None:

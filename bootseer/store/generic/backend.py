@@ -256,7 +256,7 @@ class FsspecBackend(Folder, Backend):
             self._run("delete", path, delete)
 
     def space(self) -> Space | None:
-        """None: fsspec has no call for it."""
+        """Return None: fsspec has no call for it."""
         return None
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class FsspecBackend(Folder, Backend):
     def _send(
         self, call: Call[Any], full: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool
     ) -> None:
-        """Make the object `full` of what is in `spool`; of several senders without `overwrite` one
+        """Write the object `full` from `spool`. Of several senders without `overwrite` one
         succeeds. Raises: FileExistsError for the others; what the file system raises."""
         parent = full.rpartition("/")[0]
         if parent.strip("/"):

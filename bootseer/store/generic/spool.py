@@ -15,7 +15,7 @@ SPOOL_BYTES = 64 << 20
 
 
 class SpoolingWriter(Writer):
-    """Keeps what is written, and puts it when it is closed."""
+    """Writer that keeps all bytes and puts them as one object when it is closed."""
 
     def __init__(self, put: Callable[[IO[bytes], int], None], name: str) -> None:
         """`put` gets the object, from its start, and its size; `name` is for messages."""

@@ -128,7 +128,7 @@ class OciBackend(Folder, Backend):
         return iter(sorted(found.values(), key=lambda info: info.path))
 
     def mkdir(self, path: str) -> None:
-        """Makes nothing: a folder is there while there is an object in it."""
+        """Make nothing: a folder is there while there is an object in it."""
         self._check_folders(split_path(path))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
@@ -136,11 +136,11 @@ class OciBackend(Folder, Backend):
         self._listed.remove(path, recursive=recursive)
 
     def space(self) -> Space | None:
-        """None: a registry does not tell."""
+        """Return None: a registry does not tell."""
         return None
 
     def close(self) -> None:
-        """Looks once more whether what was published is still listed. Idempotent."""
+        """Check that published objects are still listed, and close connections. Idempotent."""
         self._listed.settle()
         self._client.close()
 

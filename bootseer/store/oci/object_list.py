@@ -1,8 +1,8 @@
-"""`ObjectList`: what a registry lists beside one image, and how entries come and go.
+"""`ObjectList`: the objects that a registry lists beside one image, and how they come and go.
 
-Owns the answer about it, which is kept for `FRESH_S`, and for ever about keys that name their
-object's own digest; and the order of requests by which writers that nothing excludes from each
-other agree. Thread-safe: writers wait for each other, and for no writer waits who only looks.
+An answer of the registry is kept for `FRESH_S`, and for ever about keys that name the digest of
+their object. Writers of different nodes, whom nothing excludes from each other, agree by the order
+of their requests. Thread-safe: writers wait for each other, readers for no writer.
 """
 
 import logging
@@ -70,7 +70,7 @@ class ObjectList:
         """What was added to the list lately, by the manifest's digest: (when, descriptor)."""
 
     def find(self, key: str) -> StoredObject | None:
-        """The newest object of a key. Raises: as `RegistryClient.manifest`."""
+        """Return the newest object of a key. Raises: as `RegistryClient.manifest`."""
         versions = self._objects.get(key)
         if versions and versions[-1].is_immutable:
             # No read of a layer waits for another's look for what is absent.
@@ -79,12 +79,12 @@ class ObjectList:
         return versions[-1] if versions else None
 
     def fresh(self) -> Mapping[str, StoredObject]:
-        """The newest object of each key, not older than `FRESH_S`. Raises: as `find`."""
+        """Return the newest object of each key, not older than `FRESH_S`. Raises: as `find`."""
         self._refreshed(FRESH_S)
         return self.known()
 
     def known(self) -> Mapping[str, StoredObject]:
-        """What the last answer said, however old it is."""
+        """Return the newest object of each key by the last answer, however old that is."""
         return {key: versions[-1] for key, versions in self._objects.items()}
 
     def add(self, key: str, digest: str, size_bytes: int, *, overwrite: bool) -> None:
@@ -131,7 +131,7 @@ class ObjectList:
             self._withdraw([o for name in (key, *below) for o in objects.get(name, [])])
 
     def settle(self) -> None:
-        """Look once more whether what was added is still listed, and have it listed."""
+        """Check that added objects are still listed, and list those that are not."""
         with self._writing:
             if self._mine and self._subject is not None:
                 try:
@@ -165,7 +165,7 @@ class ObjectList:
             return self._keep(objects_by_key(descriptors), started)
 
     def _young(self, asked_since: float) -> Mapping[str, list[StoredObject]] | None:
-        """The last answer, if it was asked for since then, and since the last change of ours."""
+        """Return the last answer if it was asked for since then and since our last change."""
         with self._lock:
             is_young = self._loaded_at >= asked_since and self._loaded_at > self._changed_at
             return self._objects if is_young else None
@@ -180,7 +180,7 @@ class ObjectList:
             return self._objects
 
     def _subject_digest(self) -> str:
-        """The digest of the image's manifest for this machine."""
+        """Return the digest of the image's manifest for this machine."""
         if self._subject is None and self._reference.digest:
             # Reading needs no more than the name; and it works after the image has been deleted.
             return self._reference.digest
@@ -227,8 +227,8 @@ class ObjectList:
                 _log.debug("left %s in %s: %s", stored.manifest_digest, self._url, error)
 
     def _update_list(self, gone: set[str]) -> None:
-        """Have the list that stands in for the referrers API name all that was added lately, and
-        nothing of `gone`.
+        """Update the list that stands in for the referrers API: all that was added lately is in it,
+        and nothing of `gone`.
 
         Nothing excludes other writers: what is written is read back until it is as it should be.
         """
@@ -258,7 +258,7 @@ class ObjectList:
         raise UnavailableError(f"{self._url}: others keep changing the list of its objects")
 
     def _dangling(self, entries: Sequence[Any]) -> set[str]:
-        """Digests of our own kind of manifests that a list names and the registry lacks."""
+        """Return the digests of our manifests that a list names and the registry lacks."""
         found = set()
         for stored in (o for versions in objects_by_key(entries).values() for o in versions):
             try:
@@ -273,7 +273,7 @@ def _is_old(when: float) -> bool:
 
 
 def _describe_subject(client: RegistryClient, reference: Reference) -> Mapping[str, Any]:
-    """The descriptor of the image's manifest; of an index, that of this machine's platform.
+    """Return the descriptor of the image's manifest; of an index, that of this machine's platform.
 
     Raises: InvalidInputError where there is no such image, NotFoundError where it has none for this
     platform; as `RegistryClient.manifest`.

@@ -35,7 +35,7 @@ _NUMBER = re.compile("[0-9]{1,19}")
 
 
 class StoredObject(Struct, frozen=True):
-    """One object of the store: under which key, and in which blob and manifest it is."""
+    """Object of a store: its key, and the blob and the manifest that hold it."""
 
     key: str
     digest: str
@@ -53,8 +53,8 @@ class StoredObject(Struct, frozen=True):
 
     @property
     def order(self) -> tuple[bool, int, str]:
-        """The greatest object of a key counts: of replacements the newest, else of those that were
-        to be the first the oldest. So writers and readers agree on who was first."""
+        """Rank among the objects of one key, of which the greatest counts: of replacements the
+        newest, else of first ones the oldest. So writers and readers agree on who was first."""
         age = self.written_ns if self.replaces else -self.written_ns
         return (self.replaces, age, self.manifest_digest)
 
@@ -68,7 +68,7 @@ def encode_object(
     *,
     replaces: bool = False,
 ) -> tuple[bytes, dict[str, Any]]:
-    """The manifest of an object, and the descriptor by which lists of referrers name it."""
+    """Return the manifest of an object, and the descriptor by which lists of referrers name it."""
     annotations = {
         _KEY: key,
         _DIGEST: digest,
@@ -103,7 +103,7 @@ def _rfc3339(time_ns: int) -> str:
 
 
 def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
-    """The object that a descriptor in a list of referrers stands for; None where it is none."""
+    """Return the object that a descriptor in a list of referrers stands for; None for others."""
     annotations = descriptor.get("annotations")
     manifest_digest = descriptor.get("digest")
     if not isinstance(annotations, dict) or not isinstance(manifest_digest, str):
@@ -129,7 +129,7 @@ def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
 
 
 def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[StoredObject]]:
-    """All objects in a list of referrers, the one that counts of each key last."""
+    """Return the objects in a list of referrers by key, the one that counts of each last."""
     found: dict[str, list[StoredObject]] = {}
     for descriptor in descriptors:
         stored = decode_object(descriptor) if isinstance(descriptor, dict) else None
