@@ -37,10 +37,6 @@ side and share the line, so large ones would all end together, and the first pag
 the last; small ones waste their latency. So: small while a start waits for its first pages, large
 when it is under way."""
 
-_DEADLINE_SHARE = 0.25
-_WAIT_S_MAX = 10.0
-"""A frame that a reader waits for and that has not come by then comes from a store that hangs."""
-
 _FOLLOW_S = 120.0
 _PATIENCE_S = 0.5
 """All waits for another server's fetches together: what is lost when it is slow. At 1 Gbit it
@@ -247,10 +243,9 @@ class Replay:
     def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
         """Wait for the pending frames that hold any of this range, moving them to the front.
 
-        False when there are none. Never raises: what did not come is for the caller to see.
+        False when there are none. The wait for a frame ends, and with it the use of the bundle,
+        when nothing came for `deadline_s`. Never raises: the caller looks into the cache.
         """
-        # The blobs are still to be asked within the deadline.
-        deadline_s = min(deadline_s * _DEADLINE_SHARE, _WAIT_S_MAX)
         waited = False
         for number in self._placement.frames_for(blob, offset, length):
             if not self._pending[number]:

@@ -1,20 +1,17 @@
-"""The one deadline of a read: what is left of it for each place that is asked, and who has had it.
+"""The one deadline of a read: the rest for each place that is asked, and ranges that used it up.
 
-A store that refuses at once, as one that restarts or a share that is not mounted, is asked again
-until the deadline. Of a read that fails the kernel asks a second time: first it had read ahead,
-then it wants the page. So a range whose time is used up fails at once for a moment. Thread-safe.
+Of a read that fails the kernel asks a second time: first it had read ahead, then it wants the page.
+So a range whose time is used up fails at once for a moment.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError
-from bootseer.transfer.chunks import ChunkFetcher, Deliver
-from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
-from bootseer.transfer.ranges import Fetch
+from bootseer.errors import BootseerError, DeadlineError
 
 _AGAIN_S = 1.0
 """The kernel's second request comes within milliseconds; a program that tries again comes later."""
@@ -23,51 +20,28 @@ _RANGES_MAX = 64
 
 
 class Budget:
-    """What is left of one read's deadline."""
+    """Rest of one read's deadline: how long it may still wait without any bytes. For one thread."""
 
     def __init__(self, deadline_s: float) -> None:
-        self._until_s = time.monotonic() + deadline_s
-
-    @property
-    def left_s(self) -> float:
+        self._deadline_s = deadline_s
+        self.left_s = deadline_s
         """Seconds; 0 when it is used up."""
-        return max(0.0, self._until_s - time.monotonic())
 
-    def part_s(self, share: float) -> float:
-        """A share of what is left."""
-        return share * self.left_s
+    @contextlib.contextmanager
+    def spending(self, limit_s: float) -> Iterator[float]:
+        """Charge the time that the body takes, at most `limit_s`, which it gets.
 
-
-class Patience:
-    """Waits for a store that cannot be reached, until the deadline or until it is closed."""
-
-    def __init__(self, *, has_other: bool) -> None:
-        """`has_other`: there is a second source, which need not wait for the first one's end."""
-        self._has_other = has_other
-        self._closing = threading.Event()
-
-    def close(self) -> None:
-        """End the budget: no reader waits any more. Idempotent."""
-        self._closing.set()
-
-    def demand(
-        self, fetcher: ChunkFetcher, fetches: Sequence[Fetch], deliver: Deliver, budget: Budget
-    ) -> None:
-        """`ChunkFetcher.demand_all`, again and again until it does not end in UnavailableError.
-
-        Raises: as it does; DeadlineError when the time is used up; UnavailableError where there is
-        a second source, and when this is closed.
+        A body that waits no longer than `limit_s` without bytes takes more only while bytes come.
         """
-        attempts = Attempts(UNTIL_DEADLINE, budget.left_s)
-        while True:
-            try:
-                return fetcher.demand_all(fetches, deliver, deadline_s=budget.left_s)
-            except UnavailableError as error:
-                pause_s = attempts.pause_s(error)
-                if self._has_other or self._closing.wait(pause_s or 0.0):
-                    raise
-                if pause_s is None:
-                    raise DeadlineError(f"{error}; it was asked until the deadline") from error
+        start_s = time.monotonic()
+        try:
+            yield limit_s
+        finally:
+            self.left_s -= min(time.monotonic() - start_s, limit_s)
+
+    def restart(self) -> None:
+        """Begin anew, because bytes have come."""
+        self.left_s = self._deadline_s
 
 
 class _Late(Struct, frozen=True):
@@ -79,14 +53,14 @@ class _Late(Struct, frozen=True):
 
 
 class LateRanges:
-    """What could not be had within its deadline a moment ago."""
+    """Ranges that could not be had within their deadline a moment ago. Thread-safe."""
 
     def __init__(self) -> None:
         self._ranges: list[_Late] = []
         self._lock = threading.Lock()
 
     def note(self, blob: int, offset: int, length: int, error: BootseerError) -> None:
-        """A read of this range has waited for all of its deadline, in vain."""
+        """Note that a read of this range has waited for all of its deadline, in vain."""
         now_s = time.monotonic()
         late = _Late(blob, offset, offset + length, now_s + _AGAIN_S, error)
         with self._lock:
@@ -94,7 +68,7 @@ class LateRanges:
             self._ranges.append(late)
 
     def check(self, blob: int, offset: int, length: int) -> None:
-        """Raises: DeadlineError for what a read has waited for until a moment ago."""
+        """Raise DeadlineError for a range that a read has waited for until a moment ago."""
         if not self._ranges:
             return
         now_s = time.monotonic()

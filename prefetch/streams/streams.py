@@ -15,10 +15,10 @@ from operator import attrgetter
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
-from bootseer.errors import BootseerError, CorruptError, DeadlineError
+from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, NodeCache
-from bootseer.prefetch.streams.budget import Budget, LateRanges, Patience
+from bootseer.prefetch.streams.budget import Budget, LateRanges
 from bootseer.prefetch.streams.claims import Claims
 from bootseer.prefetch.streams.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.streams.frame_memory import FrameMemory
@@ -26,6 +26,7 @@ from bootseer.prefetch.streams.readahead import ReadAhead
 from bootseer.prefetch.streams.repairs import Repair, Repairs
 from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.figures import Statistics
+from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE
 from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 
 _MEMORY_BYTES = 64 * 2**20
@@ -36,6 +37,10 @@ _OTHERS_SHARE = 0.1
 """A share of the deadline: for another server of the node that is fetching the same. It reads from
 the same store, so that to ask oneself would rarely be faster."""
 _POLL_S = 0.001
+_BUNDLE_SHARE = 0.25
+_BUNDLE_S_MAX = 10.0
+"""A share of the deadline: a frame of the bundle of which nothing has come by then comes from a
+store that hangs."""
 _STORE_SHARE = 2 / 3
 """A share of a read's deadline, where there is a second source: enough for two attempts at the
 store."""
@@ -87,7 +92,7 @@ class BlobStreams:
         }
         self._repairs = Repairs(repair)
         self._late = LateRanges()
-        self._patience = Patience(has_other=repair is not None)
+        self._is_closed = False
         self.on_damage = on_damage
         mark = None if claimant is None else cache.claims_mark(claimant)
         self.caches = cache.open_image(blobs, mark=mark, is_local=is_local)
@@ -98,6 +103,9 @@ class BlobStreams:
             read_object,
             threads=workers,
             deadline_s=deadline_s,
+            # A second source need not wait for the end of the first one. Without one, a store that
+            # refuses at once, as one that restarts, is asked again until the deadline.
+            demand_policy=REQUEST if repair else UNTIL_DEADLINE,
             fill_bytes_per_s=fill_bytes_per_s,
             is_cached=self._is_verified,
             on_progress=on_progress,
@@ -117,11 +125,11 @@ class BlobStreams:
     ) -> bytes | memoryview:
         """`length` bytes at `offset` of the stream of blob number `blob`.
 
-        Waits no longer than one deadline, whichever server is asked, or several while a second
-        source brings bytes; `budget` is what is left of one that several such reads share. `reader`
-        identifies who reads on (a file) and `end` where that ends: reads of one reader that follow
-        each other are fetched ahead. Raises: DeadlineError, CorruptError, UnavailableError,
-        NotFoundError, OSError.
+        Waits no longer than one deadline without any bytes, whichever server is asked, or several
+        while a second source brings bytes; `budget` is the rest of one that several reads share.
+        `reader` identifies who reads on (a file) and `end` where that ends: reads of one reader
+        that follow each other are fetched ahead. Raises: DeadlineError, CorruptError,
+        UnavailableError, NotFoundError, OSError.
         """
         cache = self.caches[blob]
         content = cache.get(offset, length)
@@ -139,6 +147,7 @@ class BlobStreams:
                 self._late.note(blob, offset, length, error)
                 raise
             failed = False
+            budget.restart()
             return data
         finally:
             self.faults.fault(time.monotonic_ns() - started_ns, failed=failed)
@@ -152,14 +161,19 @@ class BlobStreams:
     ) -> bytes | memoryview:
         cache = self.caches[blob]
         replay = self.replay
-        if replay is not None and replay.demand(blob, offset, length, budget.left_s):
-            self.faults.bundle_wait()
-            content = cache.get(offset, length)
-            if content is not None:
-                return content
+        if replay is not None:
+            # The blobs are still to be asked within the deadline.
+            with budget.spending(min(_BUNDLE_SHARE * budget.left_s, _BUNDLE_S_MAX)) as limit_s:
+                has_waited = replay.demand(blob, offset, length, limit_s)
+            if has_waited:
+                self.faults.bundle_wait()
+                content = cache.get(offset, length)
+                if content is not None:
+                    return content
         try:
             share = _STORE_SHARE if self._repairs.are_possible else 1.0
-            self._fetch(blob, offset, length, reader, end, budget.part_s(share))
+            with budget.spending(share * budget.left_s) as limit_s:
+                self._fetch(blob, offset, length, reader, end, limit_s)
         except BootseerError as error:
             if isinstance(error, CorruptError):
                 missing = self._missing_frames(blob, offset, length)
@@ -195,9 +209,8 @@ class BlobStreams:
         first, last = frames[numbers[0]], frames[numbers[-1]]
         offset = first.stream_offset
         length = last.stream_offset + last.stream_length - offset
-        budget = Budget(limit_s)
-        others = Budget(min(_OTHERS_S, limit_s * _OTHERS_SHARE))
-        while not cache.proven.announce(offset, length) and others.left_s:
+        others_s = time.monotonic() + min(_OTHERS_S, limit_s * _OTHERS_SHARE)
+        while not cache.proven.announce(offset, length) and time.monotonic() < others_s:
             time.sleep(_POLL_S)
             if cache.has(offset, length):
                 return
@@ -208,7 +221,11 @@ class BlobStreams:
             self.faults.frames(fault_count=len(chunks))
             # Planned without looking into the cache again: the fetcher does, at the last moment.
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
-            self._patience.demand(self.fetcher, fetches, self._deliver_fault, budget)
+            self.fetcher.demand_all(fetches, self._deliver_fault, deadline_s=limit_s)
+        except UnavailableError as error:
+            if self._repairs.are_possible or self._is_closed:
+                raise
+            raise DeadlineError(f"{error}; it was asked until the deadline") from error
         finally:
             cache.proven.withdraw(offset, length)
 
@@ -350,7 +367,7 @@ class BlobStreams:
 
     def close(self, *, durable: bool = True) -> None:
         """End all transfers and let go of the cache (see `StreamCache.close`). Idempotent."""
-        self._patience.close()
+        self._is_closed = True
         if self.replay is not None:
             self.replay.stop()
         self.fetcher.close()

@@ -1,10 +1,9 @@
 """Streams the frames of a tree's blobs out of the store ahead of the extraction that consumes them.
 
-Alone owns the window of frames in memory, and that memory, which is used again and again. Frames
-are fetched in the order in which they will be wanted, in parallel and in runs of neighbours, and
-each is verified as it arrives. So the storage's own checks are left out, where it has a way that
-does without, until something has come damaged. What an extraction needs and is not here yet becomes
-a demand. The extraction's thread reads; what arrives comes from the fetcher's.
+Frames are fetched in the order in which they will be wanted, in parallel and in runs of neighbours,
+and each is verified before its run is delivered. `FrameSource` holds the window of runs in memory,
+and that memory, which is used again and again. A run that an extraction needs and that is not here
+yet becomes a demand. The extraction's thread reads; runs are delivered by the fetcher's threads.
 """
 
 import threading
@@ -23,8 +22,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
 from bootseer.store import Store
-from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.chunks import ChunkFetcher
+from bootseer.transfer.chunks import ChunkFetcher, matches_digest
 from bootseer.transfer.ranges import Chunk, Priority, covering
 
 # Enough to keep eight streams busy while a thread is held up by a large file.
@@ -142,13 +140,12 @@ class FrameSource(Closing):
         self._next = 0
         self._ahead: set[int] = set()
         self._ahead_bytes = 0
-        # Blobs of which something came damaged, or not at all.
-        self._doubted: set[str] = set()
         self._fetcher = ChunkFetcher(
-            self._fetch,
+            store.read_verified,
             deadline_s=deadline_s,
             take_buffer=self._take_buffer,
             is_cached=self._has,
+            verify=self._is_right,
             on_progress=on_progress,
         )
         self._advance()
@@ -176,30 +173,23 @@ class FrameSource(Closing):
         at = bisect_right(frames, offset, key=_end)
         if at == len(frames):
             raise CorruptError(f"there is no byte {offset} of a blob {blob} in this snapshot")
-        return frames[at].offset, self._verified(blob, frames[at : at + 1])
+        return frames[at].offset, self._alone(blob, frames[at])
 
     def _run(self, number: int, run: Run) -> memoryview:
         data = self._taken(number, run)
         if data is None:
             self._fetcher.demand(run.chunk, self._deliver)
             data = self._taken(number, run)
-        if data is None:
-            # Damaged on the way.
-            data = self._verified(run.blob, self._plan.blobs[run.blob][run.first : run.behind])
+        assert data is not None
         self._advance()
         return data
 
-    def _verified(self, blob: int, frames: Sequence[Frame]) -> memoryview:
-        """Neighbouring frames, which the fetcher verifies, and asks for again one by one."""
-        key = self._plan.keys[blob]
-        chunks = [Chunk(key, frame.offset, frame.length, frame.digest) for frame in frames]
-        found: dict[int, bytes] = {}
-
-        def keep(chunk: Chunk, data: memoryview) -> None:
-            found[chunk.offset] = bytes(data)
-
-        self._fetcher.demand_all([covering(chunks, Priority.DEMAND)], keep)
-        return memoryview(b"".join(found[frame.offset] for frame in frames))
+    def _alone(self, blob: int, frame: Frame) -> memoryview:
+        """Return a frame that is in no run."""
+        found: list[bytes] = []
+        chunk = Chunk(self._plan.keys[blob], frame.offset, frame.length, frame.digest)
+        self._fetcher.demand(chunk, lambda _, data: found.append(bytes(data)))
+        return memoryview(found[0])
 
     def _taken(self, number: int, run: Run) -> memoryview | None:
         with self._lock:
@@ -228,17 +218,21 @@ class FrameSource(Closing):
     def _has(self, chunk: Chunk) -> bool:
         return self._numbers.get(chunk, -1) in self._here
 
-    def _deliver(self, chunk: Chunk, data: memoryview) -> None:
-        """A run, if all of its frames are right."""
-        number = self._numbers[chunk]
+    def _is_right(self, chunk: Chunk, data: memoryview) -> bool:
+        """Whether each frame of a run has its digest."""
+        number = self._numbers.get(chunk)
+        if number is None:
+            return matches_digest(chunk, data)
         run = self._plan.runs[number]
-        for frame in self._plan.blobs[run.blob][run.first : run.behind]:
-            start = frame.offset - chunk.offset
-            if content_digest(data[start : start + frame.length]) != frame.digest:
-                self._doubted.add(chunk.key)
-                return
+        return all(
+            content_digest(data[frame.offset - chunk.offset : _end(frame) - chunk.offset])
+            == frame.digest
+            for frame in self._plan.blobs[run.blob][run.first : run.behind]
+        )
+
+    def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         with self._lock:
-            self._here[number] = data
+            self._here[self._numbers[chunk]] = data
 
     def _take_buffer(self, length: int) -> memoryview:
         """Memory for one of the fetcher's reads, which no other thread writes to."""
@@ -247,16 +241,6 @@ class FrameSource(Closing):
             if length <= _FETCH_BYTES and self._spare:
                 buffer = self._spare.pop()
         return memoryview(buffer or bytearray(max(length, _FETCH_BYTES)))[:length]
-
-    def _fetch(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """The fetcher's reader."""
-        if key in self._doubted:
-            return self._store.read_into(key, offset, buffer, attempt)
-        try:
-            return self._store.read_verified(key, offset, buffer, attempt)
-        except BaseException:
-            self._doubted.add(key)
-            raise
 
     def _advance(self) -> None:
         """Submit what the window has room for."""

@@ -29,6 +29,7 @@ KEY_MAX_BYTES = 1024
 _DEPTH_MAX = 32
 # More blobs than an image has layers, mostly; each has a descriptor, or what a NameNode has said.
 _READERS_MAX = 64
+_DOUBTED_MAX = 1024
 _HIDDEN = (TEMPORARY, MARK)
 # A publish that took longer than this is dead. Compared with the storage's own clock, so it
 # must exceed any clock skew by far.
@@ -56,6 +57,8 @@ class Store(Closing):
         self._is_remembered = False
         self._swept = False
         self._readers: OrderedDict[str, Reader] = OrderedDict()
+        self._doubted: set[str] = set()
+        """Keys of objects of which damaged bytes have come."""
         self._lock = threading.Lock()
 
     @property
@@ -84,13 +87,15 @@ class Store(Closing):
         return self.backend.read_into(check_key(key), offset, buffer, attempt)
 
     def read_verified(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """As `read_into`, for content whose digest the caller checks: the object is kept open, and
-        the storage's own checksums are asked only of an attempt that follows another one.
+        """As `read_into`, for content whose digest the caller checks: the object is kept open.
 
-        On HDFS the first read of an object asks the NameNode, and the others go straight to its
-        DataNodes. For objects that are never replaced.
+        The storage's own checksums are asked only of an attempt that follows another one, and for
+        an object of which damaged bytes have come. On HDFS the first read of an object asks the
+        NameNode, and the others go straight to its DataNodes. For objects that are never replaced.
         """
-        if attempt.is_second:
+        if attempt.follows_damage and len(self._doubted) < _DOUBTED_MAX:
+            self._doubted.add(key)
+        if attempt.is_second or key in self._doubted:
             self._drop_reader(key)
             return self.read_into(key, offset, buffer, attempt)
         attempt.is_checked = True

@@ -21,7 +21,9 @@ from bootseer.errors import (
 )
 from bootseer.linux.removal import remove_tree
 from bootseer.store import Store, open_store
+from bootseer.store.backend import HasDescriptor
 from bootseer.store.local.backend import LocalBackend
+from bootseer.transfer.attempt import Attempt
 from testbed.needs import MissingError
 from testbed.trees import nest
 from testbed.waiting import wait_for
@@ -380,3 +382,27 @@ def test_importing_is_cheap() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert output.stdout.strip() == "[]"
+
+
+def test_an_object_of_which_damage_came_is_no_more_read_past_the_storages_checks(
+    tmp_path: Path,
+) -> None:
+    """One damaged disk cost each later read of the object a second one."""
+    opened: list[str] = []
+
+    class Watched(LocalBackend):
+        def open_reader(self, path: str, *, is_checked: bool = False) -> HasDescriptor:
+            if is_checked:
+                opened.append(path)
+            return super().open_reader(path, is_checked=is_checked)
+
+    with Store(Watched(tmp_path)) as store:
+        for key in ("a", "b"):
+            store.publish(key, b"12345")
+        for key in ("a", "b"):
+            for damage in (False, True, False, False):
+                buffer, attempt = bytearray(5), Attempt()
+                attempt.is_second = attempt.follows_damage = damage and key == "a"
+                assert store.read_verified(key, 0, memoryview(buffer), attempt) == 5
+                assert buffer == b"12345"
+    assert opened == ["a", "b"]

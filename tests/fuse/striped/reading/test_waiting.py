@@ -1,5 +1,6 @@
 """How long readers wait: as long as bytes move, and no longer than somebody can bring them."""
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.fuse.striped.memory import MemoryBudget
 from bootseer.fuse.striped.storage import StripedStorage
+from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store.local.backend import LocalBackend
 from bootseer.transfer.attempt import Attempt
 from testbed.waiting import pause, wait_for
+from tests.bootseer.transfer.thin_line import ThinLine
 from tests.fuse.striped.support.faulty import FaultyBackend, hanging
 from tests.fuse.striped.support.harness import Driver, storage_on
 
@@ -97,6 +100,51 @@ def test_a_byte_now_and_then_is_silence(slow: StripedStorage) -> None:
     file = slow.reader.open(slow.tree.stored.view("f"))
     with pytest.raises(DeadlineError, match="no answer"):
         slow.reader.read_bytes(file, 0, UNIT)
+
+
+class BehindThinLine(LocalBackend):
+    """Parts come over a line that all nodes share."""
+
+    def __init__(self, root: Path, line: ThinLine) -> None:
+        super().__init__(root)
+        self._line = line
+
+    def open_reader(self, path: str, *, is_checked: bool = False):  # type: ignore[no-untyped-def]
+        reader = super().open_reader(path, is_checked=is_checked)
+        whole = reader.read_into
+        if PARTS_FOLDER not in path:
+            return reader
+
+        def read_into(offset: int, buffer: memoryview, attempt: Attempt) -> int:
+            data = memoryview(bytearray(len(buffer)))
+            count = whole(offset, data, Attempt())
+            return self._line.bring(data[:count], buffer[:count], attempt)
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+
+def test_eight_nodes_behind_a_thin_line_all_read_their_file(tmp_path: Path) -> None:
+    unit, data, deadline_s = 72 << 10, random.Random(1).randbytes(2 * 72 << 10), 2.0
+    settings = StripeSettings(unit, 2, deadline_s)
+    with StripedStorage(LocalBackend(tmp_path), settings, memory_bytes=32 * unit) as storage:
+        Driver(storage).write("f", data)
+    line = ThinLine(8 * 2 * 16 * 1024)
+
+    def node(is_direct: bool) -> bytes:
+        backend = BehindThinLine(tmp_path, line)
+        with StripedStorage(backend, settings, memory_bytes=32 * unit, thread_count=2) as storage:
+            file = storage.reader.open(storage.tree.stored.view("f"))
+            if not is_direct:
+                return storage.reader.read_bytes(file, 0, len(data))
+            buffer = bytearray(len(data))
+            storage.reader.read_into(file, 0, memoryview(buffer))
+            return bytes(buffer)
+
+    with ThreadPoolExecutor(8) as pool:
+        for read in [pool.submit(node, number % 2 == 0) for number in range(8)]:
+            assert read.result() == data
+    assert time.monotonic() - line.began_s > 1.5 * deadline_s, "or the line was not thin"
 
 
 def test_readers_of_a_file_that_cannot_be_read_hold_up_nobody_else(tmp_path: Path) -> None:
