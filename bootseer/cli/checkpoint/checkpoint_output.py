@@ -41,23 +41,19 @@ def opened(
     stripe_count: int | None = None,
     layout: str = "striped",
 ) -> "Iterator[Place]":
-    """What `url` names; the storage is closed in the end."""
+    """Yield the place that `url` names. The storage is closed in the end."""
     from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-    from bootseer.fuse.striped.storage import StripedStorage
-    from bootseer.fuse.striped.stripe_settings import StripeSettings
+    from bootseer.fuse.striped.tools.copy import open_storage
     from bootseer.fuse.striped.tools.copy_tree import Place, split_url
-    from bootseer.store import open_backend
 
-    settings = current_settings()
     folder, name = split_url(url)
-    stripes = StripeSettings(
-        DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
-        DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
-        settings.deadline_s,
-        "plain" if layout == "plain" else "striped",
-    )
-    backend = open_backend(folder, deadline_s=settings.deadline_s)
-    with StripedStorage(backend, stripes, memory_bytes=settings.memory_bytes) as storage:
+    with open_storage(
+        current_settings(),
+        folder,
+        stripe_unit_bytes=DEFAULT_STRIPE_UNIT_BYTES if stripe_unit is None else stripe_unit,
+        stripe_count=DEFAULT_STRIPE_COUNT if stripe_count is None else stripe_count,
+        layout="plain" if layout == "plain" else "striped",
+    ) as storage:
         yield Place(storage, name)
 
 

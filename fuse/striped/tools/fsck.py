@@ -112,7 +112,7 @@ def check_folder(backend: Backend, stored: StoredFiles, folder: str) -> FolderRe
     # If a layout cannot be read, its parts are not known.
     if any(trouble.reason.endswith("layout") for trouble in troubles):
         garbage = []
-    measured = tuple(_measure(backend, info) for info in (*garbage, *copies))
+    measured = tuple(_measure(_with_all_below(backend, info)) for info in (*garbage, *copies))
     return FolderReport(folder, count, tuple(troubles), measured)
 
 
@@ -122,23 +122,21 @@ def _parts_of(view: FileView) -> set[str]:
     return {generation_folder(view.directory, segment.generation) for segment in segments}
 
 
-def _measure(backend: Backend, info: FileInfo) -> Garbage:
-    """Return size and age of a stored file or folder, with everything in it."""
-    size, newest = 0, info.modified_ns
-    for inner in _with_all_below(backend, info):
-        size += inner.size_bytes
-        newest = max(newest, inner.modified_ns)
-    return Garbage(info.path, size, newest, info.is_dir)
-
-
-def _with_all_below(backend: Backend, info: FileInfo) -> Iterator[FileInfo]:
-    """Yield a stored file or folder, and everything in it at any depth."""
+def _with_all_below(backend: Backend, info: FileInfo) -> list[FileInfo]:
+    """Return a stored file or folder, and everything in it at any depth."""
     found = [info]
     for one in found:
-        yield one
         if one.is_dir:
             with contextlib.suppress(NotFoundError):
                 found += backend.list(one.path)
+    return found
+
+
+def _measure(found: Sequence[FileInfo]) -> Garbage:
+    """Return size and age of the first of `found`, which contains the others."""
+    size_bytes = sum(one.size_bytes for one in found)
+    newest_ns = max(one.modified_ns for one in found)
+    return Garbage(found[0].path, size_bytes, newest_ns, found[0].is_dir)
 
 
 def delete_garbage(storage: StripedStorage, report: FolderReport, age_s: float) -> list[Garbage]:
@@ -177,9 +175,12 @@ def _delete(
     for one in batch:
         # The report may be as old as its reader was slow.
         with contextlib.suppress(NotFoundError):
-            found = _measure(backend, backend.stat(one.path))
-            if found.modified_ns <= limit_ns and not _is_open(backend, found):
-                old.append(found)
+            found = _with_all_below(backend, backend.stat(one.path))
+            measured = _measure(found)
+            if measured.modified_ns <= limit_ns and not any(
+                backend.is_being_written(each.path) for each in found if not each.is_dir
+            ):
+                old.append(measured)
     named: set[str] = set()
     for info in storage.tree.stored.entries(folder) if old else ():
         if not info.is_dir:
@@ -189,12 +190,3 @@ def _delete(
     for one in deleted:
         backend.delete(one.path, recursive=True)
     return deleted
-
-
-def _is_open(backend: Backend, garbage: Garbage) -> bool:
-    info = FileInfo(garbage.path, garbage.size_bytes, garbage.modified_ns, garbage.is_dir)
-    return any(
-        backend.is_being_written(one.path)
-        for one in _with_all_below(backend, info)
-        if not one.is_dir
-    )
