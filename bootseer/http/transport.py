@@ -503,7 +503,8 @@ class Transport(Closing):
         if proxy is None:
             proxy = proxy_for(scheme, host)
         # Plain HTTP must not pay for reading the system's certificates, nor fail for want of ours.
-        key = f"{scheme} {proxy}"
+        # A forked child shares no connection with its parent.
+        key = f"{os.getpid()} {scheme} {proxy}"
         with self._lock:
             manager = self._managers.get(key)
             if manager is None:

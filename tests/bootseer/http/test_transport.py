@@ -1,6 +1,8 @@
 """Requests to a server that drips, redirects or wants a proxy."""
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -63,6 +65,45 @@ def test_a_proxy_whose_answer_never_ends_is_left(monkeypatch: pytest.MonkeyPatch
         error = ends(lambda: transport.request("GET", "https://far.example/v2/", {}))
         assert isinstance(error, DeadlineError | UnavailableError)
         transport.close()
+
+
+_FORKED = """
+import os, signal, sys
+from bootseer.http.transport import Server, Transport
+
+server = Server("here", sys.argv[1])
+transport = Transport(server, 60.0)
+
+def ask():
+    with transport.request("GET", server.base_url + "/", {}) as response:
+        return response.read_all(100, 60.0)
+
+ask()
+pid = os.fork()
+if not pid:
+    signal.alarm(60)
+    os._exit(ask() != b"answer")
+os.waitpid(pid, 0)
+ask()
+"""
+
+
+def test_a_forked_child_has_connections_of_its_own() -> None:
+    """On its parent's it would get the parent's answers."""
+    ports: list[int] = []
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            ports.append(self.client_address[1])
+            self.reply(200, b"answer")
+
+    server = serve(Handler)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    subprocess.run([sys.executable, "-c", _FORKED, url], timeout=120, check=True)
+    server.shutdown()
+    server.server_close()
+    parent, child, again = ports
+    assert parent == again != child
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
