@@ -23,6 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -75,10 +76,10 @@ class Node(Struct, eq=False):
     would do in the stored file."""
     is_forgotten: bool = False
     """Whether the kernel let go of it, and only its children keep it."""
-    handles: "list[Handle]" = field(default_factory=list)
-    children: "dict[str, Node]" = field(default_factory=dict)
+    handles: "list[Handle]" = field(default_factory=lambda: _NO_HANDLES)
+    children: "dict[str, Node]" = field(default_factory=lambda: _NO_NODES)
     """Nodes that lookups in this directory find."""
-    writing: "dict[str, list[Node]]" = field(default_factory=dict)
+    writing: "dict[str, list[Node]]" = field(default_factory=lambda: _NO_NODES)
     """Nodes of the writers of this directory's files."""
 
     @property
@@ -263,6 +264,11 @@ class Handle(Struct, eq=False):
             is_unfinished=self.is_unfinished,
             was_killed=self.killed,
         )
+
+
+# Shared by all nodes that have none: most of a million files that the kernel knows. Never changed.
+_NO_HANDLES: list[Handle] = []
+_NO_NODES: dict[str, Any] = {}
 
 
 class Wish(Struct, eq=False):
@@ -486,8 +492,12 @@ class NodeTable:
     def _put(self, node: Node, parent: Node) -> None:
         node.parent = parent
         if node.is_writing:
+            if parent.writing is _NO_NODES:
+                parent.writing = {}
             parent.writing.setdefault(node.name, []).append(node)
         else:
+            if parent.children is _NO_NODES:
+                parent.children = {}
             parent.children[node.name] = node
 
     def _take(self, node: Node, parent: Node) -> None:
@@ -578,8 +588,11 @@ class NodeTable:
 
     def add_handle(self, handle: Handle) -> None:
         """Add the handle of an open file."""
+        node = handle.node
+        if node.handles is _NO_HANDLES:
+            node.handles = []
+        node.handles.append(handle)
         self.handles[handle.id] = handle
-        handle.node.handles.append(handle)
 
     def close(self, handle: Handle) -> None:
         """Drop an open file."""
