@@ -111,6 +111,10 @@ class LimitedBackend(Backend):
         self._meter.request()
         return self._inner.stat(path)
 
+    def stat_file(self, path: str) -> FileInfo:
+        self._meter.request()
+        return self._inner.stat_file(path)
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         self._meter.request()
         # From the inner backend in one piece: slice by slice could mix two versions of a file.

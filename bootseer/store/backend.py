@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
-from bootseer.errors import UnsupportedError
+from bootseer.errors import NotFoundError, UnsupportedError
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
@@ -274,6 +274,14 @@ class Backend(ABC):
         UnavailableError.
         """
         return _PathReader(self, path)
+
+    def stat_file(self, path: str) -> FileInfo:
+        """As `stat`, where nothing but a file is looked for. Raises: NotFoundError, also for a
+        folder."""
+        info = self.stat(path)
+        if info.is_dir:
+            raise NotFoundError(f"{self.url}/{path} is a folder and no file")
+        return info
 
     def delete_files(self, paths: Sequence[str]) -> None:
         """Remove files, by as few requests as the storage can; missing ones are no error.

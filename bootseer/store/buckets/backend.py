@@ -93,6 +93,8 @@ class BucketBackend(Folder, Backend):
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-bucket")
         self._lock = threading.Lock()
         self._opened: dict[tuple[str, _Kind], Any] = {}
+        # Buckets that have answered: what is not found in them is not there.
+        self._reached: set[str] = set()
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -164,6 +166,7 @@ class BucketBackend(Folder, Backend):
 
         try:
             result: Result = self._caller.run(guarded, limit_s)
+            self._reached.add(bucket)
             return result
         except NoAnswerError as error:
             raise DeadlineError(f"cannot {what}: {error}") from error
@@ -171,15 +174,27 @@ class BucketBackend(Folder, Backend):
     # ---- looking ------------------------------------------------------------------------------
 
     def stat(self, path: str) -> FileInfo:
+        return self._stat(path, is_file=False)
+
+    def stat_file(self, path: str) -> FileInfo:
+        """As `Backend.stat_file`, by one request where the bucket is known to be there."""
+        return self._stat(path, is_file=True)
+
+    def _stat(self, path: str, *, is_file: bool) -> FileInfo:
+        bucket = self._bucket(path)[2]
+
         def look(store: Any, key: str, _: Call[Any]) -> FileInfo:
             if key:
                 try:
                     return _info(path, load().head(store, key))
                 except FileNotFoundError:
                     pass
-            # This also tells whether the bucket is there.
-            if self._has_below(store, key) or not key:
-                return FileInfo(path, 0, 0, True)
+            if not (is_file and bucket in self._reached):
+                # This also tells whether the bucket is there.
+                is_folder = self._has_below(store, key) or not key
+                self._reached.add(bucket)
+                if is_folder and not is_file:
+                    return FileInfo(path, 0, 0, True)
             raise NotFoundError(f"cannot look at {self._name(path)}: it does not exist")
 
         return self._run("look at", path, look)

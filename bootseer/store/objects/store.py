@@ -124,10 +124,7 @@ class Store(Closing):
 
     def info(self, key: str) -> FileInfo:
         """Size and time of an object. Raises: NotFoundError."""
-        info = self.backend.stat(check_key(key))
-        if info.is_dir:
-            raise NotFoundError(f"{self.url}/{key} is a folder, not an object")
-        return info
+        return self.backend.stat_file(check_key(key))
 
     def size(self, key: str) -> int:
         """Bytes of an object. Raises: NotFoundError."""

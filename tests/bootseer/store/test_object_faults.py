@@ -200,6 +200,18 @@ def test_many_objects_are_deleted_by_one_request(relay: FaultyRelay, store: Stor
         store.delete_many(["a/starfish"])
 
 
+def test_what_is_missing_is_told_by_one_request(relay: FaultyRelay, store: Store) -> None:
+    """A second one looked for a folder of that name, which is no object."""
+    assert not store.exists("key")
+    # The first time, whether there is such a bucket.
+    assert asked(relay) == ["HEAD", "GET"]
+    put(store.backend, "folder/x", b"x")
+    asked(relay)
+    assert not store.exists("key")
+    assert not store.exists("folder")
+    assert asked(relay) == ["HEAD", "HEAD"]
+
+
 def test_what_leases_leave_behind_goes_by_few_requests(relay: FaultyRelay, store: Store) -> None:
     for number in range(30):
         put(store.backend, f".tmp/renewed-{number}", b"x")
