@@ -81,7 +81,7 @@ class HdfsBackend(Folder, Backend):
         return "/".join((self._root.rstrip("/"), *split_path(path))) or "/"
 
     def _full_file(self, path: str) -> str:
-        """As `_full`, for what may not be the root itself."""
+        """Return the path in the file system of a file, which the root itself is not."""
         return "/".join((self._root.rstrip("/"), *self._names_of_file(path)))
 
     # ---- reading --------------------------------------------------------------------------------
@@ -124,8 +124,7 @@ class HdfsBackend(Folder, Backend):
         return fill(native, lambda: native.client().read(full), name, offset, buffer, attempt)
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
-        """As `Backend.open_reader`: the NameNode is asked once for all reads, and again for
-        each reader."""
+        """Open a file for many reads; the NameNode is asked once, here. See `Backend`."""
         full = self._full_file(path)
         try:
             blocks = self._name_nodes.stored_blocks(full) if is_checked else ()
@@ -144,8 +143,7 @@ class HdfsBackend(Folder, Backend):
         return self._placer.is_one_rack
 
     def is_being_written(self, path: str) -> bool:
-        """As `Backend.is_being_written`. With Kerberos the NameNode takes no such question from us:
-        it cannot be told."""
+        """Tell whether the file is open for writing; yes where no NameNode says. See `Backend`."""
         try:
             return self._name_nodes.is_being_written(self._full_file(path))
         except UNANSWERED as error:
@@ -167,7 +165,7 @@ class HdfsBackend(Folder, Backend):
         self._native.call(move, verb, self._name(target))
 
     def can_join(self) -> bool:
-        """Whether the NameNode lets us call `concat`."""
+        """Tell whether the NameNode lets us call `concat`."""
         return self._name_nodes.take_calls()
 
     def join(self, target: str, sources: Sequence[str]) -> None:
@@ -210,7 +208,7 @@ class HdfsBackend(Folder, Backend):
             )
 
     def space(self) -> Space | None:
-        """The quota of the directory, else the cluster; None where the NameNode wants Kerberos."""
+        """Return the room of the root's quota, else of the cluster; None with Kerberos."""
         return self._name_nodes.space(self._root)
 
 

@@ -1,4 +1,4 @@
-"""Files written directly to DataNodes: parts, whose bytes have checksums of ours, and small files.
+"""Direct writes to DataNodes: of parts, which have checksums of ours, and of small files.
 
 What is written goes from the caller's buffer to the socket. (hdfs-native copies every byte twice,
 looks each one up in a table, and closes a file half a second later: measured 1.9 CPU s/GiB, against
@@ -61,17 +61,17 @@ _CONNECT_S = 2.0
 
 
 class ChecksumKind(Struct, frozen=True):
-    """One per so many bytes. Copies of a file are compared by these, so the kind matters."""
+    """Kind of the checksums that HDFS keeps of a file, and compares copies by."""
 
     number: int
     """ChecksumTypeProto."""
     piece_bytes: int
     add: Callable[[memoryview, int], int]
-    """The checksum of what had the given one, and of what follows."""
+    """Returns the checksum of a piece that follows one with the given checksum."""
 
 
 def crc32c(data: bytes | memoryview, before: int = 0) -> int:
-    """CRC-32C (Castagnoli) of what had the checksum `before`, and of `data` behind it."""
+    """Return the CRC-32C (Castagnoli) of bytes with the checksum `before`, and `data` behind."""
     checksum: int = google_crc32c.extend(before, bytes(data))  # it takes nothing that can change
     return checksum
 
@@ -83,7 +83,7 @@ STANDARD = ChecksumKind(2, 512, crc32c)
 
 
 def checksums_of(data: list[memoryview], kind: ChecksumKind) -> bytes:
-    """Returns the checksums of the pieces of `data`, in the form of a packet."""
+    """Return the checksums of the pieces of `data`, in the form of a packet."""
     sums = []
     checksum, room = 0, kind.piece_bytes
     for piece in data:
@@ -132,18 +132,18 @@ class Placer:
         begin_in_children(self)
 
     def begin(self) -> None:
-        """As `Begun.begin`."""
+        """Start with a new lock, as a forked child has to."""
         self._lock = threading.Lock()
 
     @property
     def is_one_rack(self) -> bool:
-        """As `Backend.is_one_rack`, of the DataNodes that were chosen before."""
+        """Whether all DataNodes that were chosen so far are in one rack."""
         with self._lock:
             return len({server.location for server in self._seen.values()}) <= 1
 
     def place(self, path: str, avoid: Collection[str]) -> Placed | None:
-        """Have the first block of the file at the absolute `path`, to which nothing was written
-        yet, put on DataNodes other than `avoid`; None where the NameNode does not say.
+        """Choose DataNodes other than `avoid` for the first block of the file at the absolute
+        `path`, which is still empty; None where the NameNode does not say.
 
         Raises: TooFewServersError; nothing was chosen then.
         """
@@ -200,7 +200,7 @@ class Placer:
 
 
 class DirectFile:
-    """A file that was created, and of which nothing was written."""
+    """New file that is written to its DataNodes block by block."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class DirectFile:
 
     @property
     def unconfirmed_bytes(self) -> int:
-        """How many of the last bytes written some DataNode may not have."""
+        """Number of the last bytes written that some DataNode may not have."""
         return self._block.sent_bytes - self._block.confirmed_bytes + self._waiting_bytes
 
     def write(self, data: Piece) -> None:
@@ -249,18 +249,17 @@ class DirectFile:
             self._block.write(waiting)
 
     def keep_alive(self) -> None:
-        """Keeps the file alive: to be called now and then where nothing is written. Raises: as
-        `write`."""
+        """Tell the DataNodes that the writer lives. Raises: as `write`."""
         self._block.keep_alive()
 
     def close(self) -> None:
-        """Return when all replicas have all, and the file is complete. Raises: as `write`."""
+        """Complete the file, once all replicas have all of it. Raises: as `write`."""
         self._send_waiting()
         last = self._block.finish()
         self._name_nodes.complete(self._placed.path, self._placed.holder, last)
 
     def drop(self) -> None:
-        """Let go of the DataNodes. Idempotent."""
+        """Close the connection. Idempotent."""
         self._waiting.clear()
         self._block.drop()
 
@@ -273,7 +272,7 @@ class DirectFile:
 
 
 class _Block:
-    """One block, and the connection to the first of its DataNodes."""
+    """Block in the making, and the connection to the first of its DataNodes."""
 
     def __init__(
         self, added: AddedBlock, holder: str, silence_max_s: float, kind: ChecksumKind
@@ -323,7 +322,7 @@ class _Block:
         self._send([messages.packet_head(0, messages.HEARTBEAT, 0)])
 
     def finish(self) -> messages.Message:
-        """The block, when all DataNodes have all of it."""
+        """Return the block, once all DataNodes have all of it."""
         self._unconfirmed.append(0)
         self._send([messages.packet_head(self.sent_bytes, self._number, 0, is_last=True)])
         known = -1
@@ -352,7 +351,7 @@ class _Block:
         self._take_confirmations()
 
     def _wait(self, events: int, end_s: float) -> None:
-        """Return when there was something of `events`; confirmations are taken."""
+        """Wait for one of `events`, and take confirmations that came."""
         self._poll.modify(self._socket, events)
         while True:
             # First: what is there now may be one byte of many, and what came before was not enough.
@@ -380,7 +379,7 @@ class _Block:
             self._confirmed_count += 1
 
     def _message(self) -> bytes | None:
-        """The next one that the DataNode sent; None where it is not here yet."""
+        """Return the next message of the DataNode; None as long as it has not come."""
         received = self._received
         while True:
             message, end = take_delimited(received, _MESSAGE_MAX_BYTES)

@@ -214,6 +214,6 @@ def packet_head(
 
 
 def packet_data_bytes(head: bytes) -> int:
-    """Return how much data follows a head, by what it says itself."""
+    """Return the number of bytes of data that a head announces."""
     count: int = _HEADER.unpack_from(head, _LENGTHS.size)[-1]
     return count

@@ -151,7 +151,7 @@ class StoredBlock(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """How many bytes of the file are in it."""
+        """Number of bytes of the file in the block."""
         length: int = self.block.numBytes
         return length
 
@@ -178,7 +178,7 @@ class AddedBlock(Struct, frozen=True):
 
 
 class _Site(Struct, frozen=True):
-    """What a cluster's URL and the Hadoop configuration of this machine say of its NameNodes."""
+    """NameNodes of a cluster, from its URL and the Hadoop configuration of this machine."""
 
     addresses: tuple[Address, ...]
     names: tuple[str, ...]
@@ -202,7 +202,7 @@ class _State(Enum):
 
 
 class Haste(Enum):
-    """How long a call waits for NameNodes that do not answer."""
+    """Patience of a call with NameNodes that do not answer."""
 
     CHECK = auto()
     """One attempt of two seconds at most."""
@@ -223,7 +223,7 @@ class NameNodes:
     """
 
     def __init__(self, cluster: str, deadline_s: float) -> None:
-        """`cluster`: `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`. Asks nobody."""
+        """Remember the cluster (`hdfs://HOST:PORT` or `hdfs://NAMESERVICE`); ask nobody."""
         self._cluster = cluster
         self._deadline_s = deadline_s
         self._state = _State.UNKNOWN
@@ -238,7 +238,7 @@ class NameNodes:
         begin_in_children(self)
 
     def begin(self) -> None:
-        """As `Begun.begin`: what is known of the cluster is as good in a forked child."""
+        """Start with a new lock, as a forked child has to; what is known stays known."""
         self._lock = threading.Lock()
         """Also held while the NameNodes are asked for the first time."""
 
@@ -296,8 +296,8 @@ class NameNodes:
         return None
 
     def _await_reachable(self, site: _Site) -> None:
-        """Return when a NameNode takes a connection. Says what is waited for: hdfs-native goes on
-        trying for a minute, and does not say. Raises: UnavailableError with the reason of each."""
+        """Wait until a NameNode takes a connection, and log that (hdfs-native tries for a minute,
+        in silence). Raises: UnavailableError with the reason of each."""
         limit_s = min(self._deadline_s, _REACH_S)
         attempts = Attempts(UNTIL_DEADLINE, limit_s)
         hint = f"check the URL {public_url(self._cluster)}"
@@ -322,7 +322,7 @@ class NameNodes:
             time.sleep(pause_s)
 
     def _say_why(self, error: BootseerError) -> None:
-        """It takes connections, and the question was not answered."""
+        """Explain a NameNode that takes connections, and does not answer."""
         cluster = public_url(self._cluster)
         if isinstance(error.__cause__, NotHadoopError):
             raise UnavailableError(
@@ -504,8 +504,8 @@ class NameNodes:
     # ---- room -----------------------------------------------------------------------------------
 
     def space(self, path: str) -> Space | None:
-        """Return what the quota of the directory `path` leaves, or else the cluster has; None where
-        it does not say. For one `path` only.
+        """Return the room that the quota of the directory `path` leaves, or else that of the
+        cluster; None where it does not say. For one `path` only.
 
         Both with replication, as HDFS counts. An answer is good for a while.
         """
@@ -548,8 +548,8 @@ class NameNodes:
 
 
 def _frames_of(user: str, client: bytes, retry_count: int, method: str, request: bytes) -> bytes:
-    """Return all that is sent on the connection of a call. What a `client` repeats under the same
-    identity is not done again."""
+    """Return the bytes that are sent for a call. A call that a `client` repeats under the same
+    identity is not made again."""
     context = encoded("IpcConnectionContext", userInfo={"effectiveUser": user}, protocol=PROTOCOL)
     header = encoded(
         "RequestHeader",
@@ -586,7 +586,7 @@ def _wait_for_reports(attempts: Attempts, error: Exception) -> None:
 
 
 def _text(value: str | bytes) -> str:
-    """Protobuf returns strings that are not UTF-8 as bytes."""
+    """Return a string field; protobuf gives those that are not UTF-8 as bytes."""
     if isinstance(value, bytes):
         raise ValueError("a name that is not UTF-8")
     return value

@@ -121,9 +121,10 @@ class Native:
         deadline_s: float | None = None,
         is_question: bool = False,
     ) -> Result:
-        """As `call`, for work that reports its progress. `is_question`: doing it twice changes no
-        more than doing it once, here either, and it is done again where a NameNode was left
-        meanwhile, or had no time to answer.
+        """Run work that reports its progress, within the deadline; errors say `verb` and `name`.
+
+        `is_question`: doing the work twice changes no more than doing it once, and it is done again
+        where a NameNode was left meanwhile, or had no time to answer.
 
         A NameNode that is not ready yet is waited for, until the deadline or for `patience_s`.
         """
@@ -256,7 +257,7 @@ class Native:
         return self.call(begin, "create", name)
 
     def recover_lease(self, path: str, name: str) -> None:
-        """Have the NameNode close a file that is being written, with what the DataNodes have of it.
+        """Close a file that is being written, by the NameNode, with the bytes that DataNodes have.
 
         Raises: DeadlineError and other BootseerErrors.
         """
@@ -306,7 +307,7 @@ _UNPLACED = "All DataNodes failed: []"
 
 
 def translate(error: BaseException, what: str) -> BootseerError:
-    """Return `error` of hdfs-native as one of ours, `what` ("read hdfs://...") put before the
+    """Return an error of hdfs-native as one of ours, with `what` ("read hdfs://...") before the
     reason.
 
     What is not in the table is UnavailableError: the server failed in a way that a later try,
@@ -373,8 +374,7 @@ def _check_kerberos_library() -> None:
 
 
 def _kerberos_failure(text: str) -> tuple[type[BootseerError], str] | None:
-    """Return the kind of failure and its reason, if Kerberos is what the client's `text` is
-    about."""
+    """Return the kind and the reason of a failure of Kerberos; None for any other `text`."""
     if match := _GSSAPI.search(text):
         reason = _kerberos_reason(_GENERAL.sub("", match[1]))
         if "Cannot contact any KDC" in reason:
@@ -399,7 +399,7 @@ def _kerberos_reason(text: str) -> str:
 
 
 class _Fork:
-    """What a forked child has to know of hdfs-native in its parent."""
+    """State of hdfs-native that forks are told of."""
 
     has_client = False
     """Whether this process, or one from which it was forked, talked to HDFS."""

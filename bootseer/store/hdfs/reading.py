@@ -44,7 +44,6 @@ _log = logging.getLogger(__name__)
 # The tokens with which DataNodes let us read blocks are good for some hours (10 by default), and
 # hdfs-native asks for new ones only when it opens a file.
 OPENED_S = 3600.0
-
 REMEMBERED_S = 60.0
 """How long what was learned of a DataNode holds: then it has a new chance."""
 _TELLING_BYTES = 256 << 10
@@ -55,8 +54,6 @@ _PATIENCE_S = 0.1
 """Before the first byte of a read comes, a disk may have to find it."""
 _FAR = 4.0
 """A read from another rack counts as so many: the network between racks is shared by all."""
-
-
 _CLIENT = "bootseer"
 _RESPONSE_MAX_BYTES = 4096
 # What a DataNode sends begins and ends at a multiple of this, or at the end of the block: what is
@@ -111,8 +108,8 @@ class HdfsReader:
 
     @property
     def opened(self) -> "tuple[FileReader, FileInfo, int]":
-        """hdfs-native's reader, what it opened, and the number of replicas. Raises as that does;
-        to be called within the deadline."""
+        """The file as hdfs-native has opened it, its info, and the number of replicas. Only for
+        work that `Native.run` does."""
         with self._lock:
             if self._file is None:
                 self._file = self._open()
@@ -127,7 +124,7 @@ class HdfsReader:
         return reader, info_of(self._info_path, status), status.replication or 1
 
     def _usable(self) -> "FileReader":
-        """As `opened`, and opened again now and then, where that is the same file still."""
+        """Return the opened file; opened again now and then, if it is the same file still."""
         reader, info, _ = self.opened
         with self._lock:
             is_due = time.monotonic() > self._opened_until_s
@@ -154,7 +151,7 @@ class HdfsReader:
         return self.opened[2] > 1
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """As the protocol says."""
+        """Fill `buffer`; see `Reader`."""
         if attempt.is_checked and self.blocks:
             count = self._data_nodes.read_into(self.blocks, offset, buffer, attempt)
             if count == len(buffer) or attempt.is_given_up:
@@ -164,7 +161,7 @@ class HdfsReader:
         return fill(self._native, self._usable, self._name, offset, buffer, attempt)
 
     def current(self) -> FileInfo:
-        """What was opened: blocks never change, whatever happens to the name."""
+        """Return the info of the opened file: blocks never change, whatever becomes of the name."""
         return self.opened[1]
 
 
@@ -309,7 +306,7 @@ class DataNodes:
         return attempt.done_bytes
 
     def close(self) -> None:
-        """Close what is idle. Idempotent."""
+        """Close idle connections. Idempotent."""
         with self._lock:
             self._idle.clear()
 
@@ -446,7 +443,7 @@ class DataNodes:
 
 
 def packet_headers(start: int, length: int, packet_bytes: int) -> bytes:
-    """The headers of all packets that are to come, the empty one at the end too."""
+    """Return the headers of all packets of a read, with the empty one at the end."""
     headers = []
     for number, at in enumerate(range(0, length, packet_bytes)):
         headers.append(messages.packet_head(start + at, number, min(packet_bytes, length - at)))
@@ -455,7 +452,7 @@ def packet_headers(start: int, length: int, packet_bytes: int) -> bytes:
 
 
 def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -> list[memoryview]:
-    """What is to be filled after the first header, in order: packets with the bytes of `parts`."""
+    """Return the buffers to fill after the first header: packets with the bytes of `parts`."""
     all_headers = memoryview(headers)
     views = []
     at = messages.PACKET_HEAD_BYTES
@@ -497,7 +494,7 @@ class Replicas:
         self._failed_until_s: dict[Address, float] = {}
 
     def begin(self, replicas: tuple[Replica, ...], attempt: Attempt) -> Address | None:
-        """The best one for `attempt`, counted until `end`; None where each has failed lately."""
+        """Choose the best one for `attempt`, counted until `end`; None: each has failed lately."""
         now_s = self._clock()
         with self._lock:
             usable = [
@@ -513,7 +510,7 @@ class Replicas:
             return address
 
     def end(self, address: Address, attempt: Attempt) -> None:
-        """`attempt` is over."""
+        """End the read of `attempt`, and learn from it."""
         now_s = self._clock()
         with self._lock:
             reads = self._under_way[address]
@@ -531,8 +528,7 @@ class Replicas:
             self._paces[address] = (pace, now_s + REMEMBERED_S)
 
     def failed(self, address: Address) -> bool:
-        """It did not give what it was asked for. Returns whether that is new: it was not left for
-        a failure before."""
+        """Leave a DataNode that failed for a while; return whether it was not left already."""
         now_s = self._clock()
         with self._lock:
             is_new = self._failed_until_s.get(address, 0.0) <= now_s
@@ -540,8 +536,7 @@ class Replicas:
             return is_new
 
     def _cost(self, replica: Replica, typical: float, now_s: float) -> float:
-        """How long a read would take there, in reads of a typical DataNode that has nothing else to
-        do."""
+        """Return the time of a read there, in reads of a typical DataNode that is idle."""
         reads = self._under_way[replica.address]
         # What has not come yet says how slow it is at least.
         waited = (_seen(read, now_s - _PATIENCE_S) for read in reads)
@@ -552,7 +547,7 @@ class Replicas:
         return cost * _FAR if replica.is_far else cost
 
     def _typical(self, now_s: float) -> float:
-        """Returns the median pace of the known DataNodes; 0 if none is known."""
+        """Return the median pace of the known DataNodes; 0 if none is known."""
         known = sorted(pace for pace, until_s in self._paces.values() if until_s > now_s)
         return known[(len(known) - 1) // 2] if known else 0.0
 
@@ -562,6 +557,6 @@ class Replicas:
 
 
 def _seen(read: _Read, now_s: float) -> float:
-    """Seconds per byte that a read shows of its DataNode so far."""
+    """Return the seconds per byte that a read has shown of its DataNode so far."""
     done_bytes = max(read.attempt.done_bytes - read.begun_bytes, _TELLING_BYTES)
     return (now_s - read.begun_s) / done_bytes / read.beside

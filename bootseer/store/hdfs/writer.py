@@ -188,7 +188,7 @@ class HdfsWriter(Writer):
         self._end()
 
     def abandon(self) -> bool:
-        """Only a closed file can be read to its end: the lease is recovered for that."""
+        """Leave the file, closed by lease recovery: only a closed one can be read to its end."""
         if self._direct is not None:
             self._direct.drop()
         if self._state is _State.CLOSED:
@@ -242,7 +242,7 @@ class HdfsWriter(Writer):
             raise UnavailableError(f"cannot write {self._name}: {error}") from error
 
     def _write_small(self) -> bool:
-        """Write what is buffered, and nothing else; returns whether that closed the file too."""
+        """Write the buffered bytes; return whether that has completed the file."""
         self._state = _State.STREAMED  # also for what follows a failure
         if not self._tail:
             return False
@@ -290,7 +290,7 @@ class HdfsWriter(Writer):
             raise UnavailableError(str(error)) from error
 
     def _recover(self, cause: UnavailableError, *, close: bool) -> None:
-        """Bring the file to where it should be, and close it or leave it open."""
+        """Send the missing bytes again until all are there, and close the file or leave it open."""
         # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
         # not be reported yet.
         attempts = Attempts(_AGAIN)
@@ -326,8 +326,8 @@ class HdfsWriter(Writer):
                 cause = error
 
     def _reopen(self, *, single: bool, is_kept: bool) -> int:
-        """Have the file open for writing, and return its size; `single`: with one replica;
-        `is_kept`: what the DataNodes have of it need not be sent again."""
+        """Open the file for writing again, and return its size; `single`: with one replica;
+        `is_kept`: bytes that the DataNodes have need not be sent again."""
         native, path, name = self._native, self._path, self._name
         if single and self._wanted_replication is None:
             status = native.call(lambda client: client.get_file_info(path), "write", name)
@@ -344,7 +344,7 @@ class HdfsWriter(Writer):
         return int(status.length)
 
     def _missing(self, size_bytes: int) -> list[Piece]:
-        """Return what was written from `size_bytes` on."""
+        """Return the pieces that were written from `size_bytes` on."""
         position = self._size_bytes - self._tail_bytes
         if not position <= size_bytes <= self._size_bytes:
             raise UnavailableError(
