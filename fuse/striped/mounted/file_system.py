@@ -31,7 +31,7 @@ from bootseer.fuse.kernel.operations import (
     SetAttributes,
 )
 from bootseer.fuse.striped.mounted.callers import process_of
-from bootseer.fuse.striped.mounted.journal import Inherited, Journal
+from bootseer.fuse.striped.mounted.journal import Inherited, Journal, NodeKind
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Node, NodeTable
 from bootseer.fuse.striped.mounted.open_files import OpenFiles, opened_as
@@ -435,7 +435,7 @@ class MountedTree(Operations):
             self._listings.drop(path)
             known = directory.children.get(name)
             if known is not None:
-                known.is_local = False
+                known.kind = NodeKind.STORED
                 self._nodes.detach(known)
             for writing in list(directory.writing.get(name, ())):
                 self._nodes.detach(writing)

@@ -10,6 +10,7 @@ Not thread-safe: the file system holds its lock around every call.
 """
 
 import contextlib
+import enum
 import logging
 import os
 import time
@@ -35,6 +36,17 @@ _GROWTH = 4
 RETRY_S = 10.0
 _NEW = ".journal-new"
 _LENGTH_BYTES = 4
+
+
+class NodeKind(enum.IntEnum):
+    """Kind of a node; `nodes` says what each is for."""
+
+    STORED = 0
+    """Lookups find it; the file or directory is stored."""
+    LOCAL = 1
+    """Lookups find it; the file was created here and never published: no other node sees it."""
+    OWN = 2
+    """Own node of a file's writers, which no lookup finds."""
 
 
 class ViewRecord(Struct, frozen=True, array_like=True):
@@ -63,8 +75,7 @@ class NodeRecord(Struct, frozen=True, array_like=True, tag=1):
     size_bytes: int
     modified_ns: int
     identity: bytes
-    is_local: bool
-    is_writing: bool
+    kind: NodeKind
     inode: int
     is_forgotten: bool
 

@@ -34,6 +34,7 @@ from bootseer.fuse.striped.mounted.journal import (
     Inherited,
     Journal,
     NodeGoneRecord,
+    NodeKind,
     NodeRecord,
     Record,
     WishRecord,
@@ -58,10 +59,7 @@ class Node(Struct, eq=False):
     name: str
     status: FileStatus
     """As last seen."""
-    is_local: bool = False
-    """A file that was created here and never published: no other node sees it."""
-    is_writing: bool = False
-    """Whether this is the own node of a writer, which no lookup finds."""
+    kind: NodeKind = NodeKind.STORED
     is_wanted: bool = False
     """Whether a thread is about to open, or to cut, this node of a writer."""
     inode: int = 0
@@ -81,6 +79,16 @@ class Node(Struct, eq=False):
     """Nodes that lookups in this directory find."""
     writing: "dict[str, list[Node]]" = field(default_factory=lambda: _NO_NODES)
     """Nodes of the writers of this directory's files."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a file that was created here and never published."""
+        return self.kind is NodeKind.LOCAL
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether it is the own node of a writer."""
+        return self.kind is NodeKind.OWN
 
     @property
     def is_detached(self) -> bool:
@@ -162,8 +170,7 @@ class Node(Struct, eq=False):
             self.status.size_bytes,
             self.status.modified_ns,
             os.fsencode(self.status.identity),
-            self.is_local,
-            self.is_writing,
+            self.kind,
             self.inode,
             self.is_forgotten,
         )
@@ -363,8 +370,7 @@ class NodeTable:
                 None,
                 os.fsdecode(record.name),
                 FileStatus("", record.is_dir, record.size_bytes, record.modified_ns, identity),
-                is_local=record.is_local,
-                is_writing=record.is_writing,
+                kind=record.kind,
                 inode=record.inode,
                 # Whether the kernel has pages of it, or reads it past us, is not known.
                 had_readers=not record.is_dir,
@@ -404,12 +410,14 @@ class NodeTable:
         writing = node.parent.writing.get(node.name, ())
         return [*([found] if found is not None else []), *writing]
 
-    def add(self, parent: Node, name: str, status: FileStatus, *, is_local: bool = False) -> Node:
+    def add(
+        self, parent: Node, name: str, status: FileStatus, kind: NodeKind = NodeKind.STORED
+    ) -> Node:
         """Make a new node for a name and detach the old one."""
         old = parent.children.get(name)
         if old is not None:
             self.detach(old)
-        node = Node(next(self._ids), parent, name, status, is_local=is_local)
+        node = Node(next(self._ids), parent, name, status, kind)
         for writing in parent.writing.get(name, ()):
             if writing.status.identity == status.identity:
                 # The kernel forgot the node that had the name before.
@@ -418,7 +426,7 @@ class NodeTable:
 
     def add_writing(self, parent: Node, name: str, status: FileStatus) -> Node:
         """Make a node for a thread that is about to write the file `name`."""
-        node = Node(next(self._ids), parent, name, status, is_writing=True, is_wanted=True)
+        node = Node(next(self._ids), parent, name, status, NodeKind.OWN, is_wanted=True)
         found = parent.children.get(name)
         if found is not None:
             node.inode = found.shown_inode
@@ -432,17 +440,17 @@ class NodeTable:
 
     def make_writing(self, node: Node) -> None:
         """Turn a node that lookups find into the node of its writers."""
-        self._turn(node, is_writing=True)
+        self._turn(node, NodeKind.OWN)
 
     def make_found(self, node: Node) -> None:
         """Turn a writer's node of a file that is not stored into one that lookups find."""
-        self._turn(node, is_writing=False)
+        self._turn(node, NodeKind.LOCAL)
 
-    def _turn(self, node: Node, *, is_writing: bool) -> None:
+    def _turn(self, node: Node, kind: NodeKind) -> None:
         parent = node.parent
         if parent is not None:
             self._take(node, parent)
-        node.is_writing, node.is_local = is_writing, not is_writing
+        node.kind = kind
         if parent is not None:
             self._put(node, parent)
         self.note_node(node)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError, UnsupportedError
 from bootseer.fuse.kernel.operations import Buffer, Caller, Opened
 from bootseer.fuse.striped.mounted.callers import is_dying, process_of, was_killed
-from bootseer.fuse.striped.mounted.journal import FileRecord, Inherited
+from bootseer.fuse.striped.mounted.journal import FileRecord, Inherited, NodeKind
 from bootseer.fuse.striped.mounted.listing import Listings
 from bootseer.fuse.striped.mounted.nodes import Handle, Node, NodeTable, Phase
 from bootseer.fuse.striped.names.stored import FileStatus, refuse, status_of
@@ -137,7 +137,7 @@ class OpenFiles:
     ) -> Handle:
         """Open a new file, which is not stored before it is published. Under the lock."""
         status = FileStatus(path, False, 0, time.time_ns(), "")
-        node = self._nodes.add(directory, name, status, is_local=True)
+        node = self._nodes.add(directory, name, status, NodeKind.LOCAL)
         handle = self._nodes.open(node, flags, caller.request, opener)
         handle.writer = self._storage.writer(path)
         self._nodes.note(handle)

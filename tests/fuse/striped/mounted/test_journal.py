@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import CorruptError
-from bootseer.fuse.striped.mounted.journal import Journal, NodeGoneRecord, NodeRecord, read_journal
+from bootseer.fuse.striped.mounted.journal import (
+    Journal,
+    NodeGoneRecord,
+    NodeKind,
+    NodeRecord,
+    read_journal,
+)
 
 
 def named(node: int, name: bytes) -> NodeRecord:
-    return NodeRecord(node, 1, name, False, 0, 0, b"", False, False, 0, False)
+    return NodeRecord(node, 1, name, False, 0, 0, b"", NodeKind.STORED, 0, False)
 
 
 def test_a_journal_grows_no_further_than_what_it_holds(tmp_path: Path) -> None:
