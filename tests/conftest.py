@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # How long an example takes, to draw and to run, says only how busy the machine is.
 settings.register_profile("bootseer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bootseer")
+_LONGEST_NAME = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +59,14 @@ class _Durations:
     def pytest_sessionfinish(self) -> None:
         text = scheduling.durations_text(self._durations)
         scheduling.DURATIONS.write_text(text, encoding="utf-8")
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object) -> str | None:
+    """Name a long value of a parameter by its first characters and its length: each worker sends
+    all names to the one that hands out tests, and pytest puts a test's into the environment."""
+    if isinstance(val, str | bytes) and len(val) > _LONGEST_NAME:
+        return f"{val[:_LONGEST_NAME]!r}... of {len(val)}"
+    return None
 
 
 def leave_mounts() -> None:
