@@ -18,6 +18,7 @@ from bootseer.linux import namespaces
 from bootseer.settings.config import variable_of
 from bootseer.store import TEST_NETWORK
 from bootseer.transfer.pace import Pace
+from testbed import zygote
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.running import running
 from testbed.needs import MissingError, require
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     reset_signals()
     leave_mounts()
+    zygote.install()
     if config.getoption("note_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations())
 
@@ -174,6 +176,13 @@ def _environment() -> Iterator[None]:
             kept = [folder for folder in folders if folder != f"{environment}/bin"]
             patched.setenv("PATH", os.pathsep.join(kept))
             patched.delenv("VIRTUAL_ENV")
+        yield
+
+
+@pytest.fixture
+def fresh_interpreters() -> Iterator[None]:
+    """What the test starts is executed: it is about what an interpreter does at its start."""
+    with zygote.executing():
         yield
 
 

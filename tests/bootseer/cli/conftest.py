@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from bootseer.store import TEST_NETWORK
+from testbed.needs import MissingError
 from testbed.paths import REPOSITORY
+from testbed.users import NOBODY
 
 DEADLINE_S = 5
 # A command may use its deadline twice (one wait, then giving up), on a loaded machine.
@@ -36,62 +38,47 @@ class Result:
         return json.loads(self.out)
 
 
-class Runner:
-    """`bootseer` commands in forks of a process that has it imported."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.bootseer.cli.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"},
-        )
-        assert self._zygote.stdout is not None
-        assert self._zygote.stdout.readline() == "ready\n"
-
-    def run(
-        self,
-        arguments: tuple[object, ...],
-        environment: Mapping[str, str],
-        *,
-        cwd: Path,
-        nobody: bool = False,
-    ) -> Result:
-        """Run `bootseer ARGUMENTS` to its end, or until TIMEOUT_S."""
-        out, err = self._folder / "out", self._folder / "err"
-        texts = tuple(os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments)
-        request = {
-            "arguments": [os.fsencode(text).hex() for text in texts],
-            "env": dict(environment),
-            "cwd": str(cwd),
-            "nobody": nobody,
-            "out": str(out),
-            "err": str(err),
-            "timeout_s": TIMEOUT_S,
-        }
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        self._zygote.stdin.write(json.dumps(request) + "\n")
-        self._zygote.stdin.flush()
-        answer = json.loads(self._zygote.stdout.readline())
-        return Result(
-            texts,
-            answer["code"],
-            out.read_text(encoding="utf-8", errors="backslashreplace"),
-            err.read_text(encoding="utf-8", errors="backslashreplace"),
-            answer["in_time"],
-        )
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.close()
-        self._zygote.wait(60)
-        assert self._zygote.stdout is not None
-        self._zygote.stdout.close()
+def _run(
+    folder: Path,
+    arguments: tuple[object, ...],
+    environment: Mapping[str, str],
+    *,
+    cwd: Path,
+    nobody: bool,
+) -> Result:
+    """Run `bootseer ARGUMENTS` to its end, or until TIMEOUT_S. Its output goes to files: servers
+    that it starts may keep it open."""
+    out, err = folder / "out", folder / "err"
+    texts = tuple(os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments)
+    user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if nobody else {}
+    try:
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bootseer", *texts],
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+                cwd=cwd,
+                env=dict(environment),
+                start_new_session=True,
+                **user,
+            )
+    except PermissionError as error:
+        raise MissingError(f"another user cannot start this interpreter: {error}") from None
+    in_time = True
+    try:
+        process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        in_time = False
+        process.kill()
+        process.wait()
+    return Result(
+        texts,
+        process.returncode,
+        out.read_text(encoding="utf-8", errors="backslashreplace"),
+        err.read_text(encoding="utf-8", errors="backslashreplace"),
+        in_time,
+    )
 
 
 @dataclass(slots=True)
@@ -99,12 +86,13 @@ class World:
     """A node, a store with an image, a snapshot and a record, and things that are none of that."""
 
     base: Path
-    runner: Runner
+    output: Path
+    """The folder of what its commands print."""
     variables: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: object, nobody: bool = False, **variables: str) -> Result:
         environment = {**self.environment, **self.variables, **variables}
-        return self.runner.run(arguments, environment, cwd=self.base, nobody=nobody)
+        return _run(self.output, arguments, environment, cwd=self.base, nobody=nobody)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -131,14 +119,14 @@ class World:
             shutil.rmtree(self.base / name, ignore_errors=True)
 
 
-def _make(base: Path, runner: Runner) -> World:
+def _make(base: Path, output: Path) -> World:
     for name in ("home", "mnt", "empty", "src/bin", "src/lib"):
         (base / name).mkdir(parents=True)
     (base / "src/bin/program").write_bytes(b"#!/bin/sh\n")
     (base / "src/lib/data").write_bytes(os.urandom(200_000))
     (base / "text").write_text("no image, no folder\n")
     (base / "random").write_bytes(os.urandom(20_000))
-    world = World(base, runner)
+    world = World(base, output)
     for arguments in (
         ("image", "index", "src", "--name", "image:1"),
         ("snapshot", "create", "--target", base / "src", "--name", "env"),
@@ -149,16 +137,9 @@ def _make(base: Path, runner: Runner) -> World:
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    runner = Runner(tmp_path_factory.mktemp("runner"))
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="session")
-def pristine(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> World:
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Made once; copied for whoever changes it."""
-    return _make(tmp_path_factory.mktemp("pristine"), runner)
+    return _make(tmp_path_factory.mktemp("pristine"), tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture(scope="module")
@@ -177,4 +158,4 @@ def own_world(pristine: World, tmp_path: Path) -> World:
     """A copy of the test's own."""
     base = tmp_path / "world"
     shutil.copytree(pristine.base, base, symlinks=True, ignore=_passing)
-    return World(base, pristine.runner)
+    return World(base, pristine.output)

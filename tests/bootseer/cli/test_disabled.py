@@ -44,6 +44,7 @@ def test_the_command_is_started_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["bootseer.toml"]
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_nothing_is_loaded_that_could_be_broken(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"

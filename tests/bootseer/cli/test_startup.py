@@ -12,6 +12,8 @@ import pytest
 
 from testbed.paths import REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
+
 HEAVY = (
     *("aiohttp", "asyncio", "ctypes", "docker", "fsspec", "hdfs_native", "hypothesis", "numpy"),
     *("pyarrow", "requests", "rich", "ssl", "urllib3", "xxhash", "zstandard"),

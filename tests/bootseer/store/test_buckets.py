@@ -412,6 +412,7 @@ def test_options_of_fsspec_that_mean_nothing_here_are_refused() -> None:
         fs.ls("bucket/x")
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_fsspec_needs_no_other_package_for_a_bucket(moto: dict[str, str]) -> None:
     code = (
         "import sys; sys.modules['s3fs'] = None\n"
@@ -441,6 +442,7 @@ def test_fsspec_has_its_own_file_system_for_buckets(tmp_path: Path) -> None:
     assert "bootseer" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_without_obstore_the_package_is_named() -> None:
     code = (
         "import sys; sys.modules['obstore'] = None\n"

@@ -136,6 +136,7 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
         begin_tree_server(settings)
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [

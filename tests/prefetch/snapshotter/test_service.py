@@ -182,6 +182,7 @@ main(["snapshotter", "--root", sys.argv[1]])
     assert "needs root" in refused(code, tmp_path / "root")
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_without_grpc_the_command_says_what_to_install(tmp_path: Path) -> None:
     code = """
 import sys

@@ -373,6 +373,7 @@ def test_refuses_unusable_urls(url: str) -> None:
         store.read("x")
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_importing_is_cheap() -> None:
     code = (
         "import sys; import bootseer.store; "

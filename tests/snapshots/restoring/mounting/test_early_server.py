@@ -55,6 +55,8 @@ _UNWANTED = (
         "bootseer.transfer.engine",
     ),
 )
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
+
 _TELLING = """
 import sys
 from bootseer.served.background import ServerProcess

@@ -1,0 +1,413 @@
+"""Python programs started as forks of a process that has imported Bootseer.
+
+An interpreter takes 80 to 120 ms of processor time to load the command line; a fork of one that has
+loaded it takes a tenth of that. `Popen` is `subprocess.Popen`, and forks where the command is this
+interpreter with `-m MODULE` or `-c CODE`. The process is the caller's child, and has the arguments,
+environment, directory, standard files, session and user that are asked for, in /proc, too. Where a
+fork would differ from a fresh interpreter (other options, encodings, warnings, namespaces,
+descriptors that are passed on), or the kernel lets nobody rename a process, it starts one.
+
+Thread-safe. A test of how the interpreter starts has the fixture `fresh_interpreters`.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import bootseer
+from testbed.paths import REPOSITORY
+
+_WORDS = {"-m", "-c"}
+_TEXT_LOCALES = {"", "C", "POSIX", "C.UTF-8"}
+"""Of which Python makes the same: UTF-8, and what is none is escaped."""
+_PYTHON_VARIABLES = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+"""Those that a fork heeds; PYTHONPATH may name the checkout."""
+_LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
+_MOST_BYTES = 100_000
+_NAMESPACES = ("mnt", "net", "pid", "user")
+
+_NOT_IMPORTED = (
+    "bootseer.demo.",
+    "bootseer.__main__",
+    "bootseer.fuse.striped.group.channel",
+    "bootseer.fuse.striped.group.loading",
+    "bootseer.fuse.striped.group.reader",
+    "bootseer.profile.collect.path",
+)
+"""Programs, and what needs torch."""
+_OTHERS = ("rich.console", "rich.table", "rich._unicode_data", "encodings.idna", "fsspec")
+
+# linux/sched.h, linux/prctl.h, and the number of clone3 on every architecture.
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_CLONE3 = 435
+_PR_SET_MM, _PR_SET_MM_MAP, _PR_GET_TID_ADDRESS = 35, 14, 40
+
+
+# ---- the side of those who start programs ----------------------------------------------------
+
+
+_executing = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_NAMES = inspect.getfullargspec(_executing).args[1:]
+
+
+class Popen(subprocess.Popen[Any]):
+    """As `subprocess.Popen`; see above."""
+
+    def _execute_child(self, *given: Any) -> None:
+        request = dict(zip(_NAMES, given, strict=True))
+        pid = _client.start(request)
+        if pid is None:
+            _executing(self, *given)
+            return
+        self.pid = pid
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(request[end] for end in ends))  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Have all that this process starts by `subprocess` started by `Popen`."""
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def executing() -> Iterator[None]:
+    """Let `Popen` fork nothing for the length of the block."""
+    _client.is_off = True
+    try:
+        yield
+    finally:
+        _client.is_off = False
+
+
+class _Client:
+    """The zygote of this process, begun when it is first of use."""
+
+    def __init__(self) -> None:
+        self.is_off = False
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._namespaces: list[str] = []
+
+    def start(self, request: Mapping[str, Any]) -> int | None:
+        """Fork what `Popen` is to execute, and return its id; None: it is to be executed."""
+        environment = os.environ if request["env"] is None else request["env"]
+        if self.is_off or os.getpid() != self._owner or not _can_be_forked(request, environment):
+            return None
+        wished = {
+            "arguments": [os.fsdecode(word) for word in request["args"]],
+            "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()},
+            "directory": os.fsdecode(request["cwd"] or Path.cwd()),
+            "session": request["start_new_session"],
+            "user": request["uid"],
+            "group": request["gid"],
+            "groups": request["gids"],
+            "umask": _umask(),
+        }
+        text = json.dumps(wished).encode("ascii")
+        if len(text) > _MOST_BYTES:
+            return None
+        files = [
+            given if given != -1 else own
+            for own, given in enumerate(request[n] for n in ("p2cread", "c2pwrite", "errwrite"))
+        ]
+        with self._lock:
+            if self._socket is None:
+                self._begin()
+            if self._socket is None or _namespaces() != self._namespaces:
+                return None
+            socket.send_fds(self._socket, [text], files)
+            pid = int(self._socket.recv(64))
+        if pid < 0:
+            os.waitpid(-pid, 0)
+        return pid if pid > 0 else None
+
+    def _begin(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "testbed.zygote", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+            )
+        self._namespaces = _namespaces()
+        atexit.register(self._end)
+        self._socket = ours if ours.recv(64) == b"ready" else None
+
+    def _end(self) -> None:
+        if os.getpid() == self._owner and self._socket and self._process:
+            self._socket.close()
+            self._process.wait(60)
+
+
+_client = _Client()
+
+
+def _can_be_forked(request: Mapping[str, Any], environment: Mapping[Any, Any]) -> bool:
+    arguments = request["args"]
+    if isinstance(arguments, str | bytes | os.PathLike) or request["shell"]:
+        return False
+    words = [os.fsdecode(word) for word in arguments[:3]]
+    return (
+        len(words) == 3
+        and words[0] == sys.executable
+        and words[1] in _WORDS
+        and request["executable"] is None
+        and request["preexec_fn"] is None
+        and not request["pass_fds"]
+        and request["close_fds"]
+        and request["umask"] == -1
+        and request["process_group"] in (None, -1)
+        and Path(os.fsdecode(request["cwd"] or "/")).is_dir()
+        and all(_is_ours(os.fsdecode(k), os.fsdecode(v)) for k, v in environment.items())
+    )
+
+
+def _is_ours(name: str, value: str) -> bool:
+    """Whether this variable makes no other interpreter than the one that forks."""
+    if name == "PYTHONPATH":
+        return value == str(REPOSITORY)
+    if name.startswith("PYTHON"):
+        return name in _PYTHON_VARIABLES
+    if name == "LANG" or name.startswith("LC_"):
+        return value in _TEXT_LOCALES
+    return not name.startswith(_LINKER_VARIABLES)
+
+
+def _umask() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    raise RuntimeError("the kernel does not tell the umask")
+
+
+def _namespaces() -> list[str]:
+    return [str(Path("/proc/thread-self/ns", name).readlink()) for name in _NAMESPACES]
+
+
+# ---- the process that forks -------------------------------------------------------------------
+
+_library = ctypes.PyDLL(None, use_errno=True)
+"""Its functions are called with the interpreter's lock held."""
+_library.sbrk.restype = ctypes.c_void_p
+_timed: list[Any] = []
+"""The modules that know when `bootseer` was imported."""
+
+
+def main() -> None:
+    """Answer requests at the socket whose descriptor is the first argument, until it is closed."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    _import_all()
+    address = ctypes.c_ulong()
+    able = _library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0) == 0
+    able = able and len(os.listdir("/proc/self/task")) == 1
+    channel.send(b"ready" if able else b"cannot")
+    gc.collect()
+    gc.freeze()
+    while True:
+        text, files, _, _ = socket.recv_fds(channel, _MOST_BYTES, 3)
+        if not text:
+            return
+        pid = _fork(address.value)
+        if pid == 0:
+            _become(json.loads(text), files, channel)
+        if pid < 0:
+            channel.send(b"0")
+        for descriptor in files:
+            os.close(descriptor)
+
+
+def _import_all() -> None:
+    for module in pkgutil.walk_packages(bootseer.__path__, "bootseer."):
+        if not module.name.startswith(_NOT_IMPORTED):
+            importlib.import_module(module.name)
+    for name in _OTHERS:
+        importlib.import_module(name)
+    _timed.extend(one for one in sys.modules.values() if hasattr(one, "loaded_ns"))
+
+
+def _fork(tid_address: int) -> int:
+    """As fork(2), but for the child's parent: this process's own. Single-threaded."""
+    flags = _CLONE_PARENT | _CLONE_CHILD_CLEARTID | _CLONE_CHILD_SETTID
+    arguments = (ctypes.c_uint64 * 8)(flags, 0, tid_address)
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    pid = int(_library.syscall(_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+    else:
+        api.PyOS_AfterFork_Parent()
+    return pid
+
+
+def _become(request: dict[str, Any], files: Sequence[int], channel: socket.socket) -> NoReturn:
+    """Be the program that was asked for, to its end."""
+    answer = -os.getpid()
+    try:
+        _set_up(request, files)
+        answer = -answer
+    finally:
+        channel.send(str(answer).encode("ascii"))
+        channel.close()
+        if answer < 0:
+            os._exit(1)
+    code = _code_of(*sys.orig_argv[1:3])
+    # As the interpreter ends, but for taking all modules apart.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    if code is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code or 0)
+
+
+def _set_up(request: dict[str, Any], files: Sequence[int]) -> None:
+    environment, arguments = request["environment"], request["arguments"]
+    for number, descriptor in enumerate(files):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    _name(arguments, environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    if not environment.get("LC_ALL"):
+        locale = environment.get("LC_CTYPE") or environment.get("LANG") or "C"
+        if locale in ("C", "POSIX"):
+            # As the interpreter does at its start (PEP 538).
+            os.environ["LC_CTYPE"] = "C.UTF-8"
+    time.tzset()
+    os.umask(request["umask"])
+    os.chdir(request["directory"])
+    if request["session"]:
+        os.setsid()
+    if request["groups"] is not None:
+        os.setgroups(request["groups"])
+    if request["group"] is not None:
+        os.setresgid(*[request["group"]] * 3)
+    if request["user"] is not None:
+        os.setresuid(*[request["user"]] * 3)
+    for module in _timed:
+        module.loaded_ns = time.time_ns()
+    sys.orig_argv[:] = arguments
+    sys.argv[:] = arguments[1:2] + arguments[3:]
+    sys.path[0] = str(Path.cwd()) if arguments[1] == "-m" else ""
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    _open_standard_files(bool(environment.get("PYTHONUNBUFFERED")))
+
+
+class _Map(ctypes.Structure):
+    """`struct prctl_mm_map`."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk"),
+                *("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv"),
+            )
+        ),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+# What /proc shows is read from here whenever somebody asks.
+_names: list[object] = []
+
+
+def _name(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Set /proc/self/cmdline and environ. Raises: OSError."""
+    variables = (f"{name}={value}" for name, value in environment.items())
+    argument_bytes, variable_bytes = (
+        b"".join(os.fsencode(word) + b"\0" for word in words) for words in (arguments, variables)
+    )
+    buffer = ctypes.create_string_buffer(argument_bytes + variable_bytes)
+    _names.append(buffer)
+    start = ctypes.addressof(buffer)
+    middle = start + len(argument_bytes)
+    # Fields 26 to 28, and 45 to 47, of proc_pid_stat(5) stay as they are.
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    numbers = [int(fields[number - 3]) for number in (26, 27, 45, 46, 47)]
+    places = (start, middle, middle, middle + len(variable_bytes))
+    known = _Map(*numbers, _library.sbrk(0), int(fields[28 - 3]), *places, 0, 0, 0xFFFFFFFF)
+    if _library.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(known), ctypes.sizeof(known), 0):
+        raise OSError(ctypes.get_errno(), "the kernel lets nobody rename a process")
+
+
+def _open_standard_files(unbuffered: bool) -> None:
+    """As the interpreter does: how it buffers depends on what they are."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
+        new = io.TextIOWrapper(
+            raw
+            if number and unbuffered
+            else (io.BufferedWriter if number else io.BufferedReader)(raw),
+            encoding=old.encoding,
+            errors=old.errors,
+            newline="\n",
+            line_buffering=number == 2 or raw.isatty(),
+            write_through=unbuffered,
+        )
+        new.mode = "w" if number else "r"  # type: ignore[misc]
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def _code_of(word: str, what: str) -> int | None:
+    """Run the module or the code. Return its exit code; None: as SIGINT ends it."""
+    try:
+        if word == "-m":
+            # Else it would be there twice, which runpy warns of.
+            sys.modules.pop(what, None)
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            module = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), module.__dict__)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        sys.stderr.write(f"{ended.code}\n")
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error.with_traceback(_own_part(error.__traceback__)), None)
+        return None if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+_BEFORE = {function.__code__.co_filename for function in (main, runpy.run_module)}
+
+
+def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The calls of the program, without those that lead to it."""
+    while trace and trace.tb_frame.f_code.co_filename in _BEFORE:
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()
