@@ -146,6 +146,10 @@ class LimitedBackend(Backend):
         self._meter.request()
         self._inner.mkdir(path)
 
+    def list_tree(self, path: str) -> Iterator[FileInfo] | None:
+        self._meter.request()
+        return self._inner.list_tree(path)
+
     def delete(self, path: str, *, recursive: bool = False) -> None:
         self._meter.request()
         self._inner.delete(path, recursive=recursive)

@@ -283,6 +283,11 @@ class Backend(ABC):
             raise NotFoundError(f"{self.url}/{path} is a folder and no file")
         return info
 
+    def list_tree(self, path: str) -> Iterator[FileInfo] | None:
+        """Return all files below a folder, at any depth, sorted by path; None where the storage
+        lists one folder at a time. Nothing is there: nothing is yielded."""
+        return None
+
     def delete_files(self, paths: Sequence[str]) -> None:
         """Remove files, by as few requests as the storage can; missing ones are no error.
 

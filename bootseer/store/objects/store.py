@@ -181,7 +181,16 @@ class Store(Closing):
         """
         folder, _, start = prefix.rpartition("/")
         split_path(folder)
-        return self._walk(folder, start)
+        tree = self.backend.list_tree(folder)
+        if tree is None:
+            return self._walk(folder, start)
+        return (
+            info
+            for info in tree
+            if info.path.startswith(prefix)
+            and info.path.partition("/")[0] not in _HIDDEN
+            and info.path.count("/") <= _DEPTH_MAX
+        )
 
     def _walk(self, folder: str, start: str) -> Iterator[FileInfo]:
         try:

@@ -212,6 +212,24 @@ def test_what_is_missing_is_told_by_one_request(relay: FaultyRelay, store: Store
     assert asked(relay) == ["HEAD", "HEAD"]
 
 
+def test_a_store_is_listed_by_one_request_for_a_thousand_objects(
+    relay: FaultyRelay, store: Store
+) -> None:
+    """A request for each folder, of which traces and bundles have one each."""
+    keys = [f"{number % 3}/{number}/{name}" for number in range(12) for name in ("a", "b-", "b")]
+    for key in (*keys, "x-", "x"):
+        store.publish(key, b"x")
+    store.backend.mkdir("empty/one")
+    put(store.backend, ".tmp/x", b"x")
+    asked(relay)
+    assert [info.path for info in store.list()] == sorted((*keys, "x-", "x"))
+    assert [info.path for info in store.list("1/1")] == sorted(
+        key for key in keys if key.startswith("1/1")
+    )
+    assert [info.path for info in store.list("none/")] == []
+    assert asked(relay) == ["GET", "GET", "GET"]
+
+
 def test_what_leases_leave_behind_goes_by_few_requests(relay: FaultyRelay, store: Store) -> None:
     for number in range(30):
         put(store.backend, f".tmp/renewed-{number}", b"x")
