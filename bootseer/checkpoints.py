@@ -29,10 +29,10 @@ from bootseer.fuse.striped.tools.copy import (
 from bootseer.settings.config import load_config
 
 if TYPE_CHECKING:
-    from bootseer.fuse.striped.group.reader import GroupReader
+    from bootseer.fuse.striped.group.reader import GroupReader as GroupReader
 
+# Without GroupReader: a star import must do without torch.
 __all__ = [
-    "GroupReader",
     "StripedStorage",
     "copy_across",
     "copy_in",

@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,22 @@ def test_the_size_of_a_file_is_that_of_its_content(storage: StripedStorage) -> N
         size_of(storage, "x")
     with pytest.raises(NotFoundError):
         size_of(storage, "y")
+
+
+def test_torch_is_imported_for_nobody_who_does_not_load_as_a_group() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+from bootseer.checkpoints import *
+import bootseer.checkpoints
+assert read_into is bootseer.checkpoints.read_into
+try:
+    bootseer.checkpoints.GroupReader
+except ModuleNotFoundError as error:
+    sys.stdout.write(error.name.partition(".")[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "torch"), done.stderr
 
 
 def test_a_source_that_changes_is_not_stored(local: StripedStorage, tmp_path: Path) -> None:
