@@ -474,29 +474,21 @@ class MountedTree(Operations):
                 self._check_no_parts(target)
         replaced = self.files.writers_of(target)
         moving = [w for w in writers if w.path == source and not w.has_failed]
-        is_moved = directory.id != new_directory.id
-        if is_moved and any(writer.has_new_parts for writer in moving):
-            # The parts lie beside the file, and the two cannot move in one step.
-            raise refuse(errno.EXDEV, target)
-        # What is written from the start is published under the new name only, so that a rename that
-        # is refused has published nothing. What is added to a file is published after its rename.
-        begun = [writer for writer in moving if writer.needs_publishing and writer.starts_anew]
-        try:
-            if begun:
-                self._tree.rename_begun(
-                    source,
-                    target,
-                    [functools.partial(writer.publish_as, target) for writer in begun],
-                    replace=not flags,
-                    has_parts=any(writer.has_parts for writer in begun),
-                )
-            else:
-                self._tree.rename(source, target, replace=not flags)
-        except NotFoundError:
-            if not caller.is_resent or self._status(target)[0] is None:
-                raise
-        with self._lock:
-            self.files.leave_nameless(waiting)
+        with contextlib.ExitStack() as held:
+            # A save that is under way is published under the old name first. Not under the lock of
+            # the table: others are served meanwhile. In one order: renames may wait for each other.
+            for writer in sorted({*moving, *replaced, *inside, *below}, key=id):
+                held.enter_context(writer.held())
+            is_moved = directory.id != new_directory.id
+            if is_moved and any(writer.has_new_parts for writer in moving):
+                # The parts lie beside the file, and the two cannot move in one step.
+                raise refuse(errno.EXDEV, target)
+            begun = [w for w in moving if w.needs_publishing and w.starts_anew]
+            try:
+                self._rename_stored(source, target, begun, replace=not flags)
+            except NotFoundError:
+                if not caller.is_resent or self._status(target)[0] is None:
+                    raise
             for writer in replaced:
                 if writer not in begun:
                     writer.detach()
@@ -504,14 +496,37 @@ class MountedTree(Operations):
                 writer.path = target
             for writer in (*inside, *below):
                 writer.path = target + writer.path[len(source) :]
-            self._nodes.move_bases(source, target)
-            known = self._move_nodes(directory, text, new_directory, new_text, is_new=bool(begun))
-            handles = [h for h in self._nodes.handles.values() if h.writer in moving]
-            self._nodes.note_all()
-            self._listings.clear()
+            with self._lock:
+                self.files.leave_nameless(waiting)
+                self._nodes.move_bases(source, target)
+                known = self._move_nodes(
+                    directory, text, new_directory, new_text, is_new=bool(begun)
+                )
+                handles = [h for h in self._nodes.handles.values() if h.writer in moving]
+                self._nodes.note_all()
+                self._listings.clear()
         self._refresh_moved(known, source, target)
         for handle in handles:
             self.files.publish_moved(handle)
+
+    def _rename_stored(
+        self, source: str, target: str, begun: Sequence[FileWriter], *, replace: bool
+    ) -> None:
+        """Rename in the storage. `begun`: writers of the whole next content of the file.
+
+        That is published under the new name only, so that a rename that is refused has published
+        nothing. What is added to a file is published after its rename.
+        """
+        if not begun:
+            self._tree.rename(source, target, replace=replace)
+            return
+        self._tree.rename_begun(
+            source,
+            target,
+            [functools.partial(writer.publish_as, target) for writer in begun],
+            replace=replace,
+            has_parts=any(writer.has_parts for writer in begun),
+        )
 
     def _move_nodes(
         self, directory: Node, name: str, new_directory: Node, new_name: str, *, is_new: bool

@@ -24,7 +24,7 @@ import enum
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bootseer.errors import UnsupportedError
 from bootseer.fuse.striped.stripe_settings import StripeSettings
@@ -307,6 +307,12 @@ class FileWriter:
         self.view = view
         self._unchanged_bytes = view.size_bytes
         self.state = state
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads out of the writer, after the call that is under way."""
+        with self._lock:
+            yield
 
     def detach(self) -> None:
         """Forget the name: the file was unlinked, or replaced by a rename."""

@@ -21,7 +21,7 @@ from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.store.backend import Traits
 from bootseer.store.local.backend import LocalBackend
 from testbed.needs import MissingError
-from testbed.waiting import wait_for
+from testbed.waiting import pause, wait_for
 from tests.fuse.striped.support.faulty import FaultyBackend, failing, hanging
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
 from tests.fuse.striped.support.stored import find_garbage
@@ -401,3 +401,32 @@ def test_an_unlink_that_the_storage_refuses_loses_no_writer(world: World) -> Non
         world.driver.unlink("f")
     world.driver.close(file)
     assert world.elsewhere.read("f") == b"new"
+
+
+def test_the_rename_of_a_file_whose_write_hangs_holds_up_nobody_else(world: World) -> None:
+    """The mount's lock was held until the writer of the file could be told its new name."""
+    driver = world.driver
+    driver.write("g", b"other")
+    file = driver.open("f", os.O_WRONLY | os.O_APPEND)
+    world.backend.rules.append(hanging("create", world.released, within=PARTS_FOLDER))
+    driver.pwrite(file, len(OLD), NEW)
+    save = threading.Thread(target=driver.fs.fsync, args=(CALLER, *file, False))
+    move = threading.Thread(target=driver.rename, args=("f", "h"))
+    shown = threading.Event()
+
+    def look() -> None:
+        driver.size("g")
+        shown.set()
+
+    show = threading.Thread(target=look)
+    save.start()
+    wait_for(lambda: any(op == "create" for op, _ in world.backend.calls), "the save")
+    move.start()
+    pause(0.3)
+    show.start()
+    assert shown.wait(10)
+    world.released.set()
+    for thread in (save, move, show):
+        thread.join(60)
+    driver.close(file)
+    assert world.elsewhere.read("h") == OLD + NEW
