@@ -236,12 +236,16 @@ class Session:
         if error.errno in _UNDELIVERABLE:
             return
         self._dispatcher.report(opcode, error)
-        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.EIO, unique)
+        # The kernel ends a request itself when its reply was too long (EINVAL, then ENOENT).
+        self._send_error(errno.EIO, unique)
+
+    def _send_error(self, code: int, unique: int) -> None:
+        """Answer a request with an errno, unless the kernel no longer waits for it."""
+        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -code, unique)
         try:
             os.write(self._device, header)
-        except OSError as second:
-            # The kernel ends a request itself when its reply was too long (EINVAL, then ENOENT).
-            if second.errno not in _UNDELIVERABLE:
+        except OSError as error:
+            if error.errno not in _UNDELIVERABLE:
                 raise
 
     # ---- interrupts and deadlines -----------------------------------------------------------
@@ -259,12 +263,7 @@ class Session:
         # again, and it says ENOENT if the request is answered. That thread may well wait for the
         # GIL, and without a pause for us: thousands of questions were seen until it had it.
         time.sleep(_UNNOTED_PAUSE_S)
-        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.EAGAIN, unique)
-        try:
-            os.write(self._device, header)
-        except OSError as error:
-            if error.errno not in _UNDELIVERABLE:
-                raise
+        self._send_error(errno.EAGAIN, unique)
 
     def _watch(self, deadline_s: float) -> None:
         try:
@@ -286,12 +285,7 @@ class Session:
         if slot.ticks < _WATCHDOG_TICKS or slot.surplus:
             return
         slot.surplus = True
-        header = wire.OUT_HEADER.pack(wire.OUT_HEADER_BYTES, -errno.ETIMEDOUT, unique)
-        try:
-            os.write(self._device, header)
-        except OSError as error:
-            if error.errno not in _UNDELIVERABLE:
-                raise
+        self._send_error(errno.ETIMEDOUT, unique)
         self._interrupts.add(unique)
         log.warning("a request took longer than %.1f s: answered ETIMEDOUT", deadline_s)
         with self._lock:
