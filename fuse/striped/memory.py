@@ -1,11 +1,34 @@
-"""One memory budget for a whole mount, shared by all its readers and writers.
+"""Memory for file contents: one budget for a whole mount, shared by all its readers and writers.
 
-Owns the count of bytes in use. Thread-safe. What is held beyond it is bounded and small: the unit
-that each open writer is filling, and replies on their way to the kernel.
+Memory is held in two ways. A *charge* is a count of bytes that the holder has allocated elsewhere,
+such as the units of a writer. A *buffer* is memory of this module: a slab, which is an anonymous
+mapping that is used again without being zeroed (zeroing and faulting in new memory costs more than
+the read from a fast storage). A slab counts until the last view of it is gone, wherever that is,
+also on its way to the kernel.
+
+Bytes that can be read again from elsewhere are *offered* (`Droppable`): they stay in memory until
+somebody needs it, and are then dropped in the order of their ranks.
+
+Takers are served in the order in which they came, so that a large taker gets its memory too. When
+nothing was given back for half a second, those behind may hold what the first one waits for: then
+whoever fits goes first, and buffers of which only others still hold views count no more.
+
+What is held beyond the budget is bounded and small: the unit that each open writer is filling, and
+replies on their way to the kernel. A caller that keeps the views it got, while others wait, has
+them beyond the budget.
+
+Thread safety: any thread may call any method. The lock is innermost: a caller may hold other locks,
+except where `Droppable.drop` may be called, in `take`, `charge`, their `try_` forms, and `offer` of
+the rank KEPT.
 """
 
+import ctypes
+import enum
+import mmap
 import threading
 import time
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from bootseer.errors import DeadlineError
@@ -17,116 +40,302 @@ _PROCESS_BYTES = 96 * 2**20
 _CONTENT_MIN_BYTES = 64 * 2**20
 # When nothing became free for so long, takers stop waiting for what may never come back.
 _QUIET_S = 0.5
+_POLL_S = 0.2
+_PAGE_BYTES = 4096
+# Measured for the first use of memory, in CPU s/GiB beyond the read: private 0.3, shared (Python's
+# default) 0.5, private huge pages 0.7 to 1.0.
+_SLAB_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def content_bytes(limit_bytes: int) -> int:
-    """What is left for file contents where a whole process should stay within `limit_bytes`."""
+    """Return what is left for file contents if a whole process should stay within `limit_bytes`."""
     rest = limit_bytes - min(_PROCESS_BYTES, limit_bytes // 4)
     return max(rest, min(limit_bytes, _CONTENT_MIN_BYTES))
 
 
-class MemoryBudget:
-    """Bytes that may be held; takers wait, or first make others give up what they can spare."""
+class Rank(enum.IntEnum):
+    """Order in which offered bytes are dropped."""
+
+    PASSED = 0
+    """Units that a sequential reader has left behind."""
+    CACHED = 1
+    """Other bytes that were read, or read ahead."""
+    KEPT = 2
+    """Units of writers that the storage may still lose. They hold at most half of the memory: the
+    rest is for units on their way, and for readers."""
+
+
+class Droppable:
+    """Bytes in memory that can be had again. The fields are the memory's; its lock guards them."""
+
+    length: int
+    """How many bytes there are."""
+    users = 0
+    """How many threads use the bytes now: then they are not dropped."""
+    rank: Rank | None = None
+    """Where the bytes are offered; None if they are not."""
+    is_dropped = False
+
+    def drop(self) -> None:
+        """Give the memory back. Called once, by a thread that needs memory and holds no lock."""
+        raise NotImplementedError
+
+
+class Memory:
+    """All memory for file contents of one mount."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._used_bytes = 0
-        self._peak_bytes = 0
-        self.lock = threading.RLock()
-        """Guards the counts, and what else must not be locked separately (`buffers`)."""
-        self._changed = threading.Condition(self.lock)
-        self._reclaimers: list[Callable[[int], None]] = []
-        self._trim: Callable[[int], None] = lambda count: None
-        self._let_out: Callable[[], None] = lambda: None
+        self.used_bytes = 0
+        """Number of bytes held now."""
+        self.peak_bytes = 0
+        """Largest number of bytes that were ever held."""
+        self.spare_bytes = 0
+        """Number of bytes in slabs that nobody uses. With those in use they fit the budget."""
+        # A view may die anywhere, also in a thread that holds the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._takers: deque[object] = deque()
+        """Takers that wait, in the order in which they are served."""
+        self._give_count = 0
+        self._given_s = 0.0
+        self._offered: dict[Rank, OrderedDict[Droppable, None]] = {r: OrderedDict() for r in Rank}
+        self._kept_bytes = 0
+        self._spare: dict[int, list[mmap.mmap]] = {}
+        self._in_use: dict[int, weakref.ref[object]] = {}
+        """Buffers by the number of their owner object."""
+        self._given_up: dict[int, int] = {}
+        """Sizes of the buffers of which only others have views."""
+        self._let_out: set[int] = set()
+        """Buffers that do not count in the budget any more."""
 
-    def add_reclaimer(self, reclaim: Callable[[int], None]) -> None:
-        """`reclaim(count)` is called, without any lock held here, to free about `count` bytes; it
-        calls `give` for what it frees. The one that was added first is asked first."""
-        self._reclaimers.append(reclaim)
+    # ---- charges ------------------------------------------------------------------------------
 
-    def set_trimmer(self, trim: Callable[[int], None]) -> None:
-        """`trim(count)` is called, with the lock held, when no more than `count` bytes may be kept
-        for later use beside those that are in use."""
-        self._trim = trim
+    def charge(self, count: int, timeout_s: float, cancelled: Callable[[], bool]) -> None:
+        """Count `count` bytes as held. Block until it is the caller's turn and they are free.
 
-    def set_last_resort(self, let_out: Callable[[], None]) -> None:
-        """`let_out` is called, without any lock held here, when takers have waited in vain: it
-        calls `give` for what only others still hold, who may never let go."""
-        self._let_out = let_out
-
-    @property
-    def used_bytes(self) -> int:
-        """What is held now."""
-        return self._used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was ever held."""
-        return self._peak_bytes
-
-    def try_take(self, count: int, *, reuses: bool = False) -> bool:
-        """Take `count` bytes if they are free, or can be freed at once. `reuses`: they come out of
-        what is kept for later use, if it has them."""
-        for reclaim in (*self._reclaimers, None):
-            with self._changed:
-                if self._fits(count):
-                    self._take(count, reuses)
-                    return True
-                missing = self._used_bytes + count - self.limit_bytes
-            if reclaim is not None:
-                reclaim(missing)
-        return False
-
-    def take(
-        self,
-        count: int,
-        timeout_s: float,
-        cancelled: Callable[[], bool],
-        *,
-        reuses: bool = False,
-    ) -> None:
-        """Take `count` bytes; wait while nothing is free.
-
-        Raises DeadlineError when no holder gave anything back for `timeout_s`. Returns without
-        having taken anything only by raising. `cancelled` is asked now and then; when it says True
-        the wait ends with InterruptedError.
+        Raise DeadlineError if nobody gave anything back for `timeout_s`, and InterruptedError if
+        `cancelled`, which is asked now and then, returns true.
         """
-        quiet_s = time.monotonic()
-        deadline = quiet_s + timeout_s
-        while not self.try_take(count, reuses=reuses):
-            with self._changed:
-                before = self._used_bytes
-                self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
-                if self._used_bytes < before:
-                    quiet_s = time.monotonic()
-                    deadline = quiet_s + timeout_s
-            if time.monotonic() >= quiet_s + _QUIET_S:
-                quiet_s = time.monotonic()
-                self._let_out()
-            if cancelled():
-                raise InterruptedError
-            if time.monotonic() >= deadline:
-                raise DeadlineError(
-                    f"no memory became free within {timeout_s:.0f} s: the storage takes or gives "
-                    "nothing, or the mount's memory budget is too small"
-                )
+        self._acquire(count, timeout_s, cancelled, is_slab=False)
+
+    def try_charge(self, count: int) -> bool:
+        """Count `count` bytes as held if they are free, or dropping others frees them at once.
+
+        Return False also while other takers wait.
+        """
+        return self._try_acquire(count, is_slab=False)
 
     def give(self, count: int) -> None:
-        """Return `count` bytes."""
+        """Return `count` bytes that were charged."""
         with self._changed:
-            self._used_bytes -= count
+            self.used_bytes -= count
+            self._give_count += 1
+            self._given_s = time.monotonic()
             self._changed.notify_all()
+
+    # ---- buffers ------------------------------------------------------------------------------
+
+    def take(self, length: int, timeout_s: float, cancelled: Callable[[], bool]) -> memoryview:
+        """Return a buffer of `length` bytes with any content. Block and raise as `charge`."""
+        size = _slab_bytes(length)
+        self._acquire(size, timeout_s, cancelled, is_slab=True)
+        return self._buffer(size, length)
+
+    def try_take(self, length: int) -> memoryview | None:
+        """Return a buffer as `take`, or None as `try_charge`."""
+        size = _slab_bytes(length)
+        return self._buffer(size, length) if self._try_acquire(size, is_slab=True) else None
+
+    def give_up(self, buffer: memoryview) -> None:
+        """Note that the owner of `buffer` lets go of it. Others may have views of it still."""
+        with self._changed:
+            number = id(buffer.obj)
+            if number in self._in_use:
+                self._given_up[number] = _slab_bytes(len(buffer))
+
+    def _buffer(self, size: int, length: int) -> memoryview:
+        with self._changed:
+            spare = self._spare.get(size)
+            slab = spare.pop() if spare else None
+            if slab is not None:
+                self.spare_bytes -= size
+            else:
+                self._trim(0)
+        if slab is None:
+            slab = mmap.mmap(-1, size, flags=_SLAB_FLAGS)
+        # An object of its own for each use: its death is the end of all views.
+        owner = (ctypes.c_char * size).from_buffer(slab)
+        number = id(owner)
+        self._in_use[number] = weakref.ref(owner, lambda _: self._ended(number, size, slab))
+        return memoryview(owner).cast("B")[:length]
+
+    def _ended(self, number: int, size: int, slab: mmap.mmap) -> None:
+        with self._changed:
+            del self._in_use[number]
+            self._given_up.pop(number, None)
+            self._spare.setdefault(size, []).append(slab)
+            self.spare_bytes += size
+            if number not in self._let_out:
+                self.give(size)
+            self._let_out.discard(number)
+            self._trim(0)
+
+    def _let_others_have(self) -> None:
+        """Stop counting the buffers that only others hold, who may never let go; the lock is
+        held."""
+        count = sum(self._given_up.values())
+        self._let_out.update(self._given_up)
+        self._given_up.clear()
+        if count:
+            self.give(count)
+
+    def _trim(self, expected_bytes: int) -> None:
+        """Return spare slabs to the system that do not fit the budget; the lock is held.
+
+        `expected_bytes` of what is counted as used are to come out of the spare slabs.
+        """
+        keep_bytes = max(0, self.limit_bytes - self.used_bytes) + expected_bytes
+        if self.spare_bytes <= keep_bytes:
+            return
+        # A copy: whatever allocates may collect garbage, and so end the use of a slab.
+        for size, slabs in list(self._spare.items()):
+            while slabs and self.spare_bytes > keep_bytes:
+                slabs.pop()
+                self.spare_bytes -= size
+
+    # ---- bytes that can be dropped ------------------------------------------------------------
+
+    def offer(self, entry: Droppable, rank: Rank) -> None:
+        """Allow `entry` to be dropped, after all others of its rank. Entries may change ranks."""
+        with self._changed:
+            if entry.is_dropped:
+                return
+            self._remove(entry)
+            self._offered[rank][entry] = None
+            entry.rank = rank
+            if rank is Rank.KEPT:
+                self._kept_bytes += entry.length
+            excess_bytes = self._kept_bytes - self.limit_bytes // 2
+        if rank is Rank.KEPT and excess_bytes > 0:
+            self._drop(excess_bytes, (Rank.KEPT,))
+
+    def withdraw(self, entry: Droppable) -> None:
+        """Forbid to drop `entry`, unless that has happened: see `Droppable.is_dropped`."""
+        with self._changed:
+            self._remove(entry)
+
+    def use(self, entry: Droppable) -> bool:
+        """Keep `entry` from being dropped until `let_go`; return False if it was dropped."""
+        with self._changed:
+            if entry.is_dropped:
+                return False
+            entry.users += 1
+            return True
+
+    def let_go(self, entry: Droppable) -> None:
+        """End a `use`."""
+        with self._changed:
+            entry.users -= 1
+
+    def _remove(self, entry: Droppable) -> None:
+        if entry.rank is not None:
+            del self._offered[entry.rank][entry]
+            if entry.rank is Rank.KEPT:
+                self._kept_bytes -= entry.length
+            entry.rank = None
+
+    def _drop(self, count: int, ranks: tuple[Rank, ...] = tuple(Rank)) -> None:
+        """Drop entries that hold `count` bytes, if there are so many; no lock is held."""
+        while count > 0:
+            with self._changed:
+                entry = self._next_unused(ranks)
+                if entry is None:
+                    return
+                self._remove(entry)
+                entry.is_dropped = True
+            entry.drop()
+            count -= entry.length
+
+    def _next_unused(self, ranks: tuple[Rank, ...]) -> Droppable | None:
+        for rank in ranks:
+            for entry in self._offered[rank]:
+                if not entry.users:
+                    return entry
+        return None
+
+    # ---- taking -------------------------------------------------------------------------------
+
+    def _try_acquire(self, count: int, *, is_slab: bool) -> bool:
+        # Twice, since others may still have views of what was dropped.
+        for may_drop in (True, True, False):
+            with self._changed:
+                if self._takers:
+                    return False
+                if self._fits(count):
+                    self._count(count, is_slab=is_slab)
+                    return True
+                missing_bytes = self.used_bytes + count - self.limit_bytes
+            if may_drop:
+                self._drop(missing_bytes)
+        return False
+
+    def _acquire(
+        self, count: int, timeout_s: float, cancelled: Callable[[], bool], *, is_slab: bool
+    ) -> None:
+        if self._try_acquire(count, is_slab=is_slab):
+            return
+        turn = object()
+        start_s = time.monotonic()
+        with self._changed:
+            self._takers.append(turn)
+        try:
+            while not self._acquire_in_turn(turn, count, start_s, is_slab=is_slab):
+                if cancelled():
+                    raise InterruptedError
+                if time.monotonic() - max(start_s, self._given_s) >= timeout_s:
+                    raise DeadlineError(
+                        f"no memory became free within {timeout_s:.0f} s: the storage takes or "
+                        "gives nothing, or the mount's memory budget is too small"
+                    )
+        finally:
+            with self._changed:
+                self._takers.remove(turn)
+                self._changed.notify_all()
+
+    def _acquire_in_turn(self, turn: object, count: int, start_s: float, *, is_slab: bool) -> bool:
+        """Take the bytes if they are free now; else wait a moment, and return False."""
+        with self._changed:
+            is_quiet = time.monotonic() - max(start_s, self._given_s) >= _QUIET_S
+            if is_quiet:
+                self._let_others_have()
+            elif self._takers[0] is not turn:
+                self._changed.wait(_POLL_S)
+                return False
+            if self._fits(count):
+                self._count(count, is_slab=is_slab)
+                return True
+            seen_count = self._give_count
+            missing_bytes = self.used_bytes + count - self.limit_bytes
+        self._drop(missing_bytes)
+        with self._changed:
+            if self._give_count == seen_count:
+                self._changed.wait(_POLL_S)
+        return False
 
     def _fits(self, count: int) -> bool:
         # A single taker larger than the whole budget is let through alone, rather than never.
-        return self._used_bytes + count <= self.limit_bytes or self._used_bytes == 0
+        return self.used_bytes + count <= self.limit_bytes or self.used_bytes == 0
 
-    def _take(self, count: int, reuses: bool) -> None:
-        self._used_bytes += count
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        self.trim(count if reuses else 0)
+    def _count(self, count: int, *, is_slab: bool) -> None:
+        self.used_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._trim(count if is_slab else 0)
 
-    def trim(self, expected_bytes: int = 0) -> None:
-        """Let go of what is kept for later use beyond the budget, and of `expected_bytes` less."""
-        with self.lock:
-            self._trim(max(0, self.limit_bytes - self._used_bytes) + expected_bytes)
+
+def _slab_bytes(length: int) -> int:
+    """Return the size of the slab for `length` bytes. Few sizes, so that others can use the slab:
+    pages, doubled until it fits."""
+    size = _PAGE_BYTES
+    while size < length:
+        size *= 2
+    return size

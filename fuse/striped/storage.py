@@ -6,7 +6,7 @@ functions and the warm-up all stand on it. Thread-safe as its parts are.
 
 from bootseer.base.closing import Closing
 from bootseer.errors import InvalidInputError
-from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.reading.reader import StripedReader
 from bootseer.fuse.striped.statistics import Counters
@@ -47,11 +47,11 @@ class StripedStorage(Closing):
         self.backend = backend
         backend.wait_for_servers(settings.patience_s)
         self.settings = settings
-        self.budget = MemoryBudget(memory_bytes)
+        self.memory = Memory(memory_bytes)
         self.counters = Counters()
         self.reader = StripedReader(
             backend,
-            self.budget,
+            self.memory,
             thread_count=thread_count,
             patience_s=settings.patience_s,
             counters=self.counters,
@@ -66,7 +66,7 @@ class StripedStorage(Closing):
         self._for_writers = WriterResources(
             backend,
             self.tree,
-            WriteMemory(self.budget, backend.writer_bytes),
+            WriteMemory(self.memory, backend.writer_bytes),
             Placement(),
             self.counters,
         )

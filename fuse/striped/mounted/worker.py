@@ -180,7 +180,7 @@ class CheckpointWorker:
         return {}
 
     def _warm(self) -> None:
-        budget_bytes = int(self._storage.budget.limit_bytes * _WARM_SHARE)
+        budget_bytes = int(self._storage.memory.limit_bytes * _WARM_SHARE)
         count = read_newest(self._storage, budget_bytes, self._stopping.is_set)
         _log.info("read %d bytes of the newest checkpoint ahead", count)
 
@@ -193,11 +193,11 @@ class CheckpointWorker:
         )
 
     def _memory(self) -> Mapping[str, int]:
-        budget = self._storage.budget
+        memory = self._storage.memory
         return {
-            "limit_bytes": budget.limit_bytes,
-            "used_bytes": budget.used_bytes,
-            "peak_bytes": budget.peak_bytes,
+            "limit_bytes": memory.limit_bytes,
+            "used_bytes": memory.used_bytes,
+            "peak_bytes": memory.peak_bytes,
         }
 
     def _look(self, is_mounted: bool) -> Look:

@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from bootseer.errors import BootseerError, UnavailableError
-from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.unit_read import OpenFile, UnitRead
-from bootseer.fuse.striped.reading.window import Window, wait_for
+from bootseer.fuse.striped.reading.window import CachedRead, Window, wait_for
 from bootseer.fuse.striped.statistics import Counters
 from bootseer.fuse.striped.view import FileView, Span
 from bootseer.store.backend import Backend, HasDescriptor
@@ -73,7 +72,7 @@ class StripedReader:
     def __init__(
         self,
         backend: Backend,
-        budget: MemoryBudget,
+        memory: Memory,
         *,
         thread_count: int,
         patience_s: float,
@@ -84,10 +83,9 @@ class StripedReader:
         `patience_s`: seconds without any bytes after which a read fails.
         """
         self._backend = backend
-        self._budget = budget
+        self._memory = memory
         self._patience_s = patience_s
         self._counters = counters or Counters()
-        self._buffers = BufferPool(budget)
         demand_threads = max(1, thread_count // 4)
         self._direct_max = _AHEAD_PER_THREAD * thread_count
         self._engine = FetchEngine(
@@ -99,10 +97,9 @@ class StripedReader:
             figures=_Figures(self._counters),
             name=backend.url,
         )
-        self._window = Window(backend, self._engine, self._buffers, patience_s)
+        self._window = Window(backend, self._engine, self._memory, patience_s)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
-        budget.add_reclaimer(self._window.reclaim)
 
     @property
     def fetched_bytes(self) -> int:
@@ -237,7 +234,7 @@ class StripedReader:
 
     def _read_straight(self, file: OpenFile, unit: Span, target: memoryview) -> UnitRead:
         read = UnitRead(
-            self._backend, self._buffers, file, unit, patience_s=self._patience_s, target=target
+            self._backend, self._memory, file, unit, patience_s=self._patience_s, target=target
         )
         with self._engine.lock:
             # Not as a demand: those are served in their order, these evenly over the stored files.
@@ -265,7 +262,7 @@ class StripedReader:
     def _window_max_bytes(self, now_s: float) -> int:
         """Returns the share of one stream: the mount's memory is divided among active streams."""
         active = sum(f.streams.active_count(now_s - _ACTIVE_S) for f in self._files.values())
-        return self._budget.limit_bytes * 3 // 4 // max(1, active)
+        return self._memory.limit_bytes * 3 // 4 // max(1, active)
 
     def _demand(
         self,
@@ -274,10 +271,10 @@ class StripedReader:
         end: int,
         whole_units: bool,
         cancelled: Callable[[], bool],
-    ) -> list[UnitRead]:
+    ) -> list[CachedRead]:
         """The reads that cover the range, each here or on its way; the caller owns a waiter's
         share in each until `_collect` is done with it."""
-        reads: list[UnitRead] = []
+        reads: list[CachedRead] = []
         position = offset
         try:
             while position < end:
@@ -292,7 +289,7 @@ class StripedReader:
     def _collect(
         self,
         file: OpenFile,
-        reads: list[UnitRead],
+        reads: list[CachedRead],
         offset: int,
         end: int,
         sequential: bool,

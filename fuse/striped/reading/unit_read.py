@@ -9,11 +9,10 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import TypeAlias
 
 from bootseer.errors import BootseerError, NotFoundError, UnavailableError
-from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.replicas import OpenedParts, Replicas
 from bootseer.fuse.striped.reading.streams import START_WINDOW_BYTES, StreamTracker
 from bootseer.fuse.striped.view import FileView, Span
@@ -56,14 +55,13 @@ class UnitRead(Job):
     def __init__(
         self,
         backend: Backend,
-        buffers: BufferPool,
+        memory: Memory,
         file: OpenFile,
         span: Span,
         *,
         patience_s: float,
         buffer: memoryview | None = None,
         target: memoryview | None = None,
-        on_end: Callable[["UnitRead"], None] = lambda job: None,
     ) -> None:
         """Make a read that `FetchEngine.add` starts.
 
@@ -72,7 +70,6 @@ class UnitRead(Job):
             buffer: Memory for the first try.
             target: The caller's memory, where the bytes are to be in the end; `leave_target` ends
                 its use.
-            on_end: Called when the read has ended, with the engine's lock held.
         """
         view = file.view
         path, offset = view.source(span)
@@ -81,13 +78,11 @@ class UnitRead(Job):
         self.span = span
         self.data: memoryview | None = None
         """The bytes, checked; set when they are here."""
-        self.waiters = 0
-        """Readers that hold the bytes; the engine's lock guards it."""
         self._path = view.path
         self._file: OpenFile | None = file
         """Let go of at the end: who drops the last `OpenFile` closes its stored files."""
         self._backend = backend
-        self._buffers = buffers
+        self._memory = memory
         self._patience_s = patience_s
         self._buffer = buffer
         self._target = target
@@ -95,7 +90,6 @@ class UnitRead(Job):
         """Tries that read into the target."""
         self._leaving = threading.Lock()
         """Held while the target is written to by `land`."""
-        self._on_end = on_end
         self._replicas: Replicas | None = None
         self._offset = 0
         self._readers: dict[int, Reader] = {}
@@ -159,10 +153,10 @@ class UnitRead(Job):
         if target is not None and may_stop and all(o.has_returned for o in self._in_target):
             self._in_target.append(one)
             return target
-        return self._buffers.take(self.length, self._patience_s, lambda: self.state is State.ENDED)
+        return self._memory.take(self.length, self._patience_s, lambda: self.state is State.ENDED)
 
     def spare_buffer(self) -> memoryview | None:
-        return self._buffers.try_take(self.length)
+        return self._memory.try_take(self.length)
 
     def check(self, one: Try, data: memoryview) -> None:
         view = self.view
@@ -210,7 +204,6 @@ class UnitRead(Job):
     def ended(self) -> None:
         self._buffer = self._file = self._replicas = None
         self._readers.clear()
-        self._on_end(self)
 
     # ---- called by readers --------------------------------------------------------------------
 

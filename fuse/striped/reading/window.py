@@ -9,10 +9,9 @@ Thread safety: any thread may call any method, without the engine's lock, which 
 
 import errno
 import os
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.memory import Droppable, Memory, Rank
 from bootseer.fuse.striped.reading.unit_read import Key, OpenFile, UnitRead
 from bootseer.fuse.striped.view import Span
 from bootseer.store.backend import Backend
@@ -25,19 +24,41 @@ from bootseer.transfer.ranges import Priority
 _PASSED_MAX = 4
 
 
+class CachedRead(UnitRead, Droppable):
+    """A read whose bytes stay in memory, for others, until the memory is needed."""
+
+    def __init__(self, window: "Window", key: Key, file: OpenFile, span: Span, buffer: memoryview):
+        super().__init__(
+            window.backend,
+            window.memory,
+            file,
+            span,
+            patience_s=window.patience_s,
+            buffer=buffer,
+        )
+        self.key = key
+        self._window = window
+
+    def ended(self) -> None:
+        super().ended()
+        self._window.ended(self)
+
+    def drop(self) -> None:
+        self._window.drop(self)
+
+
 class Window:
     """All units of one mount."""
 
     def __init__(
-        self, backend: Backend, engine: FetchEngine, buffers: BufferPool, patience_s: float
+        self, backend: Backend, engine: FetchEngine, memory: Memory, patience_s: float
     ) -> None:
-        self._backend = backend
+        self.backend = backend
+        self.memory = memory
+        self.patience_s = patience_s
         self._engine = engine
-        self._buffers = buffers
-        self._patience_s = patience_s
         self._lock = engine.lock
-        self._reads: OrderedDict[Key, UnitRead] = OrderedDict()
-        """In the order in which they are given up."""
+        self._reads: dict[Key, CachedRead] = {}
 
     # ---- finding and fetching -----------------------------------------------------------------
 
@@ -48,7 +69,7 @@ class Window:
         end: int,
         whole_units: bool,
         cancelled: Callable[[], bool],
-    ) -> UnitRead:
+    ) -> CachedRead:
         """Return the read that holds `position` of a request up to `end`, here or on its way.
 
         It is held for the caller until `let_go`. Raises as taking memory does.
@@ -58,18 +79,17 @@ class Window:
         with self._lock:
             for key in ((view.identity, unit.start, True), (view.identity, block.start, False)):
                 found = self._reads.get(key)
-                if found is not None:
-                    found.waiters += 1
+                if found is not None and self.memory.use(found):
                     # Units stay in the order in which they were fetched: a unit that was read ahead
                     # and is still to come must not go before one that has just been read.
                     if not key[2]:
-                        self._reads.move_to_end(key)
+                        self.memory.offer(found, Rank.CACHED)
                     self._engine.hasten(found, Priority.DEMAND)
                     return found
         covered = min(end, unit.end) - position
         is_unit = whole_units or covered * 2 >= unit.length
         span = unit if is_unit else block
-        buffer = self._buffers.take(span.length, self._patience_s, cancelled)
+        buffer = self.memory.take(span.length, self.patience_s, cancelled)
         return self._start(file, span, is_unit, Priority.DEMAND, buffer, hold=True)
 
     def read_ahead(self, file: OpenFile, start: int, end: int, priority: Priority) -> int:
@@ -79,7 +99,7 @@ class Window:
         while position < end:
             unit = file.view.unit_at(position)
             if not self.has(file, unit):
-                buffer = self._buffers.try_take(unit.length)
+                buffer = self.memory.try_take(unit.length)
                 if buffer is None:
                     return position
                 self._start(file, unit, True, priority, buffer, hold=False)
@@ -100,24 +120,22 @@ class Window:
         buffer: memoryview,
         *,
         hold: bool,
-    ) -> UnitRead:
+    ) -> CachedRead:
         """Queue the read of `span` into `buffer`, unless another thread just has."""
         key = (file.view.identity, span.start, is_unit)
         with self._lock:
             read = self._reads.get(key)
-            if read is None:
-                read = UnitRead(
-                    self._backend,
-                    self._buffers,
-                    file,
-                    span,
-                    patience_s=self._patience_s,
-                    buffer=buffer,
-                    on_end=lambda read: self._forget(key, read) if read.error else None,
-                )
-                self._engine.add(read, priority)
-                self._reads[key] = read
-            read.waiters += hold
+            if read is not None and (not hold or self.memory.use(read)):
+                return read
+            read = CachedRead(self, key, file, span, buffer)
+            self._engine.add(read, priority)
+            # Offered now, and used until its bytes are here: what was asked for first goes first,
+            # whichever place answers sooner.
+            self.memory.offer(read, Rank.CACHED)
+            self.memory.use(read)
+            if hold:
+                self.memory.use(read)
+            self._reads[key] = read
             return read
 
     def starves_others(self, file: OpenFile, read: UnitRead) -> bool:
@@ -152,58 +170,52 @@ class Window:
 
     # ---- giving up memory ---------------------------------------------------------------------
 
-    def let_go(self, reads: list[UnitRead]) -> None:
+    def let_go(self, reads: Sequence[CachedRead]) -> None:
         """Note that the caller needs the reads that it holds no more."""
-        with self._lock:
-            for read in reads:
-                read.waiters -= 1
+        for read in reads:
+            self.memory.let_go(read)
 
-    def passed(self, file: OpenFile, reads: list[UnitRead], end: int, *, is_only: bool) -> None:
+    def passed(
+        self, file: OpenFile, reads: Sequence[CachedRead], end: int, *, is_only: bool
+    ) -> None:
         """Note that a sequential reader has come to `end`.
 
         The units that it leaves behind go first when memory is needed; at once where it is the
         only reader of a file that is too large to stay anyway.
         """
-        is_large = file.view.size_bytes > self._buffers.limit_bytes
+        is_large = file.view.size_bytes > self.memory.limit_bytes
         with self._lock:
             for read in reads:
-                key = self._key_of(file, read)
-                if key is not None and read.span.end <= end:
-                    self._reads.move_to_end(key, last=False)
+                if self._reads.get(read.key) is read and read.span.end <= end:
+                    self.memory.offer(read, Rank.PASSED)
                     if is_only and is_large:
-                        file.passed.append(key)
+                        file.passed.append(read.key)
             while len(file.passed) > _PASSED_MAX:
-                key = file.passed.popleft()
-                oldest = self._reads.get(key)
-                if oldest is not None and oldest.data is not None and not oldest.waiters:
-                    self._forget(key, oldest)
+                oldest = self._reads.get(file.passed.popleft())
+                if oldest is not None and oldest.data is not None and not oldest.users:
+                    self._forget(oldest)
 
-    def _key_of(self, file: OpenFile, read: UnitRead) -> Key | None:
-        for is_unit in (True, False):
-            key = (file.view.identity, read.span.start, is_unit)
-            if self._reads.get(key) is read:
-                return key
-        return None
+    def ended(self, read: CachedRead) -> None:
+        """Note that a read has failed, or that its bytes are here; the lock is held."""
+        self.memory.let_go(read)
+        if read.error is not None:
+            self._forget(read)
 
-    def reclaim(self, count: int) -> None:
-        """Give up about `count` bytes that no reader waits for."""
+    def drop(self, read: CachedRead) -> None:
+        """Give up the bytes of a read: see `Droppable`."""
         with self._lock:
-            for key, read in list(self._reads.items()):
-                if count <= 0:
-                    return
-                if read.data is not None and not read.waiters:
-                    count -= read.span.length
-                    self._forget(key, read)
+            self._forget(read)
 
-    def _forget(self, key: Key, read: UnitRead) -> None:
+    def _forget(self, read: CachedRead) -> None:
         """Drop a read that failed or is given up; the lock is held.
 
         Its memory is free when nobody looks at it any more.
         """
-        if self._reads.get(key) is read:
-            del self._reads[key]
-            if read.data is not None:
-                self._buffers.give_up(read.data)
+        self.memory.withdraw(read)
+        if self._reads.get(read.key) is read:
+            del self._reads[read.key]
+        if read.data is not None:
+            self.memory.give_up(read.data)
 
 
 def wait_for(engine: FetchEngine, read: UnitRead, cancelled: Callable[[], bool]) -> None:

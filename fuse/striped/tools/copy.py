@@ -240,7 +240,7 @@ def read_pieces(
 
     No piece is held while the next ones are asked for: their memory may be all that there is.
     """
-    step_bytes = min(_STEP_BYTES, storage.budget.limit_bytes // 4)
+    step_bytes = min(_STEP_BYTES, storage.memory.limit_bytes // 4)
     position = start
     while position < end:
         pieces = storage.reader.read(opened, position, min(step_bytes, end - position))

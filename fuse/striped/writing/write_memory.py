@@ -16,10 +16,9 @@ Thread safety: every method may be called from any thread.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 
-from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.memory import Droppable, Memory, Rank
 from bootseer.store.backend import Piece
 
 # Units in memory for each part that is written at full speed: one that is sent, one in the queue
@@ -30,17 +29,20 @@ _UNITS_PER_PART = 3
 _PARTS_WANTED = 2
 
 
-class Unit:
+class Unit(Droppable):
     """One stripe unit of a part. Its memory is charged to the budget while it has pieces."""
 
-    __slots__ = ("first_block", "length", "pieces")
-
-    def __init__(self, pieces: list[Piece], length: int, first_block: int) -> None:
+    def __init__(self, pieces: list[Piece], length: int, first_block: int, memory: Memory) -> None:
         self.pieces: list[Piece] | None = pieces
         """The bytes; None after the memory was given back."""
         self.length = length
         self.first_block = first_block
         """Number of the unit's first checksum block in its segment."""
+        self._memory = memory
+
+    def drop(self) -> None:
+        self.pieces = None
+        self._memory.give(self.length)
 
 
 class Charge:
@@ -71,27 +73,24 @@ class Charge:
 class WriteMemory:
     """Memory of all files that are being written in one mount."""
 
-    def __init__(self, budget: MemoryBudget, writer_bytes: int) -> None:
+    def __init__(self, memory: Memory, writer_bytes: int) -> None:
         """`writer_bytes`: `Backend.writer_bytes`, the most that one open writer may hold."""
-        self._budget = budget
+        self._memory = memory
         self._writer_bytes = writer_bytes
         self._part_bytes = writer_bytes
         """Estimated charge of the next part: that of the part which was settled last."""
-        self._half_bytes = budget.limit_bytes // 2
+        self._half_bytes = memory.limit_bytes // 2
         self._charged_bytes = 0
         self._part_count = 0
         self._file_count = 0
         self._held_bytes = 0
         """Units that writers of the storage still refer to: dropping them would free nothing."""
-        self._kept: OrderedDict[Unit, None] = OrderedDict()
-        self._kept_bytes = 0
         self._lock = threading.Lock()
-        budget.add_reclaimer(self._reclaim)
 
     @property
     def limit_bytes(self) -> int:
         """Size of the mount's whole memory budget."""
-        return self._budget.limit_bytes
+        return self._memory.limit_bytes
 
     # ---- files and their parts ----------------------------------------------------------------
 
@@ -119,14 +118,14 @@ class WriteMemory:
         Return None if the file must do with the parts that it has. The first part of a file is
         always granted, uncharged if there is no memory. Without `is_exact`, a part also has to
         leave room for other files. Block while the memory is in use, and raise as
-        `MemoryBudget.take`.
+        `Memory.charge`.
         """
         needed_bytes = (self._part_bytes or 3 * unit_bytes) + _UNITS_PER_PART * unit_bytes
         with self._lock:
             charged_bytes = self._charged_bytes + self._part_bytes
             fits = charged_bytes <= self._half_bytes
             if own_count >= _PARTS_WANTED and not is_exact:
-                part_count_max = self._budget.limit_bytes // needed_bytes
+                part_count_max = self._memory.limit_bytes // needed_bytes
                 share = part_count_max // max(1, self._file_count)
                 fits = (
                     # A quarter is left for the files that come next.
@@ -141,7 +140,7 @@ class WriteMemory:
             self._charged_bytes += charge.charged_bytes
         if charge.charged_bytes:
             try:
-                self._budget.take(charge.charged_bytes, timeout_s, cancelled)
+                self._memory.charge(charge.charged_bytes, timeout_s, cancelled)
             except BaseException:
                 self._uncount(charge.charged_bytes)
                 raise
@@ -159,20 +158,20 @@ class WriteMemory:
             change_bytes = needed_bytes - charge.charged_bytes
             if self._charged_bytes + change_bytes > self._half_bytes:
                 return
-        if change_bytes > 0 and not self._budget.try_take(change_bytes):
+        if change_bytes > 0 and not self._memory.try_charge(change_bytes):
             return
         with self._lock:
             self._charged_bytes += change_bytes
             charge.charged_bytes = needed_bytes
         if change_bytes < 0:
-            self._budget.give(-change_bytes)
+            self._memory.give(-change_bytes)
 
     def end_part(self, charge: Charge) -> None:
         """See `Charge.end`."""
         charged_bytes, charge.charged_bytes = charge.charged_bytes, 0
         self._uncount(charged_bytes)
         if charged_bytes:
-            self._budget.give(charged_bytes)
+            self._memory.give(charged_bytes)
 
     def _uncount(self, charged_bytes: int) -> None:
         with self._lock:
@@ -189,9 +188,9 @@ class WriteMemory:
         timeout_s: float,
         cancelled: Callable[[], bool],
     ) -> Unit:
-        """Charge `length` bytes and return the unit. Block and raise as `MemoryBudget.take`."""
-        self._budget.take(length, timeout_s, cancelled)
-        return Unit(pieces, length, first_block)
+        """Charge `length` bytes and return the unit. Block and raise as `Memory.charge`."""
+        self._memory.charge(length, timeout_s, cancelled)
+        return Unit(pieces, length, first_block, self._memory)
 
     def hold(self, unit: Unit) -> bool:
         """Count a unit that the storage's writer still refers to; `let_go` must follow.
@@ -214,36 +213,18 @@ class WriteMemory:
 
     def keep(self, unit: Unit) -> None:
         """Allow the memory of `unit` to be given back when it is needed."""
-        with self._lock:
-            self._kept[unit] = None
-            self._kept_bytes += unit.length
-            # The other half is for units on their way, and for readers.
-            excess_bytes = self._kept_bytes - self._half_bytes
-        if excess_bytes > 0:
-            self._reclaim(excess_bytes)
+        self._memory.offer(unit, Rank.KEPT)
 
     def take_back(self, unit: Unit) -> None:
         """Forbid giving back the memory of `unit`, if that has not happened yet."""
-        with self._lock:
-            if unit in self._kept:
-                del self._kept[unit]
-                self._kept_bytes -= unit.length
+        self._memory.withdraw(unit)
+        if unit.is_dropped:
+            # Another thread may be about to do it.
+            unit.pieces = None
 
     def release(self, unit: Unit) -> None:
         """Return the memory of a unit that is not needed any more, if it still has any."""
         self.take_back(unit)
         if unit.pieces is not None:
             unit.pieces = None
-            self._budget.give(unit.length)
-
-    def _reclaim(self, count: int) -> None:
-        """Give up about `count` bytes of kept units, oldest first."""
-        freed_bytes = 0
-        with self._lock:
-            while freed_bytes < count and self._kept:
-                unit, _ = self._kept.popitem(last=False)
-                self._kept_bytes -= unit.length
-                unit.pieces = None
-                freed_bytes += unit.length
-        if freed_bytes:
-            self._budget.give(freed_bytes)
+            self._memory.give(unit.length)

@@ -196,7 +196,7 @@ def test_a_write_that_hangs_ends(hurried: World, operation: str) -> None:
     world.assert_old_is_whole()
     world.released.set()
     world.assert_no_garbage()
-    assert world.driver.storage.budget.used_bytes <= 8 * UNIT
+    assert world.driver.storage.memory.used_bytes <= 8 * UNIT
 
 
 def test_a_failed_commit_leaves_the_old_file(world: World) -> None:

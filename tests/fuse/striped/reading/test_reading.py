@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.fuse.striped.layout import MAGIC
-from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.reading.streams import StreamTracker
 from bootseer.fuse.striped.writing.tail import Tail
 from bootseer.store.local.backend import LocalBackend
@@ -72,7 +72,7 @@ def test_interleaved_streams_on_one_descriptor_stay_within_the_budget(stored: Pa
             piece = driver.pread(file, position, 256 * 2**10)
             assert piece == DATA[position : position + len(piece)]
             positions[index] += len(piece)
-    assert driver.storage.budget.peak_bytes <= limit
+    assert driver.storage.memory.peak_bytes <= limit
     assert driver.storage.reader.fetched_bytes <= len(DATA) + 16 * MIB
     driver.close(file)
     driver.storage.close()
@@ -86,7 +86,7 @@ def test_a_file_that_does_not_fit_is_read_through_few_buffers(tmp_path: Path) ->
     for offset in range(0, 192 * MIB, MIB):
         assert len(driver.pread(file, offset, MIB)) == MIB
     # What is read ahead, and a few units behind it: new memory costs more than the read.
-    assert driver.storage.budget.peak_bytes <= 96 * MIB
+    assert driver.storage.memory.peak_bytes <= 96 * MIB
     driver.close(file)
     driver.storage.close()
 
@@ -102,7 +102,7 @@ def test_a_caller_that_keeps_what_it_got_does_not_starve_itself(stored: Path) ->
         pieces.clear()
         storage.reader.close(file)
         assert storage.reader.read_bytes(file, 0, MIB) == DATA[:MIB]
-        assert storage.budget.used_bytes <= storage.budget.limit_bytes
+        assert storage.memory.used_bytes <= storage.memory.limit_bytes
 
 
 def test_readers_and_writers_share_one_budget(tmp_path: Path, stored: Path) -> None:
@@ -124,7 +124,7 @@ def test_readers_and_writers_share_one_budget(tmp_path: Path, stored: Path) -> N
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert storage.budget.peak_bytes <= limit
+    assert storage.memory.peak_bytes <= limit
     storage.close()
 
 
@@ -226,12 +226,12 @@ def test_a_tail_is_a_bytearray(steps: list[tuple[str, int]]) -> None:
 
 
 def test_a_budget_that_nobody_gives_back_ends_in_a_deadline() -> None:
-    budget = MemoryBudget(100)
-    assert budget.try_take(80)
+    memory = Memory(100)
+    assert memory.try_charge(80)
     with pytest.raises(DeadlineError):
-        budget.take(30, 0.05, lambda: False)
+        memory.charge(30, 0.05, lambda: False)
     with pytest.raises(InterruptedError):
-        budget.take(30, 5.0, lambda: True)
-    budget.give(80)
+        memory.charge(30, 5.0, lambda: True)
+    memory.give(80)
     # More than everything: let through alone.
-    budget.take(500, 0.05, lambda: False)
+    memory.charge(500, 0.05, lambda: False)

@@ -8,8 +8,7 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.memory import MemoryBudget
-from bootseer.fuse.striped.reading.buffers import BufferPool
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.store.backend import FileInfo, Reader
 from bootseer.store.local.backend import LocalBackend
@@ -130,7 +129,7 @@ def test_reading_into_a_buffer_equals_reading(stored: Path, offset: int, length:
 def test_whole_units_are_read_into_a_buffer_without_a_copy(stored: Path) -> None:
     storage = storage_on(stored, unit=UNIT)
     read_into(storage, bytearray(40 * UNIT))
-    assert storage.budget.peak_bytes == 0
+    assert storage.memory.peak_bytes == 0
     storage.close()
 
 
@@ -201,15 +200,14 @@ def test_second_requests_that_never_come_first_become_rare() -> None:
 
 
 def test_buffers_are_reused_and_bounded_together_with_what_is_spare() -> None:
-    budget = MemoryBudget(8 * UNIT)
-    pool = BufferPool(budget)
-    views = [pool.try_take(UNIT) for _ in range(8)]
+    memory = Memory(8 * UNIT)
+    views = [memory.try_take(UNIT) for _ in range(8)]
     assert None not in views
-    assert pool.try_take(UNIT) is None
+    assert memory.try_take(UNIT) is None
     kept = views[0][:10]  # type: ignore[index]
     views.clear()
-    assert (budget.used_bytes, pool.spare_bytes) == (UNIT, 7 * UNIT)
-    assert budget.try_take(4 * UNIT), "for somebody else"
-    assert pool.spare_bytes == 3 * UNIT
+    assert (memory.used_bytes, memory.spare_bytes) == (UNIT, 7 * UNIT)
+    assert memory.try_charge(4 * UNIT), "for somebody else"
+    assert memory.spare_bytes == 3 * UNIT
     kept.release()
-    assert (budget.used_bytes, pool.spare_bytes) == (4 * UNIT, 4 * UNIT)
+    assert (memory.used_bytes, memory.spare_bytes) == (4 * UNIT, 4 * UNIT)

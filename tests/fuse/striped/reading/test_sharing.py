@@ -13,7 +13,7 @@ def test_readers_that_follow_each_other_share_the_fetches(tmp_path: Path) -> Non
     with storage_on(tmp_path) as storage:
         driver = Driver(storage)
         driver.write("f", data, step=UNIT)
-        assert storage.budget.limit_bytes < size // 3
+        assert storage.memory.limit_bytes < size // 3
         files = [driver.open("f", os.O_RDONLY) for _ in range(4)]
         # The last one is nine units behind the first: more than the slack of one stream.
         for step in range(size // UNIT + 9):

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store.local.backend import LocalBackend
@@ -205,10 +205,9 @@ def test_closing_a_storage_tells_those_who_wait_for_it(tmp_path: Path) -> None:
         storage.reader.read_bytes(file, 0, 100)
 
 
-@pytest.mark.xfail(strict=True, reason="issue 28: takers of memory are served in their order")
 def test_a_large_taker_of_memory_has_its_turn() -> None:
-    budget = MemoryBudget(10)
-    assert budget.try_take(6)
+    memory = Memory(10)
+    assert memory.try_charge(6)
     asked, ended = threading.Event(), threading.Event()
 
     def cancelled() -> bool:
@@ -216,14 +215,54 @@ def test_a_large_taker_of_memory_has_its_turn() -> None:
         return ended.is_set()
 
     def take() -> None:
-        budget.take(8, _ALL_S, cancelled)
+        memory.charge(8, _ALL_S, cancelled)
 
     with ThreadPoolExecutor(1) as pool:
         large = pool.submit(take)
         try:
             assert asked.wait(60)
-            assert not budget.try_take(4), "one that came later has what the first waits for"
+            assert not memory.try_charge(4), "one that came later has what the first waits for"
         finally:
             ended.set()
             with pytest.raises(InterruptedError):
                 large.result(60)
+
+
+def test_those_behind_a_large_taker_go_on_with_what_it_waits_for() -> None:
+    """They hold memory that the first one needs, and give it back once they have a little more."""
+    memory = Memory(10)
+    assert memory.try_charge(6)
+    large_waits, over = threading.Event(), threading.Event()
+
+    def cancelled() -> bool:
+        large_waits.set()
+        return over.is_set()
+
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(memory.charge, 8, _ALL_S, cancelled)
+        try:
+            assert large_waits.wait(60)
+            small = pool.submit(memory.charge, 4, _ALL_S, over.is_set)
+            small.result(60)
+            memory.give(10)
+            large.result(60)
+        finally:
+            over.set()
+    assert memory.used_bytes == 8
+
+
+def test_all_takers_of_memory_have_their_turn() -> None:
+    memory = Memory(64)
+    with ThreadPoolExecutor(12) as pool:
+
+        def work(count: int) -> None:
+            for _ in range(200 // count):
+                memory.charge(count, _ALL_S, lambda: False)
+                memory.give(count)
+
+        for done in [
+            pool.submit(work, count) for count in (1, 1, 2, 3, 5, 8, 40, 60, 64, 64, 7, 1)
+        ]:
+            done.result(_ALL_S)
+    assert memory.used_bytes == 0
+    assert memory.peak_bytes <= 64

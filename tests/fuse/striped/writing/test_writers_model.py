@@ -96,8 +96,8 @@ class Saves(RuleBasedStateMachine):
                 save.writer.close(5.0)
             self.recover()
             wait_for(lambda: not find_garbage(self.backend.inner, ""), "the parts' end")
-            budget = self.storage.budget
-            wait_for(lambda: budget.try_take(budget.limit_bytes), "all memory to be given back")
+            budget = self.storage.memory
+            wait_for(lambda: budget.try_charge(budget.limit_bytes), "all memory to be given back")
         finally:
             self.storage.close()
             shutil.rmtree(self.root)
@@ -206,10 +206,10 @@ class Saves(RuleBasedStateMachine):
 
     def press_for_memory(self) -> None:
         """Others need all memory that writers can spare, whenever the storage is used."""
-        budget = self.storage.budget
+        budget = self.storage.memory
 
         def squeeze(operation: str, path: str) -> None:
-            if budget.try_take(budget.limit_bytes):
+            if budget.try_charge(budget.limit_bytes):
                 budget.give(budget.limit_bytes)
 
         self.add_rule(squeeze)

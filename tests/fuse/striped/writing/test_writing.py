@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.errors import PermissionDeniedError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER, decode_layout
-from bootseer.fuse.striped.memory import MemoryBudget
+from bootseer.fuse.striped.memory import Memory
 from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Piece
 from bootseer.store.local.backend import LocalBackend
@@ -23,10 +23,10 @@ from tests.fuse.striped.support.stored import find_garbage
 DATA = random.Random(4).randbytes(40 * UNIT + 77)
 
 
-def squeeze(budget: MemoryBudget) -> None:
+def squeeze(memory: Memory) -> None:
     """Make all holders give up the memory that they can spare."""
-    if budget.try_take(budget.limit_bytes):
-        budget.give(budget.limit_bytes)
+    if memory.try_charge(memory.limit_bytes):
+        memory.give(memory.limit_bytes)
 
 
 class Saving:
@@ -55,7 +55,7 @@ class Saving:
 
     def gives_up_memory(self) -> None:
         """Whatever is stored, and not yet for good, is not in memory."""
-        self.backend.rules.append(lambda *_: squeeze(self.storage.budget))
+        self.backend.rules.append(lambda *_: squeeze(self.storage.memory))
 
     def retry_count(self) -> int:
         return self.storage.counters.look().write_retry_count
@@ -191,7 +191,7 @@ def test_a_short_write_is_written_again(saving: Saving) -> None:
 
 
 def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
-    budget = MemoryBudget(1000)
+    budget = Memory(1000)
     memory = WriteMemory(budget, 0)
     units = [memory.take_unit([b"x" * 100], 100, 0, 1.0, lambda: False) for _ in range(8)]
     for unit in units:
@@ -202,7 +202,7 @@ def test_units_are_kept_only_as_long_as_nobody_needs_the_memory() -> None:
     # One that somebody took back is not given up; the others go when memory is short.
     memory.take_back(units[3])
     memory.take_back(units[0])
-    assert budget.try_take(900)
+    assert budget.try_charge(900)
     assert [unit.pieces is None for unit in units] == [True] * 3 + [False] + [True] * 4
     for unit in units:
         memory.release(unit)
@@ -217,7 +217,7 @@ class Buffering(LocalBackend):
 def test_what_open_parts_take_in_the_storages_client_is_charged(tmp_path: Path) -> None:
     """Eight files, written at once, took twice the memory of their mount."""
     with storage_on(Buffering(tmp_path), count=8, memory_bytes=104 * UNIT) as storage:
-        driver, budget = Driver(storage), storage.budget
+        driver, budget = Driver(storage), storage.memory
         files = [driver.open(f"f{number}", os.O_WRONLY | os.O_CREAT) for number in range(8)]
         data = bytes(UNIT)
         for at in range(24):
@@ -250,12 +250,12 @@ def test_parts_that_the_storages_client_does_not_hold_are_not_charged_for_it(
         Driver(storage).write("f", bytes(24 * UNIT), step=UNIT)
         layout = decode_layout((tmp_path / "f").read_bytes(), "")
         assert len(layout.segments[0].parts) == 8
-        squeeze(storage.budget)
-        assert storage.budget.used_bytes == 0
+        squeeze(storage.memory)
+        assert storage.memory.used_bytes == 0
 
 
 def test_a_part_whose_client_holds_it_after_all_is_charged_then() -> None:
-    budget = MemoryBudget(104 * UNIT)
+    budget = Memory(104 * UNIT)
     memory = WriteMemory(budget, Buffering.writer_bytes)
     first, second = (memory.begin_part(number, UNIT, 1.0, lambda: False) for number in range(2))
     assert first is not None
@@ -274,7 +274,7 @@ def test_a_part_whose_client_holds_it_after_all_is_charged_then() -> None:
 
 def test_what_cannot_be_given_up_is_at_most_half_of_the_memory() -> None:
     """Found by thought: parts that each wait for the next unit held all the memory there was."""
-    memory = WriteMemory(MemoryBudget(1000), 0)
+    memory = WriteMemory(Memory(1000), 0)
     unit = memory.take_unit([b"x" * 300], 300, 0, 1.0, lambda: False)
     assert memory.hold(unit)
     assert not memory.hold(unit)

@@ -149,7 +149,7 @@ def test_eight_saves_at_once_stay_within_the_budget(hdfs_url: str) -> None:
         for thread in threads:
             thread.join(60)
         assert errors == []
-        assert storage.budget.peak_bytes <= storage.budget.limit_bytes
+        assert storage.memory.peak_bytes <= storage.memory.limit_bytes
 
 
 @pytest.mark.parametrize("layout", ["striped", "plain"])
