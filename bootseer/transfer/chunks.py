@@ -153,7 +153,8 @@ class _Run(Job):
         wrong = self._wrong.get(one, [])
         chunks = [chunk for chunk in tuple(self.wanted) if chunk not in wrong]
         self._owner.land(self, chunks, data)
-        self._owner.read_again(self, wrong)
+        if wrong:
+            self._owner.read_again(self, wrong)
 
     def split(self, error: BaseException | None) -> Sequence[Job]:
         return self._trim() if error is None else self._isolate(error)
@@ -360,9 +361,9 @@ class ChunkFetcher(Closing):
             for fetch in fetches:
                 self._request(fetch, Priority.DEMAND, ticket, deliver)
         has_come = self._wait(ticket, started_s, deadline_s)
-        with self.engine.lock:
-            self._recorder.demand_done(int((time.monotonic() - started_s) * 1e9))
-            if not has_come or ticket.error is not None:
+        self._recorder.demand_done(int((time.monotonic() - started_s) * 1e9))
+        if not has_come or ticket.error is not None:
+            with self.engine.lock:
                 self.leave(ticket)
         if ticket.error is not None:
             raise fresh_copy(ticket.error)

@@ -422,12 +422,15 @@ class JobQueue:
         heaps = self._heaps[priority]
         for place in tuple(heaps):
             heap = heaps[place]
-            while heap and not self._is_waiting(heap[0][2], priority):
+            job = None
+            while heap:
+                sequence, _, job = heap[0]
+                if job.state is State.WAITING and job.priority is priority:
+                    break
                 heapq.heappop(heap)
-            if not heap:
+            if job is None or not heap:
                 del heaps[place]
                 continue
-            sequence, _, job = heap[0]
             found = (self.under_way[place] if place else 0, sequence, job)
             if best is None or found[:2] < best[:2]:
                 best = found
@@ -446,10 +449,6 @@ class JobQueue:
     def _place(job: Job) -> str:
         # Demands are served in their order, wherever they read.
         return "" if job.priority is Priority.DEMAND else job.place
-
-    @staticmethod
-    def _is_waiting(job: Job, priority: Priority) -> bool:
-        return job.state is State.WAITING and job.priority is priority
 
 
 class FetchEngine:
@@ -697,7 +696,7 @@ class FetchEngine:
         return None
 
     def _next_late(self, worker: Worker) -> tuple[Job, memoryview] | None:
-        for late in tuple(self._late):
+        for late in tuple(self._late) if self._late else ():
             one, buffer = late
             if one not in self._running:
                 self._late.remove(late)

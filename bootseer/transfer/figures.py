@@ -81,7 +81,7 @@ class Recorder(Figures):
         self.hung_count += 1
 
     def demand_done(self, wait_ns: int) -> None:
-        """Count a demand that returned or failed after `wait_ns`."""
+        """Count a demand that returned or failed after `wait_ns`. Any thread, without the lock."""
         self._waits_ns.append(wait_ns)
 
     def snapshot(self) -> Statistics:
