@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from bootseer.base.patience import PATIENCE
 from bootseer.base.redact import public_url
 from bootseer.base.varints import delimited, take_delimited
 from bootseer.errors import (
@@ -269,12 +270,12 @@ class NameNodes:
 
     def take_calls(self) -> bool:
         """Tell whether the active NameNode takes calls from us: not where Kerberos is wanted."""
-        return self._found() is not None
+        return self._found(Haste.USUAL) is not None
 
-    def _found(self) -> _Site | None:
+    def _found(self, haste: Haste) -> _Site | None:
         with self._lock:
-            is_due = self._state is _State.UNKNOWN and time.monotonic() >= self._silent_until_s
-            if is_due and self._find(_site(self._cluster), Haste.USUAL):
+            is_due = haste is Haste.PATIENT or time.monotonic() >= self._silent_until_s
+            if self._state is _State.UNKNOWN and is_due and self._find(_site(self._cluster), haste):
                 self._silent_until_s = time.monotonic() + SILENT_S
             return self._site
 
@@ -452,12 +453,21 @@ class NameNodes:
 
     def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
         """Return the response to a serialized request."""
-        site = self._found()
+        site = self._found(haste)
         if site is None:
             raise NoCallsError("the NameNode takes no calls from us")
         return self._answer(site, method, request, haste)
 
     def _answer(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
+        began_s = time.monotonic()
+        try:
+            return self._asked(site, method, request, haste)
+        except (DeadlineError, UnavailableError):
+            if haste is not Haste.CHECK:  # which hdfs-native's call is waiting for
+                PATIENCE.spend(time.monotonic() - began_s)
+            raise
+
+    def _asked(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
         client, count = os.urandom(16), len(site.addresses)
         # Of several one is active sooner or later; a single one that refuses goes on doing so.
         deadline_s, policy = self._deadline_s, UNTIL_DEADLINE if count > 1 else REQUEST
@@ -467,6 +477,9 @@ class NameNodes:
             deadline_s = min(_HURRIED_S, deadline_s)
         elif haste is Haste.PATIENT:
             deadline_s, policy = OUTAGE_DEADLINES * deadline_s, UNTIL_DEADLINE
+        deadline_s = min(deadline_s, PATIENCE.left_s)
+        if deadline_s <= 0:
+            raise DeadlineError(f"no answer within {PATIENCE.limit_s:g} s, in earlier calls")
         attempts = Attempts(policy, deadline_s)
         end_s = time.monotonic() + deadline_s
         while True:

@@ -1,16 +1,19 @@
 """Calls to NameNodes: what is asked, what is taken for an answer, and who is asked again."""
 
+import math
+import socket
 import struct
 import threading
 
 import pytest
 
+from bootseer.base.patience import PATIENCE
 from bootseer.base.varints import delimited
 from bootseer.errors import UnavailableError
 from bootseer.store.hdfs import namenode
-from bootseer.store.hdfs.namenode import Haste, NameNodes, RpcError, response_in
+from bootseer.store.hdfs.namenode import UNANSWERED, Haste, NameNodes, RpcError, response_in
 from testbed.bounded import run_bounded
-from testbed.servers.answering import answering
+from testbed.servers.answering import answering, talking
 from tests.bootseer.store.hdfs import protobuf as pb
 from tests.bootseer.store.hdfs.name_nodes import Call, ClosedError, RaisedError, scripted
 
@@ -186,3 +189,24 @@ def test_a_namenode_that_did_not_answer_is_asked_again_later(
         assert not late.take_calls()
         up.set()
         assert late.take_calls()
+
+
+def test_calls_end_with_the_patience_of_a_start() -> None:
+    """Each object of a store whose NameNode was silent cost a start a deadline of its own."""
+    came: list[socket.socket] = []
+
+    def hang(connection: socket.socket, over: threading.Event) -> None:
+        came.append(connection)
+        over.wait(60)
+
+    with talking(hang) as address:
+        PATIENCE.limit(0.7)
+        try:
+            with pytest.raises(UNANSWERED):
+                _nodes(address).call("getFsStats")
+            assert PATIENCE.is_spent
+            with pytest.raises(UNANSWERED):
+                _nodes(address).call("getFsStats")
+            assert len(came) == 1
+        finally:
+            PATIENCE.limit(math.inf)
