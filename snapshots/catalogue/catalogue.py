@@ -189,16 +189,20 @@ def publish_target(
         (blob_key(blob.digest), blob.size_bytes, data),
         (index_key(tree.digest), tree.size_bytes, encoded),
     ):
-        try:
+        with Progress("storing", size_bytes) as progress:
+            pieces = _Pieces(content, progress) if isinstance(content, Path) else content
             # A cut-off object under the right name must not make every later restore fail.
-            is_damaged = replace or store.size(key) != size_bytes
-        except NotFoundError:
-            is_damaged = False
-        if isinstance(content, Path):
-            with Progress("storing", size_bytes) as progress:
-                store.publish(key, _Pieces(content, progress), replace=is_damaged)
-        else:
-            store.publish(key, content, replace=is_damaged)
+            if not store.publish(key, pieces, replace=replace) and _is_other(
+                store, key, size_bytes
+            ):
+                store.publish(key, pieces, replace=True)
+
+
+def _is_other(store: Store, key: str, size_bytes: int) -> bool:
+    try:
+        return store.size(key) != size_bytes
+    except NotFoundError:
+        return True
 
 
 class _Pieces:
