@@ -379,15 +379,24 @@ class MountedTree(Operations):
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
-        with self._lock:
-            children = self._nodes.node(node).children
-            known = {name: child.shown_inode for name, child in children.items()}
-        entries = self._listings.read(handle, offset, known)
-        if entries is None:
+        page = self._listings.read(handle, offset)
+        if page is None:
             # Opened in a predecessor of this process.
             self._list(node, handle)
-            entries = self._listings.read(handle, offset, known)
-        return entries or ()
+            page = self._listings.read(handle, offset) or ()
+        with self._lock:
+            children = self._nodes.node(node).children
+            known = [children.get(listed.name) for listed in page]
+        return [
+            DirectoryEntry(
+                os.fsencode(listed.name),
+                # Any number but 0 will do for a name that nobody has looked up.
+                child.shown_inode if child else hash(listed.name) & (2**62 - 1) | 2**62,
+                stat.S_IFDIR if listed.is_dir else stat.S_IFREG,
+                listed.cookie,
+            )
+            for listed, child in zip(page, known, strict=True)
+        ]
 
     def releasedir(self, node: int, handle: int) -> None:
         self._listings.close(handle)

@@ -4,19 +4,25 @@ Names are in order, so that a listing that was begun with a predecessor of this 
 where it was. Thread-safe.
 """
 
-import os
-import stat
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from bootseer.fuse.kernel.operations import DirectoryEntry
 from bootseer.store.backend import FileInfo
 
 _MAX_LISTED = 100_000
-_REPLY_ENTRIES = 1024
+_REPLY_ENTRIES = 256
 # Cookies 1 and 2 are the server's own, for "." and "..".
 _FIRST_COOKIE = 3
+
+
+class ListedName(NamedTuple):
+    """A name of a directory. `cookie` continues the listing behind it."""
+
+    name: str
+    is_dir: bool
+    cookie: int
 
 
 class Listings:
@@ -56,13 +62,8 @@ class Listings:
             self._open[handle] = sorted(names.items())
             return handle
 
-    def read(
-        self, handle: int, offset: int, known: dict[str, int]
-    ) -> Sequence[DirectoryEntry] | None:
-        """Return the entries behind the cookie `offset`; None if the handle is not known.
-
-        `known`: the inode numbers of names that have a node.
-        """
+    def read(self, handle: int, offset: int) -> Sequence[ListedName] | None:
+        """Return the names behind the cookie `offset`; None if the handle is not known."""
         with self._lock:
             names = self._open.get(handle)
             if names is None:
@@ -70,13 +71,7 @@ class Listings:
             start = max(0, offset - _FIRST_COOKIE + 1)
             page = names[start : start + _REPLY_ENTRIES]
         return [
-            DirectoryEntry(
-                os.fsencode(name),
-                # Any number but 0 will do for a name that nobody has looked up.
-                known.get(name) or hash(name) & (2**62 - 1) | 2**62,
-                stat.S_IFDIR if is_dir else stat.S_IFREG,
-                start + index + _FIRST_COOKIE,
-            )
+            ListedName(name, is_dir, start + index + _FIRST_COOKIE)
             for index, (name, is_dir) in enumerate(page)
         ]
 
