@@ -76,9 +76,9 @@ def crc32c(data: bytes | memoryview, before: int = 0) -> int:
     return checksum
 
 
-LARGE = ChecksumKind(1, 16 << 10, crc32)
+LARGE = ChecksumKind(messages.CRC32, 16 << 10, crc32)
 """For bytes that have checksums of ours: computed by the processor's instructions."""
-STANDARD = ChecksumKind(2, 512, crc32c)
+STANDARD = ChecksumKind(messages.CRC32C, 512, crc32c)
 """As HDFS's own clients have them by default."""
 
 
