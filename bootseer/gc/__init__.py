@@ -1,3 +1,5 @@
-"""Garbage collection of a store: `inventory` reads what is there, `plan` decides (pure), `collect`
-deletes. What an object needs its format says (`store.objects.records`): no format is known here.
+"""Garbage collection of a store: `inventory` lists, `plan` decides (pure), `collect` deletes.
+
+The formats themselves say how their objects hang together (`store.objects.records`); this package
+knows none of them.
 """

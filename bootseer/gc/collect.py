@@ -30,7 +30,7 @@ _AT_ONCE = 1000
 
 
 class Collected(Struct, frozen=True):
-    """What was done."""
+    """The result of a collection."""
 
     deleted_count: int
     freed_bytes: int
@@ -117,7 +117,8 @@ class _Deleter:
                     self._delete_same(look_at_each(self._store, some, Store.info), 0)
 
     def _delete_same(self, found: Mapping[str, FileInfo | Object], ageless_ns: int) -> None:
-        """Delete what is as it was listed. `ageless_ns`: the time of what has none."""
+        """Delete the objects that did not change since they were listed. `ageless_ns`: the time of
+        objects whose time the storage does not tell."""
         same: list[str] = []
         for key, one in found.items():
             known = self._inventory.objects[key]
@@ -133,8 +134,8 @@ class _Deleter:
 
 
 def _mend(store: Store, inventory: Inventory, deleted: set[str]) -> list[str]:
-    """After a look at what names what is gone now: delete what a start makes again (a snapshot),
-    and return the keys of the other records (images)."""
+    """Look for records that need an object which is gone now. Delete those that a start makes again
+    (snapshots); return the keys of the others (images)."""
     gone = {key for key in deleted if inventory.is_content(key)}
     if not gone:
         return []

@@ -1,4 +1,4 @@
-"""What a store holds: every object, and how it hangs together with others.
+"""Inventory of a store: every object, and how it hangs together with others.
 
 Edge: reads the store, changes nothing. An inventory is immutable.
 """
@@ -37,7 +37,7 @@ _Record = TypeVar("_Record")
 
 
 class Object(Struct, frozen=True):
-    """One object of the store."""
+    """An object of the store: size, time, format and links."""
 
     size_bytes: int
     modified_ns: int
@@ -147,7 +147,7 @@ def look_at_each(
 
 
 def _read_clocks(store: Store) -> tuple[int, int]:
-    """What this node's clock says, and the storage's; 0 where that tells no time."""
+    """Return the time by this node's clock and by the storage's; 0 where that tells no time."""
     stored_ns = 0
     with contextlib.suppress(PermissionDeniedError, NoSpaceError, NotFoundError):
         # A store that is not there is not made by a look at it.

@@ -18,7 +18,7 @@ from bootseer.gc.retention import Rules, Verdict, judge, old_members
 
 
 class Plan(Struct, frozen=True):
-    """What would be deleted, and why."""
+    """The objects that would be deleted, and why."""
 
     verdicts: Mapping[str, Verdict]
     """On the records that users name, by key."""
@@ -28,7 +28,10 @@ class Plan(Struct, frozen=True):
 
 
 def make_plan(inventory: Inventory, rules: Rules) -> Plan:
-    """Raises: NotFoundError, InvalidInputError where the rules name what is not there."""
+    """Return the plan for an inventory under the user's rules.
+
+    Raises: NotFoundError, InvalidInputError where the rules name something that is not there.
+    """
     verdicts = judge(inventory, rules)
     doomed = {key for key, verdict in verdicts.items() if not verdict.is_kept}
     kept = _reachable(inventory, _roots(inventory, rules, doomed))
@@ -49,7 +52,7 @@ def stages(inventory: Inventory, deletions: Iterable[str]) -> Iterator[list[str]
 
 
 def _roots(inventory: Inventory, rules: Rules, doomed: set[str]) -> Iterator[str]:
-    """Yield the keys of what stays whatever the links say."""
+    """Yield the keys of objects that stay by themselves, not through other objects."""
     limit_ns = inventory.now_ns - int(rules.grace_s * 1e9)
     old = old_members(inventory, rules)
     for key, one in inventory.objects.items():
@@ -72,7 +75,7 @@ def _is_fresh(inventory: Inventory, one: Object) -> bool:
 
 
 def _reachable(inventory: Inventory, roots: Iterable[str]) -> set[str]:
-    """Return the keys of all that stays as long as the roots do."""
+    """Return the keys of all objects that stay as long as the roots do."""
     objects = inventory.objects
     every = sorted(objects)
     hanging: defaultdict[str, list[str]] = defaultdict(list)

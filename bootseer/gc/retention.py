@@ -1,4 +1,4 @@
-"""Which snapshots, images and timelines stay: what the user's rules say. Pure (no I/O)."""
+"""Rules of users: the snapshots, images and timelines that stay. Pure (no I/O)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ CACHE_DAYS = 30.0
 
 
 class Rules(Struct, frozen=True):
-    """What the user wants to be rid of. Without `keep_last` and `keep_days` all snapshots stay but
+    """The user's rules for a collection. Without `keep_last` and `keep_days` all snapshots stay but
     those named in `snapshots`, and kept caches that nobody used for `CACHE_DAYS`."""
 
     keep_last: int | None = None
@@ -39,7 +39,7 @@ class Rules(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """What becomes of one snapshot or image."""
+    """Decision about one snapshot or image."""
 
     is_kept: bool
     reason: str

@@ -1,4 +1,4 @@
-"""All formats of records and content in a store, as a garbage collector goes through them."""
+"""Formats of records and content in a store, in the order in which they are collected."""
 
 from bootseer.launch.preloading import FOLDER as PRELOAD
 from bootseer.prefetch.bundle.links import CONTENT as BUNDLES

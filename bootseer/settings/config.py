@@ -77,7 +77,7 @@ def launcher_rank(environ: Mapping[str, str]) -> str:
 
 
 class _Login(Struct, dict=True):
-    """This login's folders, and what the scheduler tells of this start."""
+    """Environment of a start: the login's folders, and what the scheduler tells."""
 
     environ: Mapping[str, str]
 
@@ -134,13 +134,13 @@ class _Login(Struct, dict=True):
 
 
 class Setting(Struct, frozen=True):
-    """One setting: how it is written, its default, and what it is for."""
+    """Row of the table of settings: how a value is written, its default, its help."""
 
     kind: Kind
     default: str | Callable[[_Login], str]
     help: str
     default_help: str = ""
-    """What a default is that differs between logins, nodes or starts."""
+    """The default in words, if it differs between logins, nodes or starts."""
 
 
 def _setting(*row: Any, **rest: Any) -> Any:
@@ -159,7 +159,7 @@ _TOLD = "what the scheduler says; "
 
 
 class Settings(Struct, frozen=True):
-    """What one command of Bootseer works with."""
+    """Settings of one command of Bootseer."""
 
     store_url: str = _setting(
         Kind("URL", absolute_url),
@@ -291,7 +291,7 @@ def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_default_store(settings: Settings) -> bool:
-    """Return whether the store is the folder that a user has where nobody has named a store."""
+    """Return whether the store is the user's default folder, which no other node sees."""
     return settings.store_url == default_settings(os.environ)["store_url"]
 
 

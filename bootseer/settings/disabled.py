@@ -34,7 +34,7 @@ def subcommand_of(words: Sequence[str]) -> Sequence[str]:
 
 
 def become_command(words: Sequence[str]) -> None:
-    """Where the switch is thrown, be the command of `run` or `warm`; else return."""
+    """Become the command of `run` or `warm` if the switch is thrown; else return."""
     value = os.environ.get(VARIABLE)
     if not is_disabled(value) or "--" not in words:
         return

@@ -1,4 +1,4 @@
-"""What settings are believed: the configuration file `bootseer.toml`, and the folders that are set.
+"""Trust in settings: the configuration file `bootseer.toml`, and the folders that are set.
 
 Whoever writes the file or one of these folders decides what jobs run. So the file, each folder and
 each symbolic link on the way to them are judged (`linux.ownership`). A file that is not believed is
@@ -85,8 +85,8 @@ def read_config_file(
 
 
 def _read_named(name: str) -> bytes:
-    """Return what the file says that BOOTSEER_CONFIG names: a regular file, or /dev/null for no
-    settings at all."""
+    """Return the content of the file that BOOTSEER_CONFIG names: a regular file, or /dev/null for
+    no settings at all."""
     try:
         status = os.stat(name)
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.stat(os.devnull).st_rdev:
@@ -108,8 +108,8 @@ def _read_named(name: str) -> bytes:
 
 
 def _read(path: Path, owners: Owners) -> bytes | None:
-    """Return what a file says that nobody has named; None where there is none, and with a warning
-    where it must not be believed."""
+    """Return the content of a configuration file at its usual place; None where there is none, and
+    with a warning where it must not be believed."""
     try:
         file, fault = open_believed(path, owners)
     except OSError as error:
@@ -168,12 +168,12 @@ def _folder(setting: str) -> _Folder:
 
 
 def fault_of_setting(name: str, path: Path, owners: Owners) -> str:
-    """Why the folder of the setting `name` must not be used; empty if it may be."""
+    """Return the reason why the folder of setting `name` must not be used; empty if it may be."""
     return fault_of_folder(path, owners, is_shared=_folder(name).is_shared)
 
 
 def _cannot_be_made(name: str, path: Path) -> str:
-    """Why a folder that is missing remains so; empty where it is there, or can be made."""
+    """Return the reason why a missing folder cannot be made; empty if it can, or is there."""
     if _folder(name).is_written and not path.exists() and (there := unwritable(path)):
         return f"it is missing, and {there} is not for this user to write to"
     return ""

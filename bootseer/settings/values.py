@@ -79,7 +79,7 @@ def parse_name(text: str) -> str:
 
 
 def as_name(text: str) -> str:
-    """What a scheduler calls something, as `parse_name` wants it; may be empty."""
+    """Return a scheduler's name without the signs that `parse_name` refuses; may be empty."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
 
 
@@ -121,10 +121,10 @@ def _folder(text: str) -> Path:
 
 
 class Kind(Struct, frozen=True):
-    """How the values of a setting are written."""
+    """Kind of values: how they are written, read and shown."""
 
     placeholder: str
-    """What stands for a value in help: "SIZE"."""
+    """Placeholder of a value in help: "SIZE"."""
     parse: Callable[[str], Any]
     """Raises: InvalidInputError."""
     show: Callable[[Any], str | int | float] = str
@@ -132,7 +132,7 @@ class Kind(Struct, frozen=True):
 
 
 def switch(on: str = "on") -> Kind:
-    """Return the kind of what is `on` or off."""
+    """Return the kind of settings that are `on` or off."""
 
     def parse(text: str) -> bool:
         if text not in (on, "off"):
@@ -143,7 +143,7 @@ def switch(on: str = "on") -> Kind:
 
 
 def choice(words: Sequence[str], what: str) -> Kind:
-    """Return the kind of what is one of `words`, each called a `what`."""
+    """Return the kind of settings that are one of `words`; `what` names such a word in messages."""
 
     def parse(text: str) -> str:
         if text not in words:

@@ -1,4 +1,4 @@
-"""How the records of images and of their bundles hang together with other objects of a store.
+"""Links of the records of images and bundles to other objects of a store.
 
 The only place that says what a garbage collector knows of images (docs/format/store.md, "Use and
 garbage"). Functions and constants only.

@@ -1,4 +1,4 @@
-"""How the records of snapshots hang together with other objects of a store.
+"""Links of the records of snapshots to other objects of a store.
 
 The only place that says what a garbage collector knows of snapshots (docs/format/store.md, "Use
 and garbage"). Functions and constants only.

@@ -1,4 +1,4 @@
-"""How the objects of a store hang together, said by the format of each.
+"""Links between the objects of a store, as the format of each describes them.
 
 A garbage collector walks the graph that these links make, and knows no format itself. Immutable.
 """
@@ -14,17 +14,17 @@ from bootseer.store.objects.uses import FOLDER, IN_USE_S, read_use
 
 
 class Entry(Struct, frozen=True):
-    """A record that users name, and that stays until a rule of theirs removes it."""
+    """Record that users name and that stays until one of their rules removes it."""
 
     kind: str
-    """What users call such a record: "image", "snapshot"."""
+    """Kind of record in the words of users: "image", "snapshot"."""
     name: str
-    """What the users' rules call this one: a reference, a key."""
+    """Name of the record in the users' rules: a reference, a key."""
     created_ns: int = 0
     group: str = ""
-    """Of the entries of one group users may keep the newest."""
+    """Group of entries whose newest users may keep."""
     targets: tuple[bytes, ...] = ()
-    """The paths that it is put in place at."""
+    """Paths at which it is restored."""
     trees: tuple[str, ...] = ()
     """Digests of the trees whose notes of use tell when it was used."""
     is_cache: bool = False
@@ -34,7 +34,7 @@ class Entry(Struct, frozen=True):
 
 
 class Links(Struct, frozen=True):
-    """How one object hangs together with others."""
+    """Links of one object to others."""
 
     needs: tuple[str, ...] = ()
     """Keys of objects that stay as long as it stays; one that ends in "/" is all that is below."""
@@ -43,7 +43,7 @@ class Links(Struct, frozen=True):
     hangs_on: tuple[str, ...] = ()
     """Keys of objects: it stays as long as one of these stays."""
     label: str = ""
-    """What users call the object that it hangs on."""
+    """Name that users give the object on which it hangs."""
     entry: Entry | None = None
 
 
@@ -51,23 +51,23 @@ class Format(Struct, frozen=True):
     """A kind of objects. In a list of formats each stands before those that it may name."""
 
     folder: str
-    """What the keys begin with; of several formats that fit, the first counts."""
+    """Prefix of the keys; of several formats that fit, the first counts."""
     read: Callable[[Store, str], Links] | None = None
     """Reads a record. Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError."""
     links_of: Callable[[str], Links] = lambda key: Links()
     """The links of an object that is not read, by its key."""
     pattern: str = ".*"
-    """Which keys in the folder are records that can be read."""
+    """Pattern of the keys, behind the folder, of records that are read."""
     suffix: str = ""
-    """What the keys end with."""
+    """End of the keys."""
     is_content: bool = False
     """Whether the objects are named by their digest: several records may name one of them."""
     fresh_s: float = 0.0
     """A record that was written within this time stays, with what it needs; an older one needs
     nothing. 0: records have no such time."""
     series: Callable[[str], tuple[str, str] | None] | None = None
-    """Of a key, the series that it is of, and which member of that: the newest members stay until
-    they are old. Of the series "" all stay until then; what is of no series stays."""
+    """Returns the series and the member that a key belongs to, or None: then the object stays. The
+    newest members of a series stay until they are old; of the series "", all members do."""
 
     def fits(self, key: str) -> bool:
         """Tell whether an object at `key` is of this format."""

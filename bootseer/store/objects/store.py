@@ -234,7 +234,7 @@ class Store(Closing):
         return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
 
     def time_ns(self) -> int:
-        """What the storage's clock says (`clock.storage_time_ns`). Writes and removes a file."""
+        """Return the time by the storage's clock. Writes and removes a file."""
         return storage_time_ns(self.backend, f"{TEMPORARY}/{os.urandom(16).hex()}")
 
     def sweep(self, older_than_s: float = STALE_AFTER_S) -> int:
