@@ -1,4 +1,4 @@
-"""One attempt at filling a buffer with stored bytes: how far it has come, and whether it goes on.
+"""Attempt to fill a buffer with stored bytes: its progress, and whether it goes on.
 
 The reader writes the progress, so that its owner can tell whether it is late, and where another
 attempt goes on. Thread-safe.
@@ -8,7 +8,7 @@ import threading
 
 
 class Attempt:
-    """One try to fill a buffer, which its owner may give up at any moment."""
+    """Attempt to fill a buffer, which its owner may give up at any moment."""
 
     __slots__ = (
         "done_bytes",
@@ -47,11 +47,11 @@ class Attempt:
         return True
 
     def give_up(self) -> None:
-        """Let the reader stop as soon as it can."""
+        """Ask the reader to stop as soon as it can."""
         self.is_given_up = True
 
     def stop(self) -> None:
-        """As `give_up`; when this returns, a reader that can stop writes no more."""
+        """Give up, and return when a reader that can stop writes no more."""
         self.is_given_up = True
         with self.lock:
             pass

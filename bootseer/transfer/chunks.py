@@ -41,7 +41,7 @@ def matches_digest(chunk: Chunk, data: memoryview) -> bool:
 
 
 class _Ticket:
-    """One caller's stake in a number of chunks, and the thing that it waits for."""
+    """Stake of one caller in a number of chunks, and the event that it waits for."""
 
     __slots__ = ("done", "error", "has_left", "is_urgent", "remaining_count", "settled_s", "wanted")
 
@@ -96,18 +96,18 @@ class _Wanted:
         return any(not ticket.has_left for ticket, _ in self.requests)
 
     def add(self, ticket: _Ticket, deliver: Deliver) -> None:
-        """Have `ticket` count on this chunk through `deliver`."""
+        """Add `ticket`, which gets this chunk through `deliver`."""
         self.requests.append((ticket, deliver))
         ticket.wanted.add(self)
 
     def drop(self, ticket: _Ticket) -> None:
-        """Have `ticket` count on it no longer."""
+        """Remove `ticket`, which no longer wants this chunk."""
         self.requests = [pair for pair in self.requests if pair[0] is not ticket]
         ticket.wanted.discard(self)
 
 
 class _Run(Job):
-    """One read of neighbouring chunks.
+    """Read of neighbouring chunks.
 
     Chunks leave it when nobody wants them any more, or when they are better read alone. The read
     is cut to the chunks that are left (`split`) before the next try.
@@ -138,7 +138,7 @@ class _Run(Job):
         return self._owner.take_buffer(self.length)
 
     def piece(self, chunk: Chunk, data: memoryview) -> memoryview:
-        """Return the bytes of one chunk out of those of the run."""
+        """Return the bytes of one chunk, a slice of `data`, which are the bytes of the run."""
         return data[chunk.offset - self.fetch.offset : chunk.end - self.fetch.offset]
 
     def check(self, one: Try, data: memoryview) -> None:
@@ -170,8 +170,8 @@ class _Run(Job):
         return [self.part(fetch) for fetch in parts[1:]]
 
     def _isolate(self, error: BaseException) -> list[Job]:
-        """Return a run for each chunk that a thread waits for: it does not wait for a large read
-        twice. Chunks that nobody wants any more get no second try, but an answer."""
+        """Return a run for each chunk that a thread waits for: no thread waits for a large read
+        twice. Chunks without callers are settled with `error` instead of tried again."""
         for wanted in tuple(self.wanted.values()):
             if not wanted.is_wanted:
                 self._owner.settle(wanted, as_bootseer_error(error, f"read {self.what}"))
@@ -405,7 +405,7 @@ class ChunkFetcher(Closing):
     # ---- sharing; the lock is held ------------------------------------------------------------
 
     def _request(self, fetch: Fetch, priority: Priority, ticket: _Ticket, deliver: Deliver) -> None:
-        """Have every chunk of `fetch` brought once, sharing the reads under way."""
+        """Queue reads for the chunks of `fetch`, sharing the reads under way."""
         self.engine.check_open()
         fresh: set[Chunk] = set()
         for chunk in dict.fromkeys(fetch.chunks):

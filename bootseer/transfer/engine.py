@@ -78,7 +78,7 @@ class State(Enum):
 
 
 class Job:
-    """One read of consecutive stored bytes.
+    """Read of consecutive stored bytes.
 
     Subclasses override the methods. The engine calls `open`, `buffer`, `spare_buffer`, `check` and
     `land` without its lock, from any of its threads; it holds the lock when it calls `split`,
@@ -139,7 +139,7 @@ class Job:
         return memoryview(bytearray(self.length))
 
     def check(self, one: "Try", data: memoryview) -> None:
-        """Raise CorruptError where `data` is not what was stored; other errors fail the try."""
+        """Raise CorruptError where `data` is damaged; other errors fail the try, too."""
 
     def land(self, one: "Try", data: memoryview) -> None:
         """Deliver the bytes that `one` brought. An error that this raises is the job's."""
@@ -161,39 +161,21 @@ class Job:
         """Note that `one` is late and another reader is about to be asked."""
 
     def told(self, error: BaseException) -> BaseException:
-        """Return what the waiters are told of the error that ended the job."""
+        """Return the error for the waiters of a job that `error` ended."""
         return as_bootseer_error(error, f"read {self.what}")
 
     def ended(self) -> None:
         """Note that the job has ended; `error` says how."""
 
     def take_over(self, other: "Job") -> None:
-        """Take the rank, the failures and the deadline of `other`, a part of which this one is."""
+        """Take the rank, the failures and the deadline of `other`, of which this job is a part."""
         self.priority, self.sequence = other.priority, other.sequence
         self.failure_count, self.wrong_count = other.failure_count, other.wrong_count
         self.moved_s, self.failure = other.moved_s, other.failure
 
 
 class Try:
-    """One attempt at a job, made by one thread."""
-
-    __slots__ = (
-        "attempt",
-        "buffer",
-        "deadline_s",
-        "has_replicas",
-        "has_returned",
-        "is_opened",
-        "is_second",
-        "job",
-        "number",
-        "progress",
-        "start_bytes",
-        "started_s",
-        "tells_progress",
-        "was_late",
-        "worker",
-    )
+    """Attempt at a job, made by one thread."""
 
     def __init__(self, job: Job, worker: "Worker", buffer: memoryview | None, now_s: float) -> None:
         """`buffer` is the memory of a second try, made because another one is late."""
@@ -295,7 +277,7 @@ class Figures:
 
 
 class Worker:
-    """One thread of a crew."""
+    """Thread of a crew."""
 
     __slots__ = ("crew", "is_abandoned", "thread")
 
@@ -327,7 +309,7 @@ class Crew:
         """Monotonic time since which every thread hangs and no other may be started."""
 
     def wake(self) -> bool:
-        """Have a thread look for work; False where none is idle and no other may be started."""
+        """Wake or start a thread; return False where none is idle and no other may be started."""
         if self._idle_count:
             # Counted as busy from here on, so that two jobs never rely on the same thread.
             self._idle_count -= 1
@@ -370,7 +352,7 @@ class Crew:
         return bool(self._idle_count) or self._may_grow
 
     def abandon(self, worker: Worker) -> None:
-        """Let another thread take the place of `worker` until its read returns."""
+        """Free the place of `worker` for another thread until its read returns."""
         if not worker.is_abandoned:
             worker.is_abandoned = True
             self._abandoned_count += 1
@@ -541,7 +523,7 @@ class FetchEngine:
         return True
 
     def end(self, job: Job, error: BaseException | None) -> None:
-        """End `job` now, whatever its state. Idempotent."""
+        """End `job` now, in any state. Idempotent."""
         if job.state is State.ENDED:
             return
         job.state, job.error = State.ENDED, error
@@ -637,7 +619,7 @@ class FetchEngine:
             self._look_at(0.0)
 
     def _look_at(self, at_s: float) -> None:
-        """Have the clock look around at `at_s` at the latest."""
+        """Wake the clock at `at_s` at the latest."""
         if at_s < self._due_s:
             self._due_s = at_s
             self._alarm.notify()
@@ -661,7 +643,7 @@ class FetchEngine:
                 crew.leave(worker)
 
     def _begin(self, worker: Worker) -> "tuple[Try, Try | None] | None":
-        """Return the next try for this thread, and the one that it goes on from."""
+        """Return the next try for this thread, and the earlier try whose bytes it continues."""
         while not self._is_closed:
             now_s = time.monotonic()
             buffer = None
@@ -696,13 +678,10 @@ class FetchEngine:
         return None
 
     def _next_late(self, worker: Worker) -> tuple[Job, memoryview] | None:
-        for late in tuple(self._late) if self._late else ():
-            one, buffer = late
-            if one not in self._running:
+        for late in self._late:
+            if worker.crew in self._crews_for(late[0].job.priority):
                 self._late.remove(late)
-            elif worker.crew in self._crews_for(one.job.priority):
-                self._late.remove(late)
-                return one.job, buffer
+                return late[0].job, late[1]
         return None
 
     def _next_waiting(self, worker: Worker, now_s: float) -> Job | None:
@@ -829,6 +808,9 @@ class FetchEngine:
     def _forget(self, one: Try) -> None:
         self._running.discard(one)
         one.job.tries.remove(one)
+        if self._late:
+            # The memory for its second try is for others.
+            self._late = deque(late for late in self._late if late[0] is not one)
         place = one.job.place
         self._queue.under_way[place] -= 1
         if not self._queue.under_way[place]:
@@ -935,7 +917,7 @@ class FetchEngine:
             return [one for one in self._running if one.is_late(self._pace, now_s)]
 
     def _ask_again(self, one: Try) -> None:
-        """Have another thread read what `one`, which is late, has not brought. Takes the lock.
+        """Queue a second try for the rest of `one`, which is late. Takes the lock.
 
         Credit is spent last: what cannot be asked for now is looked at again.
         """
@@ -967,7 +949,7 @@ class FetchEngine:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Let go of the frames of `error`, which may be kept for long, and of the buffers in them."""
+    """Drop the frames of `error`, which may be kept for long, and so the buffers in them."""
     if not isinstance(error, (OSError, BootseerError)):
         logger.warning("a read failed in an unforeseen way", exc_info=error)
     one: BaseException | None = error

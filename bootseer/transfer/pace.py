@@ -1,4 +1,4 @@
-"""How fast reads are: which one is late, and what the background may take of the network.
+"""Pace of reads: which one is late, and the share of the network for the background.
 
 `Pace` is the part of the policy of attempts that looks at a read while it lasts: it judges by the
 read's peers, and by its silence. No clock: the
@@ -34,24 +34,24 @@ there is credit: TCP's fourth repetition of a lost packet has come by then."""
 
 
 class Progress:
-    """How far one attempt has come, and since when it is silent."""
+    """Progress of one attempt: when bytes came last."""
 
     __slots__ = ("_seen_bytes", "seen_s")
 
     def __init__(self, now_s: float) -> None:
         self.seen_s = now_s
-        """When it was seen last that it goes on."""
+        """Time at which bytes were seen last."""
         self._seen_bytes = 0
 
     def silent_s(self, done_bytes: int, now_s: float) -> float:
-        """For how long nothing has come, or only a trickle, when `done_bytes` are here."""
+        """Return the seconds without bytes, or with a trickle alone, when `done_bytes` are here."""
         if done_bytes - self._seen_bytes > FLOOR_BYTES_PER_S * (now_s - self.seen_s):
             self._seen_bytes, self.seen_s = done_bytes, now_s
         return now_s - self.seen_s
 
 
 class Pace:
-    """How fast the reads of one storage were lately. Thread-safe."""
+    """Rates of the latest reads of one storage. Thread-safe."""
 
     def __init__(self, credit: float = _CREDIT_MAX) -> None:
         """`credit`: how many second requests there may be before any read has ended."""
@@ -61,7 +61,7 @@ class Pace:
         self._credit = credit
 
     def spend(self) -> bool:
-        """Whether a second request may be made now; counts it."""
+        """Take the credit for a second request; False where there is none."""
         with self._lock:
             if not self.has_credit:
                 return False
@@ -74,7 +74,7 @@ class Pace:
         return self._credit >= 1.0
 
     def note(self, count: int, seconds: float, *, is_second: bool = False) -> None:
-        """A read of `count` bytes took so long; `is_second`: the second request came first."""
+        """Note that a read of `count` bytes took so long; `is_second`: the second request won."""
         gain = _CREDIT_PER_WIN if is_second else _CREDIT_PER_READ
         with self._lock:
             self._credit = min(self._credit + gain, _CREDIT_MAX)
@@ -82,7 +82,7 @@ class Pace:
             self._median = None
 
     def usual_bytes_per_s(self) -> float | None:
-        """The median of the latest reads; None while there are too few."""
+        """Return the median rate of the latest reads; None while there are too few."""
         with self._lock:
             if len(self._rates) < _PEERS_MIN:
                 return None
@@ -93,16 +93,18 @@ class Pace:
             return self._median
 
     def silent_limit_s(self, length: int) -> float:
-        """After how long a silence a read of `length` bytes is late."""
+        """Return the seconds without bytes after which a read of `length` bytes is late."""
         usual = self.usual_bytes_per_s()
         return max(_SILENT_FLOOR_S, _RATIO * length / usual if usual else 0.0)
 
     def is_late(
         self, length: int, done_bytes: int, elapsed_s: float, silent_s: float, has_replicas: bool
     ) -> bool:
-        """Whether a read of `length` bytes, of which `done_bytes` came in `elapsed_s` and nothing
-        in the last `silent_s`, should be asked for again. `has_replicas`: it may be served by
-        another disk or connection then, so that it helps against more than silence."""
+        """Whether a read of `length` bytes should be asked for again.
+
+        `done_bytes` came in `elapsed_s`, and nothing in the last `silent_s`. `has_replicas`:
+        another disk or connection may serve it then, so that it helps against more than silence.
+        """
         if done_bytes >= length:
             return False
         if silent_s >= self.silent_limit_s(length):
@@ -116,8 +118,8 @@ class Pace:
     def is_late_alike(
         self, length: int, done_bytes: int, elapsed_s: float, silent_s: float
     ) -> bool:
-        """As `is_late`, where another connection may share what makes this one slow: only once it
-        has taken as long as a silence may last."""
+        """Judge like `is_late` a read whose slowness another connection may share: only once it has
+        taken as long as a silence may last."""
         is_over = elapsed_s >= self.silent_limit_s(length)
         return self.is_late(length, done_bytes, elapsed_s, silent_s, has_replicas=is_over)
 
@@ -133,7 +135,7 @@ class TokenBucket:
         self._updated_s = now_s
 
     def ready_at_s(self, now_s: float) -> float:
-        """When the next take is allowed; `now_s` or earlier: now."""
+        """Return when the next take is allowed; `now_s` or earlier: now."""
         self._refill(now_s)
         if self._level_bytes >= 0:
             return now_s

@@ -62,7 +62,7 @@ may be damaged by itself, and a bit may flip on its way."""
 
 
 def dice() -> float:
-    """A random number in [0, 1), for which a start need not load Python's generator."""
+    """Return a random number in [0, 1), for which a start need not load Python's generator."""
     return int.from_bytes(os.urandom(6)) / 2**48
 
 
@@ -79,7 +79,7 @@ class Policy(Struct, frozen=True):
     """No wait is longer: what comes back is noticed while its user still watches."""
 
     def delay_s(self, failures_count: int, fraction: float) -> float:
-        """How long to wait after so many failures in a row; `fraction` in [0, 1) is random.
+        """Return the wait after so many failures in a row; `fraction` in [0, 1) is random.
 
         Between half of the full wait and all of it: nodes that failed at the same moment spread
         out, and no node retries at once.
@@ -95,9 +95,10 @@ class Policy(Struct, frozen=True):
         left_s: float,
         fraction: float,
     ) -> float | None:
-        """How long to wait before the next attempt, where `error` is the last of so many failures
-        in a row and `left_s` is left of the deadline; None: there is none. Not less than the server
-        has said.
+        """Return the wait before the next attempt, None where there is none.
+
+        `error` is the last of so many failures in a row, `left_s` the rest of the deadline. The
+        wait is not shorter than the server has said.
 
         Wrong bytes are asked for again at once: elsewhere they may be right.
         """
@@ -147,22 +148,22 @@ class Attempts:
 
     @property
     def left_s(self) -> float:
-        """What is left of the deadline in seconds, never below 0."""
+        """Rest of the deadline in seconds, never below 0."""
         return max(0.0, self._ends_s - self._clock())
 
     def progressed(self) -> None:
-        """The last attempt brought something: what fails from now on counts anew."""
+        """Note that the last attempt brought something: failures count anew."""
         self.failures_count = 0
         self._ends_s = self._clock() + self._deadline_s
 
     def pause_s(self, error: BaseException) -> float | None:
-        """How long to wait after an attempt that ended in `error`; None: it was the last."""
+        """Return the wait after an attempt that ended in `error`; None: it was the last."""
         self.failures_count += 1
         return self._policy.pause_s(error, self.failures_count, self.left_s, self._dice())
 
 
 def as_bootseer_error(error: BaseException, what: str) -> BootseerError:
-    """`error` as one of ours, saying that `what` ("read blobs/x") failed.
+    """Return `error` as a BootseerError that says that `what` ("read blobs/x") failed.
 
     An error that is ours already keeps its class and its message.
     """
@@ -186,8 +187,11 @@ def as_bootseer_error(error: BaseException, what: str) -> BootseerError:
 
 
 def fresh_copy(error: BootseerError) -> BootseerError:
-    """A copy to raise in one thread: a raised exception collects that thread's traceback, so one
-    object must not be raised by several waiters at once."""
+    """Return a copy of `error` to raise in one thread.
+
+    A raised exception collects the traceback of its thread, so that one object must not be raised
+    by several waiters at once.
+    """
     try:
         copy = type(error)(*error.args)
     except TypeError:

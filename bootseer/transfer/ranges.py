@@ -37,7 +37,7 @@ class Chunk(Struct, frozen=True):
 
 
 class Fetch(Struct, frozen=True):
-    """One ranged read that covers `chunks` (same key, ascending offset, with tolerated gaps)."""
+    """Ranged read that covers `chunks` (same key, ascending offset, with tolerated gaps)."""
 
     key: str
     offset: int

@@ -67,7 +67,7 @@ def _place_of(one: Try) -> str:
 
 
 class StripedReader:
-    """All reads of one mount."""
+    """Reader of all files of one mount."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ class StripedReader:
             return file
 
     def close(self, file: OpenFile) -> bool:
-        """Returns whether that was the last one. What is cached stays, until memory is needed."""
+        """End one use of `file`; return whether it was the last one. Cached bytes stay until memory
+        is needed."""
         with self._lock:
             file.open_count -= 1
             if file.open_count:
@@ -129,13 +130,16 @@ class StripedReader:
             return True
 
     def open_files(self) -> list[OpenFile]:
-        """A snapshot of what is open."""
+        """Return a snapshot of the open files."""
         with self._lock:
             return list(self._files.values())
 
     def descriptor(self, file: OpenFile) -> HasDescriptor | None:
-        """What the kernel can read `file` from without us: an ordinary file of this node that is
-        still the one that was opened. None for all others."""
+        """Return a reader whose descriptor the kernel can read `file` from.
+
+        That is so for an ordinary file of this node that is still the one that was opened; None for
+        all others.
+        """
         view = file.view
         if view.layout is not None or file.pinned is not None or not view.size_bytes:
             return None

@@ -98,7 +98,7 @@ class OpenedParts:
     """The stored files behind one open file. They are closed when this is dropped."""
 
     def __init__(self, *, are_checked: bool) -> None:
-        """`are_checked`: whether their readers' bytes are compared with checksums of ours."""
+        """`are_checked`: whether the layout has checksums for the bytes."""
         self._are_checked = are_checked
         self._lock = threading.Lock()
         self._replicas: OrderedDict[str, Replicas] = OrderedDict()

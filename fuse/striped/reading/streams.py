@@ -32,7 +32,7 @@ class _Stream(Struct):
 
 
 class Advice(Struct, frozen=True):
-    """What to do about one read."""
+    """Advice about one read: which bytes to fetch for it and ahead of it."""
 
     whole_units: bool
     """Fetch the units that it touches, not just the blocks."""
@@ -79,15 +79,15 @@ class StreamTracker:
         return Advice(True, ahead_start, stream.ahead)
 
     def held_up(self, end: int) -> None:
-        """The stream that has come to `end` waits for bytes while later ones are here already: one
-        source is behind the others, and only a wider window keeps those busy."""
+        """Widen the window of the stream that has come to `end`, and waits while later bytes are
+        here already: one stored file is behind the others, and only so are those kept busy."""
         for stream in self._streams:
             if stream.next == end >= stream.widened_until:
                 stream.window_bytes += stream.window_bytes // 2
                 stream.widened_until = end + stream.window_bytes // 2
 
     def active_count(self, since_s: float) -> int:
-        """How many sequential streams have read something since then."""
+        """Return the number of sequential streams that have read something since then."""
         return sum(1 for s in self._streams if s.is_sequential and s.used_s >= since_s)
 
     def fell_short(self, end: int, reached: int) -> None:

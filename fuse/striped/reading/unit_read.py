@@ -29,7 +29,7 @@ Key: TypeAlias = tuple[str, int, bool]
 
 
 class OpenFile:
-    """One generation of a file that is open or read ahead.
+    """Generation of a file that is open or read ahead.
 
     The lock of the `reader` guards `streams` and `open_count`, that of the engine `passed`. `view`
     and `pinned` are replaced as a whole by the thread that changes the file's name.
@@ -50,7 +50,7 @@ class OpenFile:
 
 
 class UnitRead(Job):
-    """One run of bytes that a reader of a file wants, or will want."""
+    """Run of bytes that a reader of a file wants, or will want."""
 
     def __init__(
         self,

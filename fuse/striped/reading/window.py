@@ -48,7 +48,7 @@ class CachedRead(UnitRead, Droppable):
 
 
 class Window:
-    """All units of one mount."""
+    """Units of one mount in memory."""
 
     def __init__(
         self, backend: Backend, engine: FetchEngine, memory: Memory, patience_s: float
