@@ -349,6 +349,13 @@ class NodeTable:
             self._journal.add_layout(handle.writer.view)
         self._add(record)
 
+    def note_published(self, node: Node, path: str) -> None:
+        """Tell the journal of the open files that a published file changes: its own, and the
+        readers of an ordinary file that it replaced, who have it in memory now."""
+        for handle in self.handles.values():
+            if handle.node is node or (handle.file is not None and handle.file.view.path == path):
+                self.note(handle)
+
     def note_all(self) -> None:
         """Tell the journal of all open files that changed: names have."""
         for handle in self.handles.values():

@@ -622,7 +622,7 @@ class OpenFiles:
                 self._show(node, directory, view, is_first=is_first)
                 if not node.handles:
                     self._nodes.detach(node)
-            self._nodes.note_all()
+            self._nodes.note_published(node, view.path)
         if directory is not None:
             self._on_published(directory)
 
