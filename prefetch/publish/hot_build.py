@@ -51,42 +51,36 @@ def add_trace(
     *,
     renew: bool = False,
 ) -> HotPointer | None:
-    """Publish a trace; then, if it says much that the workload's bundle does not know, publish a
-    new bundle for the image, which is called `reference`. While another node builds, a trace is
-    only published if the store has fewer than a build merges.
+    """Publish a trace that says much which the workload's bundle does not know, and a new bundle
+    of the image, which is called `reference`.
 
-    `renew`: the bundle that there was when the trace began is of no use, whatever it holds.
-    None without a new bundle: nothing new, nothing hot, or another node is at it. What that one
-    does not hear of any more, the next start that misses it tells. Raises: BootseerError.
+    Nodes that start at once record the same, so one of them publishes: while another node has the
+    workload's lease, and when the bundle knows the trace by then, nothing is published. What only
+    this node reads is published by the next start that misses it.
+
+    `renew`: the bundle that there was when the trace began is of no use, whatever it holds. Return
+    None without a new bundle. Raises: BootseerError.
     """
     index_digest, workload = trace.index_digest, trace.workload
     owner = f"{settings.node}:{os.getpid()}"
     lease = store.lease(hot_store.lease_key(index_digest, workload), ttl_s=LEASE_S, owner=owner)
     if lease is None:
-        _log.info("another node builds the bundle of %s", workload)
-        # Of a first start of many nodes the next build merges no more than these.
-        if len(hot_store.trace_keys(store, index_digest, workload)) < hot_store.MERGED_TRACE_COUNT:
-            _publish_trace(store, trace)
+        _log.info("another node publishes the trace and the bundle of %s", workload)
         return None
-    # Of large bundles the building takes longer.
+    # Building a large bundle takes longer than the lease lasts.
     with LeaseRenewal(lease, LEASE_S):
-        _publish_trace(store, trace)
-        dropped = hot_store.drop_old_traces(store, index_digest, workload)
-        if dropped:
-            _log.info("deleted %d old traces", dropped)
         if not _teaches(store, tree, trace, renew):
             _log.info("the bundle of %s knows all this", workload)
             return None
+        key = hot_store.publish_trace(store, trace)
+        _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
+        dropped = hot_store.drop_old_traces(store, index_digest, workload)
+        if dropped:
+            _log.info("deleted %d old traces", dropped)
         return build_bundle(settings, store, tree, index_digest, reference, workload)
 
 
-def _publish_trace(store: Store, trace: Trace) -> None:
-    key = hot_store.publish_trace(store, trace)
-    _log.info("published the trace %s with %d accesses", key, len(trace.accesses))
-
-
 def _teaches(store: Store, tree: Tree, trace: Trace, renew: bool) -> bool:
-    """Many nodes may have recorded the same start at once: one bundle is enough for all."""
     lengths = [blob.stream_length for blob in tree.blobs]
     try:
         pointer = hot_store.read_pointer(store, trace.index_digest, trace.workload)

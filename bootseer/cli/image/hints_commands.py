@@ -83,7 +83,10 @@ def import_command(reference: str, file: Path, workload: str | None, as_json: bo
         err=True,
     )
     if pointer is None:
-        click.echo("the bundle was left as it is: it holds all this, or is being made", err=True)
+        click.echo(
+            "the bundle is left as it is: it holds all this, or is being made; then import again",
+            err=True,
+        )
     else:
         click.echo(pointer.bundle_digest)
 

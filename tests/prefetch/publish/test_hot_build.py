@@ -106,12 +106,11 @@ def test_a_bundle_is_made_anew_only_for_what_it_missed(site: Site) -> None:
     assert site.add(site.trace(*range(20), node="m")) is None
     assert site.add(site.trace(*range(19), 20, node="o")) is None
     assert site.pointer() == first
-    assert site.trace_count() == 3
+    assert site.trace_count() == 1
     made = site.add(site.trace(*range(5, 25), node="p"))
     assert made == site.pointer()
-    assert made.trace_count == 4
-    # Files that two of the four read.
-    assert set(site.hot_files()) == {b"f%d" % n for n in range(21)}
+    assert made.trace_count == 2
+    assert set(site.hot_files()) == {b"f%d" % n for n in range(25)}
 
 
 def test_what_two_further_starts_did_not_use_is_dropped(site: Site) -> None:
@@ -167,37 +166,30 @@ def test_a_hundred_nodes_at_once(site: Site) -> None:
     traces = [site.trace(*chance.sample(range(10), 10), node=f"n{number}") for number in range(100)]
     with ThreadPoolExecutor(8) as pool:
         made = [pointer for pointer in pool.map(site.add, traces) if pointer is not None]
-    # The first makes the bundle; it holds all that the others read.
+    # One trace of the start is published, and a bundle that holds all that the others read.
     assert made == [site.pointer()]
     assert set(site.hot_files()) == {b"f%d" % n for n in range(10)}
-    # Some came while the lease was held. Whoever has it next clears up.
-    site.add(site.trace(*range(20), node="last"))
-    assert site.trace_count() == MERGED_TRACE_COUNT
-    assert site.pointer().trace_count == MERGED_TRACE_COUNT
+    assert site.trace_count() == 1
 
 
-def test_while_another_node_builds_the_trace_is_only_kept(site: Site) -> None:
+def test_while_another_node_builds_nothing_is_published(site: Site) -> None:
     key = hot_store.lease_key(site.record.index_digest, "train")
     lease = site.store.lease(key, ttl_s=60, owner="another")
     assert lease is not None
     with lease:
         assert site.add(site.trace(1)) is None
     assert hot_store.read_pointer(site.store, site.record.index_digest, "train") is None
+    assert site.trace_count() == 0
     made = site.add(site.trace(2))
     assert made is not None
-    assert made.trace_count == 2
+    assert made.trace_count == 1
 
 
-def test_while_another_node_builds_no_more_traces_come_than_are_merged(site: Site) -> None:
-    lease = site.store.lease(
-        hot_store.lease_key(site.record.index_digest, "train"), ttl_s=600, owner="another"
-    )
-    assert lease is not None
-    for number in range(MERGED_TRACE_COUNT + 10):
-        assert site.add(site.trace(1, node=f"n{number}")) is None
-    assert site.trace_count() == MERGED_TRACE_COUNT
-    lease.release()
-    made = site.add(site.trace(2))
+def test_traces_that_are_not_merged_any_more_are_deleted(site: Site) -> None:
+    for number in range(MERGED_TRACE_COUNT + 4):
+        old = site.trace(1, node=f"n{number}", at_ns=number + 1)
+        hot_store.publish_trace(site.store, old)
+    made = site.add(site.trace(1, at_ns=100))
     assert made is not None
     assert (made.trace_count, site.trace_count()) == (MERGED_TRACE_COUNT, MERGED_TRACE_COUNT)
 
