@@ -125,7 +125,6 @@ class FrameSource(Closing):
         on_progress: Callable[[int], None] = lambda count: None,
     ) -> None:
         """`on_progress` gets counts of bytes that arrived."""
-        self._store = store
         self._plan = plan
         self._numbers = {run.chunk: number for number, run in enumerate(plan.runs)}
         placed = sorted((run.blob, run.chunk.offset, n) for n, run in enumerate(plan.runs))
