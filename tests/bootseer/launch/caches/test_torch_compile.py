@@ -12,12 +12,11 @@ from testbed.node import Node, node_at
 pytestmark = pytest.mark.needs(modules=["torch"], programs=["g++"])
 
 MODEL = """
-import sys, torch
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
-with torch.no_grad():
-    loss = torch.compile(model)(torch.ones(2, 8)).square().mean()
-print(f"{loss.item():.6f}")
+import torch
+from torch._inductor import cpu_vec_isa
+# Else six libraries are compiled to find out what the processor can do.
+cpu_vec_isa.valid_vec_isa_list = lambda: []
+print(torch.compile(torch.nn.GELU())(torch.ones(2, 8)).sum().item())
 """
 
 
