@@ -126,6 +126,26 @@ def test_a_folder_is_no_file_and_a_file_no_folder(backend: Backend) -> None:
     assert backend.stat("folder").size_bytes == 0
 
 
+def test_a_look_for_a_file_finds_no_folder(backend: Backend) -> None:
+    put(backend, "folder/file", b"abc")
+    assert backend.stat_file("folder/file").size_bytes == 3
+    for path in ("folder", "none", "folder/none"):
+        with pytest.raises(NotFoundError):
+            backend.stat_file(path)
+
+
+def test_a_tree_is_listed_as_its_folders_are(backend: Backend) -> None:
+    paths = ["a/x", "a/b/c", "a-", "a/b-", *(f"a/{name}" for name in ODD_NAMES[:3])]
+    for path in paths:
+        put(backend, path, b"abc")
+    if (tree := backend.list_tree("a")) is not None:
+        found = {info.path: info.size_bytes for info in tree}
+        assert list(found) == sorted(path for path in paths if path.startswith("a/"))
+        assert set(found.values()) == {3}
+    if (tree := backend.list_tree("none")) is not None:
+        assert list(tree) == []
+
+
 @pytest.mark.parametrize(
     "path", ["/absolute", "../up", "a/../b", "a//b", "a/", "./a", "nul\0", "a" * 256, "x/" * 2500]
 )
