@@ -20,7 +20,6 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from bootseer.base.redact import public_url
 from bootseer.errors import DeadlineError, InvalidInputError, from_oserror
@@ -103,7 +102,7 @@ class LimitedBackend(Backend):
 
     def __init__(self, inner: Backend, limits: Limits, deadline_s: float | None = None) -> None:
         self.url = inner.url
-        self.traits = replace(inner.traits, can_place=False)
+        self.traits = inner.traits
         self._inner = inner
         self._meter = Meter(limits, deadline_s)
 

@@ -10,7 +10,7 @@ Threading: every method may be called from any thread at once; a `Writer` belong
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from msgspec import Struct
@@ -47,8 +47,6 @@ class Traits(Struct, frozen=True):
     one_step_replace: bool = False
     """Whether what `create(overwrite=True)` writes replaces a file in one atomic step, when it is
     closed (buckets: yes)."""
-    can_place: bool = False
-    """Whether `Writer.place` and `Writer.servers` say which servers take a file."""
 
 
 class Space(Struct, frozen=True):
@@ -80,28 +78,6 @@ class Writer(Protocol):
         for piece in pieces:
             self.write(piece)
             note_progress()
-
-    def expect_checksums(self) -> None:
-        """The caller has checksums of all that will be written, so that those of the storage may be
-        of larger pieces. Before anything is written."""
-        return
-
-    def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """Have servers chosen, other than `avoid`, for the file's first block, before anything is
-        written.
-
-        Returns them, one for each replica; empty where the storage does not say; None where there
-        are too few others, and nothing was chosen. Never raises: nothing depends on it but speed.
-        """
-        return ()
-
-    def servers(self) -> tuple[str, ...]:
-        """Return the servers that take the block which is being written now, one for each replica;
-        they may differ from those that `place` returned.
-
-        Empty where the storage does not say. Never raises.
-        """
-        return ()
 
     def keep_alive(self) -> None:
         """Keeps the writer alive: to be called every `KEEP_ALIVE_S` in which nothing is written.
@@ -309,11 +285,9 @@ class Backend(ABC):
         """
         raise UnsupportedError(f"{self.url} cannot join files")
 
-    @property
-    def is_one_rack(self) -> bool:
-        """Whether replicas may lie on any servers: as far as is known, none are nearer to each
-        other than the rest."""
-        return True
+    def group(self) -> "FileGroup":
+        """Begin a group of files that are written at once, and read at once later on."""
+        return FileGroup(self)
 
     def is_being_written(self, path: str) -> bool:
         """Tell whether the file at `path` is open for writing, or that cannot be told; False where
@@ -328,6 +302,33 @@ class Backend(ABC):
         """Wait for servers that are gone for longer than one call may take: from now on ask for so
         long what changes nothing, or no more when it is done twice."""
         return
+
+
+class FileGroup:
+    """Files that are written at the same time, and that are best spread over different servers.
+
+    This one leaves their places to the storage. Any thread may call any method.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    @property
+    def block_bytes(self) -> int:
+        """Size up to which a file of the group stays on the servers that were chosen for it; 0 if
+        the storage does not choose, or the size is not known yet."""
+        return 0
+
+    def create(self, path: str, *, is_checked: bool = False) -> Writer:
+        """Start a new file, as `Backend.create`.
+
+        `is_checked`: whether readers of the file have checksums of its bytes, so that the storage's
+        own may be of larger pieces, and the caller can write the file again after a failure.
+        """
+        return self.backend.create(path)
+
+    def end(self) -> None:
+        """Note that all files of the group are closed, and that there will be no more of them."""
 
 
 @runtime_checkable

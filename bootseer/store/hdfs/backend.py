@@ -28,6 +28,7 @@ from bootseer.store.deadline import Call
 from bootseer.store.hdfs.direct_write import Placer
 from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, RpcError
 from bootseer.store.hdfs.native import Native, translate
+from bootseer.store.hdfs.placement import PlacedGroup, Placement
 from bootseer.store.hdfs.reading import DataNodes, HdfsReader, fill, info_of, read_bytes
 from bootseer.store.hdfs.writer import HdfsWriter
 from bootseer.store.paths import Folder, split_path
@@ -44,7 +45,7 @@ _SILENCES_PER_DEADLINE = 4
 class HdfsBackend(Folder, Backend):
     """Files beneath one folder of an HDFS."""
 
-    traits = Traits(one_step_rename=True, can_place=True)
+    traits = Traits(one_step_rename=True)
     # A pipeline of hdfs-native: 100 packets of 64 KiB to be sent and 100 to be confirmed; measured
     # 12.4 to 13.4 MiB.
     writer_bytes = 13 << 20
@@ -67,6 +68,7 @@ class HdfsBackend(Folder, Backend):
             replication=replication,
         )
         self._placer = Placer(self._name_nodes)
+        self._placement = Placement()
         self._data_nodes = DataNodes(deadline_s / _SILENCES_PER_DEADLINE)
 
     def wait_for_servers(self, patience_s: float) -> None:
@@ -138,9 +140,8 @@ class HdfsBackend(Folder, Backend):
         full, name = self._full_file(path), self._name(path)
         return HdfsWriter(self._native, self._placer, full, name, overwrite=overwrite)
 
-    @property
-    def is_one_rack(self) -> bool:
-        return self._placer.is_one_rack
+    def group(self) -> PlacedGroup:
+        return PlacedGroup(self, self._placement, self.create, lambda: self._placer.is_one_rack)
 
     def is_being_written(self, path: str) -> bool:
         """Tell whether the file is open for writing; yes where no NameNode says. See `Backend`."""

@@ -106,9 +106,17 @@ class HdfsWriter(Writer):
         self._stream: Any = native.create(path, name, overwrite=overwrite)
 
     def expect_checksums(self) -> None:
+        """Note that the caller has checksums of all that will be written, and can write the file
+        again. Before anything is written."""
         self._is_verified = True
 
     def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
+        """Have servers chosen, other than `avoid`, for the file's first block, before anything is
+        written.
+
+        Returns them, one for each replica; empty where HDFS does not say; None where there are too
+        few others, and nothing was chosen. Never raises: nothing depends on it but speed.
+        """
         try:
             self._placed = self._placer.place(self._path, avoid)
         except TooFewServersError:
@@ -116,6 +124,11 @@ class HdfsWriter(Writer):
         return tuple(self._placed.added.servers) if self._placed else ()
 
     def servers(self) -> tuple[str, ...]:
+        """Return the servers that take the block which is being written now, one for each replica;
+        they may differ from those that `place` returned.
+
+        Empty where HDFS does not say. Never raises.
+        """
         if self._direct is not None:
             return self._servers
         return self._placer.servers_of(self._path)

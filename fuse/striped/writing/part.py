@@ -37,7 +37,7 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.fuse.striped.writing.write_memory import Charge, Unit, WriteMemory
-from bootseer.store.backend import KEEP_ALIVE_S, Piece, Writer
+from bootseer.store.backend import KEEP_ALIVE_S, FileGroup, Piece, Writer
 from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
 
 if TYPE_CHECKING:
@@ -76,8 +76,6 @@ class _File:
         self.name = name
         self.writer: Writer | None = None
         """None before the file was created, and after the storage confirmed the file or its end."""
-        self.servers: tuple[str, ...] = ()
-        """Servers that take the file, counted in the placement."""
         self.sent_count = 0
         """Number of units that the writer has taken."""
         self._held: deque[Unit] = deque()
@@ -110,12 +108,27 @@ class Part:
     """A queue of units, a thread, and a stored file."""
 
     def __init__(
-        self, owner: "PartSet", group: "Round", label: str, source: str, charge: Charge
+        self,
+        owner: "PartSet",
+        group: "Round",
+        files: FileGroup,
+        label: str,
+        source: str,
+        charge: Charge,
     ) -> None:
-        """`label`: the file's name in the folder of `group`. `source`: the name that the part's
-        bytes are counted under. The thread starts with `start`."""
+        """Make a part, whose thread starts with `start`.
+
+        Args:
+            owner: The set that the part belongs to.
+            group: The round that the part belongs to.
+            files: Creates the stored files.
+            label: Name of the file in the folder of `group`.
+            source: Name that the part's bytes are counted under.
+            charge: Memory of the storage's writer.
+        """
         self.state = PartState.NO_FILE
         self.round = group
+        self.files = files
         self.charge = charge
         self.name = label
         """Name of the stored file. It differs from the label after a failure."""
@@ -183,7 +196,11 @@ class Part:
                 self.state = PartState.STORED  # no unit ever came
                 return
             self._file = _File(self.name)
-            self._create(self._file)
+            self._file.writer = self.files.create(
+                self._path_of(self.name),
+                # After a failure the storage's most careful way is the right one.
+                is_checked=self._owner.has_checksums and not self._failed_files,
+            )
             self.state = PartState.WRITING
         elif self._file.sent_count < len(self._units):
             self._send(self._file, self._units[self._file.sent_count])
@@ -212,17 +229,6 @@ class Part:
         self.checksums.update(block_checksums(unit.pieces, unit.first_block, block_bytes))
         return True
 
-    def _create(self, file: _File) -> None:
-        """Create the file, on a server that takes no more of them than others."""
-        backend = self._shared.backend
-        file.writer = backend.create(self._path_of(file.name))
-        if self._owner.has_checksums and not self._failed_files:
-            file.writer.expect_checksums()
-        if backend.traits.can_place:
-            file.servers = self._shared.placement.choose(
-                file.writer.place, is_one_rack=backend.is_one_rack
-            )
-
     def _send(self, file: _File, unit: Unit) -> None:
         # Read once: another thread may take the unit's memory at any time.
         pieces = unit.pieces or self._read_back(file, unit)
@@ -235,21 +241,10 @@ class Part:
         counters.add(written_bytes=unit.length, write_count=1, write_busy_ns=busy_ns)
         counters.add_for(self._source, written_bytes=unit.length, write_count=1)
         if not file.sent_count:
-            self._note_servers(file, writer)
             self.charge.settle(is_buffered=writer.is_buffered)
             self._owner.note_event()
             self._outage = None
         file.note_sent(unit, writer.held_bytes, self._shared.memory)
-
-    def _note_servers(self, file: _File, writer: Writer) -> None:
-        """Look where the file has come to lie: a server may be dead unnoticed."""
-        shared = self._shared
-        if not shared.backend.traits.can_place:
-            return
-        if not shared.placement.block_bytes:
-            shared.placement.block_bytes = shared.backend.stat(self._path_of(file.name)).block_bytes
-        if file.servers:
-            file.servers = shared.placement.settle(file.servers, writer.servers())
 
     def _close(self, file: _File) -> None:
         assert file.writer is not None
@@ -265,19 +260,17 @@ class Part:
         """Let go of everything; the last use of the storage by this part."""
         memory = self._shared.memory
         is_stored = self.state is PartState.STORED
-        servers: tuple[str, ...] = ()
         if self._file is not None:
             if self._file.writer is not None:
                 self._file.writer.abort()
             self._file.end_holding(memory)
-            servers = self._file.servers
         if not is_stored:
             self.state = PartState.FAILED
             self.discard_queue()
         for unit in self._units:
             memory.release(unit)
         self.charge.end()
-        self._owner.part_ended(self, servers)
+        self._owner.part_ended(self)
         self.ended.set()
 
     # ---- failures -----------------------------------------------------------------------------
@@ -313,7 +306,6 @@ class Part:
         file, self._file = self._file, None
         if file is None:
             return
-        self._shared.placement.release(file.servers)
         file.end_holding(memory)
         if file.writer is None:
             pass  # it was not created, or not as far as we know

@@ -30,10 +30,10 @@ from bootseer.fuse.striped.layout import MAX_BLOCK_COUNT, Segment, pack_checksum
 from bootseer.fuse.striped.layout import Part as PartEntry
 from bootseer.fuse.striped.names.stored import new_generation
 from bootseer.fuse.striped.view import generation_folder
-from bootseer.fuse.striped.writing.part import Part, PartState
+from bootseer.fuse.striped.writing.part import Part
 from bootseer.fuse.striped.writing.resources import WriterResources
 from bootseer.fuse.striped.writing.write_memory import Charge
-from bootseer.store.backend import Piece
+from bootseer.store.backend import FileGroup, Piece
 
 Result = TypeVar("Result")
 _POLL_S = 0.2
@@ -85,7 +85,7 @@ class Dealing(Struct, frozen=True):
 class Round:
     """A group of parts that becomes one segment of a striped file, or the runs of a plain file."""
 
-    def __init__(self, directory: str, width: int) -> None:
+    def __init__(self, directory: str, width: int, files: FileGroup) -> None:
         self.generation = new_generation()
         self.folder = generation_folder(directory, self.generation)
         self.size_bytes = 0
@@ -94,9 +94,8 @@ class Round:
         self.parts: list[Part] = []
         self.open_count = 0
         """Number of parts whose threads use the storage."""
-        self.stored_on: list[tuple[str, ...]] = []
-        """Servers of stored parts. They count as taken until the whole round has ended: otherwise
-        the last parts, which are placed after short ones have ended, share servers with them."""
+        self.files = files
+        """Creates the parts of a striped file, which are all open at once."""
 
     def paths(self) -> list[str]:
         """Return the paths of the parts, in order. Call it after `PartSet.finish`."""
@@ -263,19 +262,14 @@ class PartSet:
         if must_remove:
             self._remove_folders()
 
-    def part_ended(self, part: Part, servers: tuple[str, ...]) -> None:
-        """Count a part less that uses the storage. `servers`: those that its file lies on."""
-        group, placement = part.round, self.shared.placement
+    def part_ended(self, part: Part) -> None:
+        """Count a part less that uses the storage."""
+        group = part.round
         with self._changed:
             group.open_count -= 1
-            if part.state is PartState.STORED and self.has_checksums:
-                group.stored_on.append(servers)
-            else:
-                placement.release(servers)
             is_last = self.state is not PartSetState.OPEN or group is not self._rounds[-1]
-            if is_last and not group.open_count:
-                while group.stored_on:
-                    placement.release(group.stored_on.pop())
+            if part.files is not group.files or (is_last and not group.open_count):
+                part.files.end()
             self.note_event()
             must_remove = self.state is PartSetState.FAILED and not self._open_count()
         if must_remove:
@@ -287,12 +281,14 @@ class PartSet:
         """Return the round that takes the next unit; begin it if the one before is full."""
         if self._rounds:
             group = self._rounds[-1]
-            block_bytes = self.shared.placement.block_bytes
+            block_bytes = group.files.block_bytes
             if group.size_bytes < self.dealing.round_max_bytes(block_bytes, group.width):
                 return group
         with self._changed:
             self._end_round()
-            self._rounds.append(Round(self._directory, self.dealing.width))
+            self._rounds.append(
+                Round(self._directory, self.dealing.width, self.shared.backend.group())
+            )
             return self._rounds[-1]
 
     def _end_round(self) -> None:
@@ -325,7 +321,9 @@ class PartSet:
     def _begin_part(self, group: Round, charge: Charge) -> None:
         index = len(group.parts)
         source = f"part {index % self.dealing.width:02x}"
-        part = Part(self, group, f"{index:02x}", source, charge)
+        # Runs begin as others end: each is placed for itself.
+        files = group.files if self.dealing.run_units is None else self.shared.backend.group()
+        part = Part(self, group, files, f"{index:02x}", source, charge)
         try:
             with self._changed:
                 self.check()

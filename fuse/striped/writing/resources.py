@@ -4,7 +4,6 @@ from msgspec import Struct
 
 from bootseer.fuse.striped.names.tree import StripedTree
 from bootseer.fuse.striped.statistics import Counters
-from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.fuse.striped.writing.write_memory import WriteMemory
 from bootseer.store.backend import Backend
 
@@ -16,5 +15,4 @@ class WriterResources(Struct, frozen=True, eq=False):
     tree: StripedTree
     """Publishes the files."""
     memory: WriteMemory
-    placement: Placement
     counters: Counters

@@ -3,8 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from msgspec.structs import replace
-
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Backend, FileInfo, Piece, Space, Writer
 from bootseer.transfer.attempt import Attempt
@@ -19,7 +17,7 @@ class FaultyBackend(Backend):
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.url = inner.url
-        self.traits = replace(inner.traits, can_place=False)
+        self.traits = inner.traits
         self.rules: list[Rule] = []
         self.after: list[Rule] = []
         self.corrupt: Callable[[str, int, memoryview], None] = lambda path, offset, data: None

@@ -1,13 +1,7 @@
-"""Where parts are placed: evenly, whatever the storage draws, and never on fewer replicas."""
+"""A striped file on HDFS lies evenly on all of its servers."""
 
 import contextlib
 import random
-import threading
-from collections import Counter
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,159 +9,10 @@ import pytest
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.fuse.striped.tools.copy import copy_in
-from bootseer.fuse.striped.writing.placement import Placement
 from bootseer.store import open_backend
-from bootseer.store.hdfs.backend import HdfsBackend
 from testbed.hdfs.cluster import MiniHdfs
-from testbed.waiting import pause, wait_for
 
 MIB = 2**20
-
-
-class Drawing:
-    """A storage of so many servers that draws among those it may."""
-
-    def __init__(self, server_count: int, replica_count: int, seed: int) -> None:
-        self.servers = [f"s{number}" for number in range(server_count)]
-        self.replica_count = replica_count
-        self.asked_count = 0
-        self._numbers = random.Random(seed)
-
-    def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
-        self.asked_count += 1
-        left = [server for server in self.servers if server not in avoid]
-        if len(left) < self.replica_count:
-            return None
-        return tuple(self._numbers.sample(left, self.replica_count))
-
-
-@pytest.mark.parametrize("replica_count", [1, 2, 3])
-@pytest.mark.parametrize("server_count", [3, 4, 8, 100])
-def test_parts_are_spread_evenly(server_count: int, replica_count: int) -> None:
-    for seed in range(20):
-        drawing, placement = Drawing(server_count, replica_count, seed), Placement()
-        parts: Counter[str] = Counter()
-        for _ in range(8):
-            parts.update(placement.choose(drawing.place))
-        assert sum(parts.values()) == 8 * replica_count
-        if replica_count == 1:
-            assert max(parts.values()) == -(-8 // server_count)
-        # A refusal tells that all servers are known: it is not asked for again and again.
-        assert drawing.asked_count <= 8 + 1
-
-
-def _always(servers: tuple[str, ...], avoid: Collection[str]) -> tuple[str, ...]:
-    return servers
-
-
-@pytest.mark.parametrize("server_count", [7, 8, 12])
-def test_parts_with_two_replicas_are_joined_to_a_ring(server_count: int) -> None:
-    """Two that lay on the same two DataNodes were both read from one where the other was slow."""
-    drawing, placement = Drawing(server_count, 2, 5), Placement()
-    for pair in zip(drawing.servers, drawing.servers[1:], strict=False):
-        placement.release(placement.choose(partial(_always, pair)))
-    for _ in range(20):
-        groups = [placement.choose(drawing.place, is_one_rack=True) for _ in range(server_count)]
-        assert Counter(chain(*groups)) == dict.fromkeys(drawing.servers, 2)
-        ring = {groups[0][0]}
-        for _ in groups:
-            ring.update(*(group for group in groups if ring.intersection(group)))
-        assert ring == set(drawing.servers)
-        for group in groups:
-            placement.release(group)
-
-
-def test_parts_that_have_ended_count_no_more() -> None:
-    drawing, placement = Drawing(2, 1, 0), Placement()
-    first = placement.choose(drawing.place)
-    assert placement.choose(drawing.place) != first
-    placement.release(first)
-    assert placement.choose(drawing.place) == first
-
-
-def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
-    """It is dead and has no open parts, so that all others would be placed on it."""
-    drawing, placement = Drawing(3, 1, 1), Placement()
-    dead = placement.choose(drawing.place)
-    others = [(server,) for server in drawing.servers if (server,) != dead]
-    assert placement.settle(dead, others[0]) == others[0]
-    chosen = [placement.choose(drawing.place) for _ in range(5)]
-    assert dead not in chosen
-    assert Counter([others[0], *chosen]) == dict.fromkeys(others, 3)
-
-
-def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy node eight placements took longer than one may: the last ones were left to chance,
-    two of eight DataNodes had none of the file, and two had twice their share."""
-    monkeypatch.setattr("bootseer.fuse.striped.writing.placement.TURN_MAX_S", 4.0)
-    drawing, placement = Drawing(8, 1, 0), Placement()
-
-    def place(avoid: Collection[str]) -> tuple[str, ...] | None:
-        # Eight in turn take longer than one may wait; one is far from it on a busy machine.
-        pause(0.6)
-        return drawing.place(avoid)
-
-    with ThreadPoolExecutor(8) as pool:
-        chosen = list(pool.map(lambda _: placement.choose(place), range(8)))
-    assert sorted(chosen) == sorted((server,) for server in drawing.servers)
-
-
-def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.fuse.striped.writing.placement.TURN_MAX_S", 0.05)
-    placement, over = Placement(), threading.Event()
-
-    def hang(avoid: Collection[str]) -> tuple[str, ...] | None:
-        over.wait(60)
-        return ()
-
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(placement.choose, hang)
-        wait_for(placement._turn.locked, look_s=0.001)
-        assert placement.choose(lambda avoid: ("s0",)) == ()
-        over.set()
-        assert first.result() == ()
-    assert placement.choose(lambda avoid: ("s0",)) == ("s0",)
-
-
-def test_a_storage_that_says_nothing() -> None:
-    placement = Placement()
-    assert placement.choose(lambda avoid: ()) == ()
-    assert placement.settle((), ("a",)) == ()
-    assert placement.choose(lambda avoid: None) == ()
-
-
-@pytest.mark.hdfs
-def test_hdfs_lets_its_servers_be_chosen(hdfs: MiniHdfs, hdfs_url: str) -> None:
-    backend = open_backend(hdfs_url + "?replication=1")
-    assert isinstance(backend, HdfsBackend)
-    counts: Counter[str] = Counter()
-    writers = []
-    placement = Placement()
-    for number in range(2 * hdfs.datanode_count):
-        path = f"f{number}"
-        writers.append(backend.create(path))
-        servers = placement.choose(writers[-1].place)
-        writers[-1].write(b"x" * 100_000)
-        assert writers[-1].servers() == servers
-        counts.update(servers)
-    assert list(counts.values()) == [2] * hdfs.datanode_count
-    for writer in writers:
-        writer.close()
-    assert backend.read("f5") == b"x" * 100_000
-    # With two replicas, only one server would be left: rather two, anywhere.
-    double = open_backend(hdfs_url + "?replication=2")
-    assert isinstance(double, HdfsBackend)
-    with double.create("g") as writer:
-        first = writer.place(())
-        assert first is not None
-        assert len(first) == 2
-        writer.write(b"y")
-    with double.create("h") as writer:
-        assert writer.place(first) is None
-        writer.write(b"y" * 100_000)
-        assert len(writer.servers()) == 2
-    # Nobody to place for: it is closed.
-    assert writers[5].place(()) == ()
 
 
 @pytest.mark.hdfs

@@ -1,16 +1,22 @@
-"""Spreads the parts that are written at once over the servers of the storage.
+"""Spread files that are written at once over the DataNodes.
 
-HDFS draws a server for each block. Eight parts on four DataNodes so share the busiest one by three
-or four, and a striped file is as slow as its slowest part, to write and for ever after to read. So
-the storage is asked to choose for each part among the servers that have the fewest open ones.
-Owns the count of open parts by server, for all files of a mount. Thread-safe.
+HDFS draws a DataNode for each block. Eight parts on four DataNodes so share the busiest one by
+three or four, and a striped file is as slow as its slowest part, to write and for ever after to
+read. So HDFS is asked to choose for each file of a group among the DataNodes that have the fewest
+open ones. `Placement` counts open files by DataNode for all groups of a backend; a `PlacedGroup`
+counts its stored files, too, until all of it is stored.
+
+Thread-safe, but for `PlacedWriter`, which belongs to one thread.
 """
 
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+from bootseer.store.backend import Backend, FileGroup, Piece, Writer
+from bootseer.store.hdfs.writer import HdfsWriter
 
 # One part at a time is placed, so that each choice knows those before it. The others wait as long
 # as one after another is: on a busy node eight were seen to take longer than a single one may.
@@ -24,15 +30,15 @@ _SHUNNED_S = 600.0
 Group = tuple[str, ...]
 """The servers of one part."""
 Place = Callable[[Collection[str]], Group | None]
-"""`Writer.place` of one file: the servers, other than those to avoid."""
+"""`HdfsWriter.place` of one file: the servers, other than those to avoid."""
 
 
 class Placement:
-    """Open parts by server."""
+    """Open files by server."""
 
     def __init__(self) -> None:
         self.block_bytes = 0
-        """The storage cuts parts into blocks of so many bytes; 0 as long as that is not known."""
+        """Size of the blocks of new files; 0 as long as it is not known."""
         self._open_counts: Counter[str] = Counter()
         self._open_groups: Counter[Group] = Counter()
         self._shunned_until_s: dict[str, float] = {}
@@ -128,6 +134,107 @@ class Placement:
         for server in [each for each, until_s in self._shunned_until_s.items() if until_s <= now_s]:
             del self._shunned_until_s[server]
         return frozenset(self._shunned_until_s)
+
+
+class PlacedGroup(FileGroup):
+    """Files of one HDFS that lie on different servers, as far as there are so many."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        placement: Placement,
+        create: Callable[[str], HdfsWriter],
+        is_one_rack: Callable[[], bool],
+    ) -> None:
+        super().__init__(backend)
+        self._placement = placement
+        self._create = create
+        self._is_one_rack = is_one_rack
+        self._stored_on: list[Group] = []
+        """Servers of the files that are closed: without them, the last files of a group would be
+        placed where short ones have just ended."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self._placement.block_bytes
+
+    def create(self, path: str, *, is_checked: bool = False) -> "PlacedWriter":
+        writer = self._create(path)
+        if is_checked:
+            writer.expect_checksums()
+        servers = self._placement.choose(writer.place, is_one_rack=self._is_one_rack())
+        return PlacedWriter(writer, servers, self, path)
+
+    def end(self) -> None:
+        while self._stored_on:
+            self._placement.release(self._stored_on.pop())
+
+    def settle(self, path: str, writer: HdfsWriter, chosen: Group) -> Group:
+        """Count a file, which has taken its first bytes, where it has come to lie: a server that
+        was chosen may be dead unnoticed."""
+        if not self._placement.block_bytes:
+            self._placement.block_bytes = self.backend.stat(path).block_bytes
+        return self._placement.settle(chosen, writer.servers()) if chosen else chosen
+
+    def leave(self, servers: Group, *, is_stored: bool) -> None:
+        """Count a file less that is open on `servers`."""
+        if is_stored:
+            self._stored_on.append(servers)
+        else:
+            self._placement.release(servers)
+
+
+class PlacedWriter(Writer):
+    """A writer whose file counts in the placement while it is open."""
+
+    def __init__(self, inner: HdfsWriter, servers: Group, group: PlacedGroup, path: str) -> None:
+        self._inner = inner
+        self._servers: Group | None = servers
+        """None once the file does not count any more."""
+        self._group = group
+        self._path = path
+        self._is_settled = False
+
+    def write(self, data: Piece) -> None:
+        self._inner.write(data)
+        self._settle()
+
+    def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
+        self._inner.write_all(pieces, note_progress)
+        self._settle()
+
+    def keep_alive(self) -> None:
+        self._inner.keep_alive()
+
+    def close(self) -> None:
+        self._inner.close()
+        self._leave(is_stored=True)
+
+    def abort(self) -> None:
+        self._leave(is_stored=False)
+        self._inner.abort()
+
+    def abandon(self) -> bool:
+        self._leave(is_stored=False)
+        return self._inner.abandon()
+
+    @property
+    def is_buffered(self) -> bool:
+        return self._inner.is_buffered
+
+    @property
+    def held_bytes(self) -> int:
+        return self._inner.held_bytes
+
+    def _settle(self) -> None:
+        if not self._is_settled and self._servers is not None:
+            self._is_settled = True
+            self._servers = self._group.settle(self._path, self._inner, self._servers)
+
+    def _leave(self, *, is_stored: bool) -> None:
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            self._group.leave(servers, is_stored=is_stored)
 
 
 def choose_group(counts: Mapping[str, int], groups: Iterable[Group], size: int) -> Group:
