@@ -99,7 +99,8 @@ class FileRecord(Struct, frozen=True, array_like=True, tag=3):
     has_writer: bool
     is_nameless: bool
     is_unfinished: bool
-    was_killed: bool
+    killed: bool
+    superseded: bool
 
 
 class FileClosedRecord(Struct, frozen=True, array_like=True, tag=4):

@@ -251,6 +251,11 @@ class Handle(Struct, eq=False):
         )
 
     @property
+    def will_empty(self) -> bool:
+        """Whether it makes its file empty at the last close, if nothing else happens before."""
+        return self.only_empties and not self.superseded
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether bytes would be lost with this process."""
         return self.writer is not None and (self.writer.was_written or self.writer.has_failed)
@@ -269,7 +274,8 @@ class Handle(Struct, eq=False):
             has_writer=writer is not None,
             is_nameless=writer.is_detached if writer is not None else self.is_nameless,
             is_unfinished=self.is_unfinished,
-            was_killed=self.killed,
+            killed=self.killed,
+            superseded=self.superseded,
         )
 
 

@@ -83,7 +83,8 @@ class OpenFiles:
                 node,
                 record.flags,
                 base=inherited.view(record.base),
-                killed=record.was_killed,
+                killed=record.killed,
+                superseded=record.superseded,
                 is_nameless=record.is_nameless and not record.has_writer,
                 request=record.request,
             )
@@ -397,8 +398,7 @@ class OpenFiles:
         with self._lock:
             # The close of what emptied it may not have been heard of yet.
             for other in self._nodes.same_file(node):
-                for handle in other.handles:
-                    handle.superseded = True
+                self._supersede(other.handles)
         self.published(node, writer.view)
 
     def _writer(self, handle: Handle, *, starts_empty: bool = False) -> FileWriter:
@@ -482,7 +482,7 @@ class OpenFiles:
             handle = self._nodes.handles.get(handle_id)
             if handle is None:
                 return
-            is_late = handle.superseded and handle.only_empties
+            is_late = handle.only_empties and not handle.will_empty
             handle.phase = Phase.RELEASING
         writer = handle.writer
         try:
@@ -544,12 +544,11 @@ class OpenFiles:
         """
         with self._lock:
             handles = [h for other in self._nodes.same_file(node) for h in other.handles]
-            emptied = [handle for handle in handles if handle.only_empties]
+            emptied = [handle for handle in handles if handle.will_empty]
             closed = [handle for handle in emptied if handle.phase is not Phase.OPEN]
             releasing = [handle for handle in handles if handle.phase is Phase.RELEASING]
             if flags & os.O_TRUNC:
-                for handle in emptied:
-                    handle.superseded = True
+                self._supersede(emptied)
                 # Too late for that: they are at it.
                 closed = [handle for handle in emptied if handle.phase is Phase.RELEASING]
         if flags & os.O_ACCMODE == os.O_RDONLY:
@@ -563,6 +562,12 @@ class OpenFiles:
             with handle.publishing:
                 pass
 
+    def _supersede(self, handles: Iterable[Handle]) -> None:
+        """Note that the file was opened anew, or cut, after these handles. Under the lock."""
+        for handle in handles:
+            handle.superseded = True
+            self._nodes.note(handle)
+
     def await_release(self, handles: Iterable[Handle]) -> None:
         """Wait for the release of handles that emptied their file and were closed.
 
@@ -572,7 +577,7 @@ class OpenFiles:
         closed = [
             handle
             for handle in handles
-            if handle.phase in (Phase.COPY_CLOSED, Phase.RELEASING) and handle.only_empties
+            if handle.phase in (Phase.COPY_CLOSED, Phase.RELEASING) and handle.will_empty
         ]
         if not closed or not self._waiting.acquire(blocking=False):
             return

@@ -44,6 +44,19 @@ def test_a_log_is_written_on_through_any_number_of_restarts(
     here.fs.destroyed()
 
 
+def test_what_was_written_since_a_file_was_emptied_stays_after_a_restart(tmp_path: Path) -> None:
+    here = Restartable(tmp_path)
+    here.write("log", b"old")
+    held = here.open("log", os.O_WRONLY | os.O_TRUNC)
+    here.fs.flush(CALLER, *held)
+    here.write("log", b"one")
+    here.journal.close()
+    here = Restartable(tmp_path)
+    here.close(held)
+    assert here.read("log") == b"one"
+    here.fs.destroyed()
+
+
 def test_what_is_written_to_an_unlinked_log_goes_nowhere_after_a_restart(tmp_path: Path) -> None:
     here = Restartable(tmp_path)
     file = here.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -77,6 +77,18 @@ def test_closing_a_copy_of_the_descriptor_does_not_empty_the_file(one: Driver, t
     wait_for(lambda: two.read("f") == b"", "the commit")
 
 
+def test_what_was_written_since_a_file_was_emptied_stays(one: Driver) -> None:
+    """As `(sleep 9) > log & echo one > log; echo two >> log` in a shell."""
+    one.write("log", b"old")
+    held = one.open("log", os.O_WRONLY | os.O_TRUNC)
+    one.fs.flush(CALLER, *held)
+    one.write("log", b"one")
+    one.write("log", b"two", os.O_APPEND)
+    assert one.read("log") == b"onetwo"
+    one.fs.release(*held, 0)
+    assert one.read("log") == b"onetwo"
+
+
 def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -> None:
     one.write("f", OLD)
     assert two.read("f") == OLD
