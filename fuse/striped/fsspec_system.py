@@ -43,6 +43,7 @@ from bootseer.store.paths import BUCKETS
 PROTOCOL = "bootseer"
 _LOCAL = ("file", "local")
 _RANGES_AT_ONCE = 8
+_STEP_BYTES = 4 * 2**20
 
 
 class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -272,9 +273,14 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         outfile: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Copy one file to the local disk, whole or not at all."""
-        if outfile is not None or isfilelike(lpath):
-            super().get_file(rpath, lpath, callback=callback, outfile=outfile)
+        """Copy one file to the local disk, whole or not at all, or into a file object."""
+        sink = lpath if outfile is None and isfilelike(lpath) else outfile
+        if sink is not None:
+            with self.open(rpath) as file:
+                callback.set_size(file.size)
+                while data := file.read(_STEP_BYTES):
+                    sink.write(data)
+                    callback.relative_update(len(data))
             return
         status = self.info(rpath)
         target = Path(lpath)
@@ -352,15 +358,22 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
 
         A target that can renames each directory, and a striped file within its directory.
         """
-        is_plain = isinstance(path1, str) and isinstance(path2, str) and not has_magic(path1)
-        if is_plain and maxdepth is None and self.key(path1) != self.key(path2):
-            if path2.endswith("/") or self.isdir(path2):
-                path2 = f"{path2.rstrip('/')}/{self.shown_name(path1).rpartition('/')[2]}"
-            if self._rename(path1, path2):
+        if path1 == path2:
+            return
+        if isinstance(path1, str) and isinstance(path2, str) and not has_magic(path1):
+            if self.key(path1) == self.key(path2):
+                # To copy it onto itself, and remove it, would lose it.
                 return
+            if maxdepth is None:
+                if path2.endswith("/") or self.isdir(path2):
+                    path2 = f"{path2.rstrip('/')}/{self.shown_name(path1).rpartition('/')[2]}"
+                if self._rename(path1, path2):
+                    return
         if isinstance(path1, str) and self.isdir(path1):
             recursive = True
-        super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth)
+        # Not the base class's: up to fsspec 2026.1 it removes also what could not be copied.
+        self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
+        self.rm(path1, recursive=recursive)
 
     def _rename(self, path1: str, path2: str) -> bool:
         try:

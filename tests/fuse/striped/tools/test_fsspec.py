@@ -132,6 +132,26 @@ def test_rename_and_remove(made: tuple[CheckpointFileSystem, str]) -> None:
         fs.rm(f"{root}/step-1")
 
 
+def test_a_move_to_the_same_place_loses_nothing(made: tuple[CheckpointFileSystem, str]) -> None:
+    """A named fault: under another spelling it was copied onto itself, and then removed."""
+    fs, root = made
+    fs.pipe_file(f"{root}/d/f", DATA)
+    fs.mv(f"{root}/d/f", f"{root}/d//f")
+    fs.mv(f"{root}/d", f"{root}//d", recursive=True)
+    fs.mv(f"{root}/d/f", fs.unstrip_protocol(f"{root}/d/f"), recursive=True)
+    assert fs.find(root) == [f"{root}/d/f"]
+    assert fs.cat_file(f"{root}/d/f") == DATA
+
+
+def test_files_that_cannot_be_copied_are_not_moved(made: tuple[CheckpointFileSystem, str]) -> None:
+    """A named fault with fsspec up to 2026.1: it goes on after missing names, and removes."""
+    fs, root = made
+    fs.pipe_file(f"{root}/d/f", DATA)
+    with pytest.raises(FileNotFoundError):
+        fs.mv(f"{root}/d/*", f"{root}/{PARTS_FOLDER}/", recursive=True)
+    assert fs.find(root) == [f"{root}/d/f"]
+
+
 def _in_with(fs: CheckpointFileSystem, path: str, mode: str) -> Any:
     return fs.open(path, mode)
 
