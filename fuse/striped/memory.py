@@ -48,7 +48,7 @@ _SLAB_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def content_bytes(limit_bytes: int) -> int:
-    """Return what is left for file contents if a whole process should stay within `limit_bytes`."""
+    """Return the memory for file contents in a process that is to stay within `limit_bytes`."""
     rest = limit_bytes - min(_PROCESS_BYTES, limit_bytes // 4)
     return max(rest, min(limit_bytes, _CONTENT_MIN_BYTES))
 
@@ -82,7 +82,7 @@ class Droppable:
 
 
 class Memory:
-    """All memory for file contents of one mount."""
+    """Memory budget of one mount, with the buffers and the droppable bytes in it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -181,8 +181,7 @@ class Memory:
             self._trim(0)
 
     def _let_others_have(self) -> None:
-        """Stop counting the buffers that only others hold, who may never let go; the lock is
-        held."""
+        """Stop counting the buffers that only others hold; the lock is held."""
         count = sum(self._given_up.values())
         self._let_out.update(self._given_up)
         self._given_up.clear()

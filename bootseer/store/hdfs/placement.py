@@ -102,7 +102,7 @@ class Placement:
             self._replica_count = max(1, len(servers))
 
     def _wishes(self, is_one_rack: bool) -> Iterator[frozenset[str]]:
-        """Which servers to avoid: what is best, and what will do where that cannot be had."""
+        """Yield sets of servers to avoid, the best choice first."""
         with self._lock:
             shunned = self._shunned()
             counts = dict(self._open_counts)

@@ -172,7 +172,7 @@ class FileWriter:
     # ---- writing ------------------------------------------------------------------------------
 
     def append(self, data: Data, cancelled: Callable[[], bool] = _never) -> int:
-        """Write at the end, whatever the caller thinks the offset is."""
+        """Write at the end of the file, which may have grown since the caller looked."""
         with self._lock:
             return self.write(self.size_bytes, data, cancelled)
 
@@ -294,7 +294,7 @@ class FileWriter:
         self._note_stored(view, WriterState.CLEAN)
 
     def _save(self, cancelled: Callable[[], bool]) -> None:
-        """Store what was sent of a detached file. The tail alone is in memory anyway."""
+        """Make the bytes of a detached file durable. A file that is only a tail stays in memory."""
         if self._form is None or self.state is not WriterState.DIRTY:
             return
         with _Failing(self):
@@ -325,14 +325,14 @@ class FileWriter:
             self.is_detached = False
 
     def fail(self, error: BaseException) -> None:
-        """Remember `error` for every later call, and discard what was not published."""
+        """Raise `error` from every later call, and discard the unpublished bytes."""
         with self._lock:
             if self.state is not WriterState.FAILED:
                 self._error, self.state = error, WriterState.FAILED
             self._discard(0.0)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Discard what was not published; that goes on in the background after `wait_s`.
+        """Discard the unpublished bytes; that goes on in the background after `wait_s`.
 
         Idempotent, never raises.
         """
@@ -349,7 +349,7 @@ class FileWriter:
         return self.sent_bytes + self._tail.length
 
     def _fill_up(self, cancelled: Callable[[], bool]) -> None:
-        """Add zeros where the file was announced to be longer than what was written."""
+        """Add zeros up to the announced size."""
         gap = self.size_bytes - self._end
         if gap > self._settings.stripe_unit_bytes:
             raise UnsupportedError(

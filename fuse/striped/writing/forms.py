@@ -77,7 +77,7 @@ class Form(ABC):
         return None
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Remove what was not published. Wait at most `wait_s` for that. Idempotent, never
+        """Remove the unpublished parts. Wait at most `wait_s` for that. Idempotent, never
         raises."""
         if self._parts is not None:
             self._parts.abort(wait_s)
@@ -146,7 +146,7 @@ class StripedForm(Form):
         return Layout(new_generation(), tuple(self._segments)), growing
 
     def _take_back(self, growing: bytes, tail: Tail) -> None:
-        """Let a segment of less than a unit be written again, with the bytes that follow."""
+        """Put a segment of less than a unit back into the tail, to be written again."""
         if growing and len(growing) < self._settings.stripe_unit_bytes:
             self._segments.pop()
             self.sent_bytes -= len(growing)
@@ -166,7 +166,7 @@ class StripedForm(Form):
 
 
 class PlainForm(Form):
-    """One ordinary file, which every tool of the storage reads, or bytes that are added to one.
+    """Ordinary file that every tool of the storage reads, or bytes that are added to one.
 
     Where the storage can join files the runs of a file are written in parallel, each as a file of
     its own, and joined in one step; elsewhere there is one run. Either way the name gets the whole.

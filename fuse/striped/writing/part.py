@@ -1,4 +1,4 @@
-"""One part of a file that is being written: a thread that stores units in one file, past failures.
+"""Parts of a file that is being written: a thread each, which stores units in one file.
 
     NO_FILE --create--> WRITING --last unit, close--> STORED
        ^                   |
@@ -32,13 +32,14 @@ from bootseer.errors import (
     DeadlineError,
     InvalidInputError,
     NoSpaceError,
+    NotFoundError,
     PermissionDeniedError,
     UnavailableError,
     UnsupportedError,
 )
 from bootseer.fuse.striped.writing.write_memory import Charge, Unit, WriteMemory
 from bootseer.store.backend import KEEP_ALIVE_S, FileGroup, Piece, Writer
-from bootseer.transfer.policy import UNTIL_DEADLINE, Attempts
+from bootseer.transfer.policy import UNTIL_DEADLINE, WRONG_ATTEMPTS, Attempts
 
 if TYPE_CHECKING:
     from bootseer.fuse.striped.writing.part_set import PartSet, Round
@@ -154,6 +155,10 @@ class Part:
         self._pause_s = 0.0
         self._cause: BaseException | None = None
         """Why the last file failed."""
+        self._wrong_count = 0
+        """How often bytes were read back that do not match their checksum."""
+        self._is_lost = False
+        """Whether bytes are neither in memory nor in any failed file."""
 
     def start(self) -> None:
         """Start the thread. Raise RuntimeError if the system has no thread left."""
@@ -257,7 +262,7 @@ class Part:
                 self._shared.backend.delete(self._path_of(failed.name))
 
     def _end(self) -> None:
-        """Let go of everything; the last use of the storage by this part."""
+        """Release all memory and discard an unfinished file; the part's last use of the storage."""
         memory = self._shared.memory
         is_stored = self.state is PartState.STORED
         if self._file is not None:
@@ -277,7 +282,7 @@ class Part:
 
     def _may_try_again(self, error: BaseException) -> bool:
         """Decide whether the part is written again after `error`, and how long to pause first."""
-        if self._owner.has_failed or isinstance(error, _FINAL_ERRORS):
+        if self._owner.has_failed or self._is_lost or isinstance(error, _FINAL_ERRORS):
             return False
         if self._file is not None and self._file.sent_count:
             if self._file_count >= _FILES_MAX:
@@ -325,16 +330,29 @@ class Part:
     def _read_back(self, file: _File, unit: Unit) -> list[Piece]:
         """Return the bytes of a unit that is not in memory any more, from a file that failed."""
         offset = file.sent_count * self._owner.dealing.unit_bytes
+        may_come_later = False
         for failed in reversed(self._failed_files):
-            # Where the storage did not answer, its end may be missing still.
-            if failed.writer is not None and failed.writer.abandon():
-                failed.writer = None
-            with contextlib.suppress(BootseerError):
+            if failed.writer is not None:
+                # Where the storage did not answer, its end may be missing still.
+                if failed.writer.abandon():
+                    failed.writer = None
+                else:
+                    may_come_later = True
+            try:
                 data = self._shared.backend.read(self._path_of(failed.name), offset, unit.length)
-                if len(data) == unit.length and self._matches(data, unit):
+            except NotFoundError:
+                continue
+            except BootseerError:
+                may_come_later = True
+                continue
+            if len(data) == unit.length:
+                if self._matches(data, unit):
                     self._owner.note_progress()
                     return [data]
-        # No other server has these bytes: the failure of the part is that of the file.
+                # Another replica may be well.
+                self._wrong_count += 1
+                may_come_later |= self._wrong_count < WRONG_ATTEMPTS
+        self._is_lost = not may_come_later
         assert self._cause is not None, "units leave memory only after they were sent"
         raise self._cause
 

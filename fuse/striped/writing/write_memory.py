@@ -30,7 +30,7 @@ _PARTS_WANTED = 2
 
 
 class Unit(Droppable):
-    """One stripe unit of a part. Its memory is charged to the budget while it has pieces."""
+    """Stripe unit of a part. The memory is charged to the budget while there are pieces."""
 
     def __init__(self, pieces: list[Piece], length: int, first_block: int, memory: Memory) -> None:
         self.pieces: list[Piece] | None = pieces

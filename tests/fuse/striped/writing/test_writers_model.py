@@ -240,5 +240,5 @@ def later(count: int, step: str, rule: Rule) -> Rule:
     return ask
 
 
-Saves.TestCase.settings = settings(max_examples=30, stateful_step_count=20)
+Saves.TestCase.settings = settings(max_examples=20, stateful_step_count=20)
 test_saves = Saves.TestCase
