@@ -1,9 +1,9 @@
-"""Streams the frames of a tree's blobs out of the store ahead of the extraction that consumes them.
+"""Frames of a tree's blobs, fetched from the store ahead of the extraction that consumes them.
 
 Frames are fetched in the order in which they will be wanted, in parallel and in runs of neighbours,
-and each is verified before its run is delivered. `FrameSource` holds the window of runs in memory,
-and that memory, which is used again and again. A run that an extraction needs and that is not here
-yet becomes a demand. The extraction's thread reads; runs are delivered by the fetcher's threads.
+and each is verified before its run is delivered. `FrameSource` holds a window of runs in memory,
+and uses that memory again and again. A run that an extraction needs and that is not here yet
+becomes a demand.
 """
 
 import threading
@@ -44,7 +44,7 @@ class Run(Struct, frozen=True):
 
 
 class FramePlan(Struct, frozen=True):
-    """Which frames an extraction wants."""
+    """Frames that an extraction wants."""
 
     keys: list[str]
     """The keys of the blobs in the store."""
@@ -56,7 +56,7 @@ class FramePlan(Struct, frozen=True):
 
 
 def plan_frames(tree: Tree) -> FramePlan:
-    """Pure."""
+    """Return the plan of an extraction of all of `tree`. Pure."""
     # Frames are numbered through all blobs.
     firsts = [0, *accumulate(len(blob.frames) for blob in tree.blobs)]
     c = tree.columns
@@ -112,9 +112,11 @@ def _end(frame: Frame) -> int:
 
 
 class FrameSource(Closing):
-    """The `read` callable of `blob.extract` for blobs of the store.
+    """The `read` callable of `blob.extract` for blobs of a store; one for each extraction.
 
-    One for each extraction."""
+    Thread safety: one thread calls `read`. The lock guards the fields that the fetcher's threads
+    change: `_came` and `_spare`.
+    """
 
     def __init__(
         self,
@@ -124,98 +126,93 @@ class FrameSource(Closing):
         deadline_s: float,
         on_progress: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """`on_progress` gets counts of bytes that arrived."""
+        """Begin to fetch; `on_progress` gets counts of bytes that arrived."""
         self._plan = plan
         self._numbers = {run.chunk: number for number, run in enumerate(plan.runs)}
         placed = sorted((run.blob, run.chunk.offset, n) for n, run in enumerate(plan.runs))
         self._places = [(blob, offset) for blob, offset, _ in placed]
         self._placed = [number for _, _, number in placed]
         self._lock = threading.Lock()
-        # By run: what is here and verified, and not consumed yet.
-        self._here: dict[int, memoryview] = {}
-        self._used: OrderedDict[int, memoryview] = OrderedDict()
-        self._used_bytes = 0
+        self._came: dict[int, memoryview] = {}
+        """Bytes of runs that are here, verified, and not consumed."""
+        self._consumed: OrderedDict[int, memoryview] = OrderedDict()
+        """Bytes of consumed runs, the longest unused first."""
+        self._consumed_bytes = 0
         self._spare: list[bytearray] = []
         self._next = 0
+        """The first run that was not fetched ahead."""
         self._ahead: set[int] = set()
-        self._ahead_bytes = 0
+        """Runs in the window: fetched ahead, and not consumed."""
+        self._room_bytes = WINDOW_BYTES
         self._fetcher = ChunkFetcher(
             store.read_verified,
             deadline_s=deadline_s,
             take_buffer=self._take_buffer,
-            is_cached=self._has,
+            is_cached=lambda chunk: self._numbers.get(chunk, -1) in self._came,
             verify=self._is_right,
             on_progress=on_progress,
         )
-        self._advance()
+        self._fetch_ahead()
 
     def read(self, blob: int, offset: int, length: int) -> memoryview:
-        """Stored bytes of a blob from `offset` on, at most `length` and at least one, of verified
-        frames. They hold until the next call.
+        """Return at most `length` stored bytes of a blob from `offset` on, and at least one.
 
-        Raises: CorruptError, DeadlineError, UnavailableError, NotFoundError.
+        They are of verified frames, and hold until the next call. Raises: CorruptError,
+        DeadlineError, UnavailableError, NotFoundError.
         """
-        self._let_go()
+        self._reuse_memory()
         start, data = self._covering(blob, offset)
         return data[offset - start : offset + length - start].toreadonly()
 
     def _covering(self, blob: int, offset: int) -> tuple[int, memoryview]:
-        """Verified bytes around a byte of a blob, and where they begin."""
+        """Return verified bytes around a byte of a blob, and the offset at which they begin."""
         place = bisect_right(self._places, (blob, offset)) - 1
         if place >= 0 and self._places[place][0] == blob:
             number = self._placed[place]
-            run = self._plan.runs[number]
-            if offset < run.chunk.end:
-                return run.chunk.offset, self._run(number, run)
-        # Between others that are wanted.
+            chunk = self._plan.runs[number].chunk
+            if offset < chunk.end:
+                return chunk.offset, self._run(number, chunk)
+        # Between runs.
         frames = self._plan.blobs[blob] if 0 <= blob < len(self._plan.blobs) else ()
         at = bisect_right(frames, offset, key=_end)
         if at == len(frames):
             raise CorruptError(f"there is no byte {offset} of a blob {blob} in this snapshot")
-        return frames[at].offset, self._alone(blob, frames[at])
-
-    def _run(self, number: int, run: Run) -> memoryview:
-        data = self._taken(number, run)
-        if data is None:
-            self._fetcher.demand(run.chunk, self._deliver)
-            data = self._taken(number, run)
-        assert data is not None
-        self._advance()
-        return data
-
-    def _alone(self, blob: int, frame: Frame) -> memoryview:
-        """Return a frame that is in no run."""
-        found: list[bytes] = []
+        frame, found = frames[at], list[bytes]()
         chunk = Chunk(self._plan.keys[blob], frame.offset, frame.length, frame.digest)
         self._fetcher.demand(chunk, lambda _, data: found.append(bytes(data)))
-        return memoryview(found[0])
+        return frame.offset, memoryview(found[0])
 
-    def _taken(self, number: int, run: Run) -> memoryview | None:
-        with self._lock:
-            data = self._here.pop(number, None)
-            if number in self._ahead:
-                self._ahead.remove(number)
-                self._ahead_bytes -= run.chunk.length
-            if data is None:
-                if number in self._used:
-                    # Of a snapshot on top of another some are wanted again and again.
-                    self._used.move_to_end(number)
-                return self._used.get(number)
-            self._used[number] = data
-            self._used_bytes += len(data)
+    def _run(self, number: int, chunk: Chunk) -> memoryview:
+        data = self._consumed.get(number)
+        if data is not None:
+            # Of a snapshot on top of another some are wanted again and again.
+            self._consumed.move_to_end(number)
             return data
-
-    def _let_go(self) -> None:
-        """The memory of what was consumed longest ago is for others."""
+        # Returns at once where the run has come.
+        self._fetcher.demand(chunk, self._deliver)
         with self._lock:
-            while self._used_bytes > KEPT_BYTES and len(self._used) > 1:
-                _, dropped = self._used.popitem(last=False)
-                self._used_bytes -= len(dropped)
-                if isinstance(dropped.obj, bytearray) and len(dropped.obj) == _FETCH_BYTES:
-                    self._spare.append(dropped.obj)
+            data = self._consumed[number] = self._came.pop(number)
+        self._consumed_bytes += len(data)
+        if number in self._ahead:
+            self._ahead.remove(number)
+            self._room_bytes += chunk.length
+            self._fetch_ahead()
+        return data
 
-    def _has(self, chunk: Chunk) -> bool:
-        return self._numbers.get(chunk, -1) in self._here
+    def _fetch_ahead(self) -> None:
+        """Submit the runs that the window has room for."""
+        if self._room_bytes < WINDOW_BYTES // 8:
+            return
+        wanted = []
+        while self._next < len(self._plan.runs) and self._room_bytes > 0:
+            chunk = self._plan.runs[self._next].chunk
+            if self._next not in self._consumed:
+                wanted.append(covering((chunk,), Priority.PREFETCH))
+                self._ahead.add(self._next)
+                self._room_bytes -= chunk.length
+            self._next += 1
+        if wanted:
+            self._fetcher.submit(wanted, self._deliver)
 
     def _is_right(self, chunk: Chunk, data: memoryview) -> bool:
         """Whether each frame of a run has its digest."""
@@ -231,34 +228,23 @@ class FrameSource(Closing):
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         with self._lock:
-            self._here[self._numbers[chunk]] = data
+            self._came[self._numbers[chunk]] = data
+
+    def _reuse_memory(self) -> None:
+        while self._consumed_bytes > KEPT_BYTES and len(self._consumed) > 1:
+            _, dropped = self._consumed.popitem(last=False)
+            self._consumed_bytes -= len(dropped)
+            if isinstance(dropped.obj, bytearray) and len(dropped.obj) == _FETCH_BYTES:
+                with self._lock:
+                    self._spare.append(dropped.obj)
 
     def _take_buffer(self, length: int) -> memoryview:
-        """Memory for one of the fetcher's reads, which no other thread writes to."""
+        """Return memory for a read, which no other thread writes to."""
         buffer = None
         with self._lock:
             if length <= _FETCH_BYTES and self._spare:
                 buffer = self._spare.pop()
         return memoryview(buffer or bytearray(max(length, _FETCH_BYTES)))[:length]
-
-    def _advance(self) -> None:
-        """Submit what the window has room for."""
-        wanted = []
-        runs = self._plan.runs
-        with self._lock:
-            room = WINDOW_BYTES - self._ahead_bytes
-            if room < WINDOW_BYTES // 8:
-                return
-            while self._next < len(runs) and room > 0:
-                number, chunk = self._next, runs[self._next].chunk
-                self._next += 1
-                if number not in self._here and number not in self._used:
-                    wanted.append(covering((chunk,), Priority.PREFETCH))
-                    self._ahead.add(number)
-                    self._ahead_bytes += chunk.length
-                    room -= chunk.length
-        if wanted:
-            self._fetcher.submit(wanted, self._deliver)
 
     def close(self) -> None:
         """Stop fetching. Idempotent."""
