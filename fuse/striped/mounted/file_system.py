@@ -492,7 +492,8 @@ class MountedTree(Operations):
             if is_moved and any(writer.has_new_parts for writer in moving):
                 # The parts lie beside the file, and the two cannot move in one step.
                 raise refuse(errno.EXDEV, target)
-            begun = [w for w in moving if w.needs_publishing and w.starts_anew]
+            due = {handle.writer for handle in self.files.due()}
+            begun = [w for w in moving if w in due and w.starts_anew]
             try:
                 self._rename_stored(source, target, begun, replace=not flags)
             except NotFoundError:

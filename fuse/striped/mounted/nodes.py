@@ -256,6 +256,16 @@ class Handle(Struct, eq=False):
         return self.only_empties and not self.superseded
 
     @property
+    def is_due(self) -> bool:
+        """Whether its writer is to be published at the last close, or when the file is renamed.
+
+        Not after the writing process was killed, nor to empty a file that was opened anew since.
+        """
+        writer = self.writer
+        is_late = self.superseded and self.only_empties
+        return writer is not None and writer.needs_publishing and not self.killed and not is_late
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether bytes would be lost with this process."""
         return self.writer is not None and (self.writer.was_written or self.writer.has_failed)

@@ -482,11 +482,11 @@ class OpenFiles:
             handle = self._nodes.handles.get(handle_id)
             if handle is None:
                 return
-            is_late = handle.only_empties and not handle.will_empty
+            is_due = handle.is_due
             handle.phase = Phase.RELEASING
         writer = handle.writer
         try:
-            if writer is not None and writer.needs_publishing and not (handle.killed or is_late):
+            if writer is not None and is_due:
                 self._publish(handle, writer)
         # BaseException: extensions written in Rust panic with one that is no Exception.
         except BaseException as error:
@@ -706,6 +706,11 @@ class OpenFiles:
                 handle.is_nameless = True
                 self._nodes.note(handle)
 
+    def due(self) -> list[Handle]:
+        """Return the handles whose writers are to be published."""
+        with self._lock:
+            return [handle for handle in self._nodes.handles.values() if handle.is_due]
+
     def publish_moved(self, handle: Handle) -> None:
         """Publish a file that was renamed while it was written.
 
@@ -714,9 +719,9 @@ class OpenFiles:
         writer = handle.writer
         assert writer is not None
         try:
-            if writer.needs_publishing:
+            if handle.is_due:
                 self._publish(handle, writer)
-            elif writer.view is not None:
+            elif not writer.needs_publishing and writer.view is not None:
                 self.published(handle.node, writer.view)
         except (BootseerError, OSError) as error:
             _log.error("%s was renamed, and what was written is lost: %s", writer.path, error)

@@ -124,13 +124,15 @@ def test_a_killed_writer_with_living_children_publishes_nothing(
         writer.kill()
         writer.wait(60)
         assert elsewhere.read("f") == OLD
+        (here / "f").rename(here / "g")
+        assert elsewhere.read("g") == OLD
         writer.stdin.close()
         assert writer.stdout.read() == b""  # the child has ended
-        assert elsewhere.read("f") == OLD
+        assert elsewhere.read("g") == OLD
     finally:
         end(writer)
     # The kernel says a moment later that the last descriptor is gone.
-    (here / "f").unlink()
+    (here / "g").unlink()
     wait_for(lambda: not list(here.iterdir()), "an empty folder")
 
 

@@ -85,8 +85,10 @@ def test_what_was_written_since_a_file_was_emptied_stays(one: Driver) -> None:
     one.write("log", b"one")
     one.write("log", b"two", os.O_APPEND)
     assert one.read("log") == b"onetwo"
+    one.rename("log", "log.1")
+    assert one.read("log.1") == b"onetwo"
     one.fs.release(*held, 0)
-    assert one.read("log") == b"onetwo"
+    assert one.read("log.1") == b"onetwo"
 
 
 def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -> None:
