@@ -6,6 +6,7 @@ instances for one target share one `StripedStorage` per process, whose memory is
 allowed.
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -26,18 +27,21 @@ from fsspec.utils import isfilelike, tokenize
 
 from bootseer.errors import (
     AlreadyExistsError,
+    CorruptError,
     InvalidInputError,
     NotFoundError,
+    UnknownFormatError,
     UnsupportedError,
 )
 from bootseer.fuse.striped.fsspec_file import StripedFile, StripedText, entry
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.names.stored import FileStatus, is_hidden
+from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, plain_view, status_of
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.tools.copy import copy_across, copy_in, copy_out
 from bootseer.settings.config import load_config
 from bootseer.store import Backend, open_backend
+from bootseer.store.backend import FileInfo
 from bootseer.store.paths import BUCKETS
 
 PROTOCOL = "bootseer"
@@ -175,12 +179,30 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
         if status is not None and not status.is_dir:
             return [entry(name, status)] if detail else [name]
         prefix = name if name.endswith("/") or not name else name + "/"
-        infos = stored.entries(key)
-        if not detail:
-            return [prefix + info.path.rpartition("/")[2] for info in infos]
-        return [
-            entry(prefix + info.path.rpartition("/")[2], stored.status_of(info)) for info in infos
-        ]
+        found: list[Any] = []
+        for info in stored.entries(key):
+            name = prefix + info.path.rpartition("/")[2]
+            if not detail:
+                found.append(name)
+                continue
+            with contextlib.suppress(NotFoundError):  # removed meanwhile
+                found.append(entry(name, self._listed(info)))
+        return found
+
+    def _listed(self, info: FileInfo) -> FileStatus:
+        """Return the status of a stored file; of a damaged one, what it is stored as."""
+        try:
+            return self.storage.tree.stored.status_of(info)
+        except (CorruptError, UnknownFormatError):
+            return status_of(plain_view(info.path, info))
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Return whether anything is at a path. Raises if the storage does not answer."""
+        try:
+            key = self.key(path)
+            return not key or bool(self.storage.backend.stat(key))
+        except NotFoundError:
+            return False
 
     def created(self, path: str) -> datetime:
         """Return when the file's current content was saved: each save is a new file."""

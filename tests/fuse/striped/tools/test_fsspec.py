@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fsspec
 import numpy as np
@@ -150,6 +150,47 @@ def test_files_that_cannot_be_copied_are_not_moved(made: tuple[CheckpointFileSys
     with pytest.raises(FileNotFoundError):
         fs.mv(f"{root}/d/*", f"{root}/{PARTS_FOLDER}/", recursive=True)
     assert fs.find(root) == [f"{root}/d/f"]
+
+
+def test_a_damaged_file_does_not_hide_its_directory(
+    made: tuple[CheckpointFileSystem, str],
+) -> None:
+    """A named fault: what was beside it could be neither listed nor removed."""
+    fs, root = made
+    fs.pipe_file(f"{root}/d/f", DATA)
+    fs.pipe_file(f"{root}/d/g", b"sound")
+    backend = fs.storage.backend
+    layout = bytearray(backend.read(fs.key(f"{root}/d/f")))
+    layout[200] ^= 1
+    with backend.create(fs.key(f"{root}/d/f"), overwrite=True) as writer:
+        writer.write(layout)
+    sizes = {entry["name"]: entry["size"] for entry in fs.ls(f"{root}/d")}
+    assert sizes == {f"{root}/d/f": len(layout), f"{root}/d/g": 5}
+    assert fs.exists(f"{root}/d/f")
+    with pytest.raises(CorruptError):
+        fs.cat_file(f"{root}/d/f")
+    fs.rm(f"{root}/d/f")
+    assert fs.find(root) == [f"{root}/d/g"]
+
+
+def test_a_storage_that_does_not_answer_is_not_an_empty_one(
+    made: tuple[CheckpointFileSystem, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named fault: nothing was there, and `xb` replaced it."""
+    fs, root = made
+    fs.pipe_file(f"{root}/f", b"old")
+
+    def refuse(path: str) -> NoReturn:
+        raise UnavailableError("no answer")
+
+    assert not fs.exists(f"{root}/f/none")
+    with monkeypatch.context() as patch:
+        patch.setattr(fs.storage.backend, "stat", refuse)
+        with pytest.raises(UnavailableError):
+            fs.exists(f"{root}/f")
+        with pytest.raises(UnavailableError):
+            fs.open(f"{root}/f", "xb")
+    assert fs.cat_file(f"{root}/f") == b"old"
 
 
 def _in_with(fs: CheckpointFileSystem, path: str, mode: str) -> Any:
