@@ -175,11 +175,28 @@ class NodeCatalogue:
         Raises: NoSpaceError, BootseerError.
         """
         data = _encode_node_image(NodeImage(record), self._store)
+        self._write(self._path("vouched", record.index_digest), data)
         self._write(self._path("published", index_digest), data)
         known = self.find_image(record.reference)
         # The name may stand for another image by now.
         if known is not None and known.record.index_digest == index_digest:
             self._write(self._path("images", record.reference), data)
+
+    def keep_vouched(self, record: ImageRecord) -> None:
+        """Remember that the image's configuration, which its source has given, names its layers, if
+        this node has pulled one of them. Raises: NoSpaceError, BootseerError."""
+        if any(self._path("layers", digest).exists() for digest in record.config.diff_ids):
+            data = _encode_node_image(NodeImage(record), self._store)
+            self._write(self._path("vouched", record.index_digest), data)
+
+    def vouched_layers(self, index_digest: str) -> frozenset[str]:
+        """Return the digests of the layers that a source named of the image with this index."""
+        image = self._read_image(self._path("vouched", index_digest))
+        if image is None or image.record.index_digest != index_digest:
+            return frozenset()
+        return frozenset(
+            digest for digest in image.record.config.diff_ids if digest.startswith("sha256:")
+        )
 
     # ---- layers -------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of, is_worthwhile, scattered_inodes
 from bootseer.prefetch.bundle.format import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
-from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record.trace import Trace
 from bootseer.prefetch.streams.streams import BlobStreams
@@ -162,7 +162,7 @@ def _publish_bundle(
     streams = BlobStreams(
         tree.blobs,
         store.read_verified,
-        NodeCache(settings.cache_dir),
+        cache_of_image(settings, index_digest),
         deadline_s=settings.deadline_s,
         workers=2,
     )

@@ -17,7 +17,7 @@ from bootseer.base.content_digest import hasher_of
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.index.codec import encode
 from bootseer.blob.keys import blob_key
-from bootseer.errors import BootseerError, CorruptError, DeadlineError, NotFoundError, from_oserror
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.index.catalogue import (
     check_streams,
@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 _LEASE_S = 120.0
 """Renewed while a layer is packed; after a crash others begin anew when it is over."""
-_OTHER_NODE_S = 3600.0
+OTHER_NODE_S = 3600.0
+"""The longest wait for a node that goes on renewing its lease."""
 OTHER_NODE_POLL_S = 1.0
 _PIECE_BYTES = 2**20
 """Small enough for an interrupt to take effect soon on a slow network."""
@@ -101,17 +102,20 @@ class LayerPacker:
             return *found, False
         if self._lessee is None or layer.digest is None:
             return *_pack_layer(self._store, layer, self._work_dir, advance), True
-        deadline_s = time.monotonic() + _OTHER_NODE_S
+        # A node that packs renews its lease as it gets on; one that hangs loses it.
+        deadline_s = time.monotonic() + OTHER_NODE_S
         while (lease := self._lease(layer.digest)) is None:
+            if time.monotonic() > deadline_s:
+                _log.warning(
+                    "another node has been packing the layer %s for %.0f s: it is packed here",
+                    layer.digest,
+                    OTHER_NODE_S,
+                )
+                return *_pack_layer(self._store, layer, self._work_dir, advance), True
             advance(0)
             time.sleep(OTHER_NODE_POLL_S)
             if found := stored_layer(self._store, layer):
                 return *found, False
-            if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"another node has been packing the layer {layer.digest} for "
-                    f"{_OTHER_NODE_S:.0f} s"
-                )
         with lease:
             if found := stored_layer(self._store, layer):
                 return *found, False

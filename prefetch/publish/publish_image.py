@@ -8,7 +8,6 @@ layer.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,15 +17,13 @@ from msgspec import Struct
 from bootseer.base.content_digest import ContentHasher
 from bootseer.blob.pack.packing import pack_tar
 from bootseer.errors import (
-    BootseerError,
     CorruptError,
     InvalidInputError,
     NotFoundError,
 )
 from bootseer.prefetch.cache.files import alone
 from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
-from bootseer.prefetch.cache.stream_keys import frames_key
-from bootseer.prefetch.index.catalogue import load_tree, read_layer, read_tree
+from bootseer.prefetch.index.catalogue import load_tree
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeLayer
 from bootseer.prefetch.index.records import ImageRecord
@@ -36,7 +33,7 @@ from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.sources.model import ImageSource, Sink
 from bootseer.prefetch.sources.read_ahead import ReadAhead
 from bootseer.settings.config import Settings
-from bootseer.store import Store, open_own_store
+from bootseer.store import open_own_store
 
 _log = logging.getLogger(__name__)
 
@@ -94,8 +91,6 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
                     created_ns=image.record.created_ns,
                 )
                 _log.info("published the image %s", record.reference)
-                for layer in layers:
-                    layer.share(store)
             load_tree(store, record, settings.cache_dir, run_dir=settings.run_dir)
         catalogue.keep_published(index_digest, record)
     return record.index_digest
@@ -132,27 +127,6 @@ class _CachedLayer(Struct, frozen=True):
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`. What was verified when it came is verified again: from the store every
         node will have it."""
-        return self._repack(sink, on_progress)
-
-    def share(self, store: Store) -> None:
-        """Let the stream serve images whose index names the frames that `store` has of the layer.
-        Where another node has packed it, this one packs it once more, to see that these are its
-        frames. Never raises: what is not shared is fetched again."""
-        try:
-            record = None if self.digest is None else read_layer(store, self.digest)
-            if record is None or self.known is None:
-                return
-            (stored,) = read_tree(store, record.index_digest).blobs
-            if self.cache.is_same(stored, self.known.blob.stream_digest):
-                return
-            with Path(os.devnull).open("wb") as sink:
-                (packed,) = self._repack(sink, lambda count_bytes: None).tree.blobs
-            if frames_key(packed) != frames_key(stored):
-                _log.info("another release packed the layer %s: it is fetched again", self.name)
-        except (BootseerError, OSError, ValueError) as error:
-            _log.info("the layer %s is fetched again: %s", self.name, error)
-
-    def _repack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         known, stream = self._open()
         try:
             ahead = ReadAhead(_verified(known, stream, on_progress), "layer-reader")

@@ -16,11 +16,12 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import StreamCache
 from bootseer.prefetch.cache.stream_keys import is_stored
 from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeImage
 from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publishing import start_image_publisher
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_own_store
@@ -106,7 +107,7 @@ def image_on_node(
     settings: Settings, known: NodeImage, *, whole: bool = True
 ) -> ResolvedImage | None:
     """The image, if this node has its index and what nobody else has; with `whole`, all bytes."""
-    cache = NodeCache(settings.cache_dir)
+    cache = cache_of_image(settings, known.record.index_digest)
     streams: list[StreamCache] = []
     try:
         for blob in read_kept_tree(

@@ -129,6 +129,7 @@ class _Start:
                     # What starts and how is for the source to say.
                     image = NodeImage(replace(record, config=source.config))
                     remember(lambda: self._catalogue.keep_image(image))
+                    remember(lambda: self._catalogue.keep_vouched(image.record))
                     return ResolvedImage(image)
                 self._news = f"image {name} has changed: pulling what is new"
             except (NotFoundError, InvalidInputError):

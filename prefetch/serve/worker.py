@@ -21,9 +21,9 @@ from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
 from bootseer.prefetch.cache.damage import note_damage
-from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.container.oci_runtime import end_left_over
 from bootseer.prefetch.index.stream_contents import StreamContents
+from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.bundle_use import BundleUse
@@ -78,7 +78,7 @@ class ImageServer:
         self._streams = BlobStreams(
             tree.blobs,
             self._store.read_verified,
-            NodeCache(plan.settings.cache_dir),
+            cache_of_image(plan.settings, plan.state.index_digest),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
             repair=second_source(plan.settings, plan.state.reference, plan.claimant),

@@ -12,20 +12,23 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from bootseer.blob.index.codec import decode, encode
+from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.index.catalogue import find_image, load_tree
+from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree, read_tree
 from bootseer.prefetch.index.merge import LayerTree
+from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from testbed.images.building import Layout, Member, write_layout
 from testbed.waiting import wait_for
-from tests.support.images.pulled import Node, objects
+from tests.support.images.pulled import Node
 from tests.support.images.stored_image import INDEX, Image, stored_image
 
 CODE = b"print('the code of the image')\n" * 4000
@@ -116,7 +119,8 @@ def fetched_bytes(node: Node, layout: Layout) -> int:
     with open_store(node.settings.store_url) as store:
         record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
         tree = load_tree(store, record, node.settings.cache_dir)
-        streams = BlobStreams(tree.blobs, store.read_into, NodeCache(node.settings.cache_dir))
+        cache = cache_of_image(node.settings, record.index_digest)
+        streams = BlobStreams(tree.blobs, store.read_into, cache)
         try:
             assert all(len(blob.frames) for blob in tree.blobs)
             streams.fill()
@@ -130,14 +134,10 @@ def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: 
     indexes = [node.start(f"oci:{layout.directory}")[0].record.index_digest for node in nodes[:2]]
     for node, index in zip(nodes, indexes, strict=False):
         publish_node_image(node.settings, index)
-    # The second one finds the layer in the store, and that it has just these frames.
+    # The second one finds the layer in the store, and has pulled it itself.
     assert [fetched_bytes(node, layout) > 0 for node in nodes] == [False, False, True]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="issue 29: a node compresses every layer that another one published, to compare frames",
-)
 def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,10 @@ def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
     assert len(packings) == 3
 
 
-def test_frames_of_another_packer_are_fetched(tmp_path: Path, layout: Layout) -> None:
+@pytest.fixture
+def other_frames(tmp_path: Path, layout: Layout) -> tuple[Node, str]:
+    """A node that has pulled a layer which another one published, in frames of its own; and the
+    digest of the index that the store has."""
     first, second = (Node(tmp_path / name, tmp_path / "store") for name in ("first", "second"))
     indexes = [
         node.start(f"oci:{layout.directory}")[0].record.index_digest for node in (first, second)
@@ -166,9 +169,63 @@ def test_frames_of_another_packer_are_fetched(tmp_path: Path, layout: Layout) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bootseer.prefetch.sources.layer_tar.LEVEL", 7)
         publish_node_image(first.settings, indexes[0])
-    publish_node_image(second.settings, indexes[1])
-    assert fetched_bytes(second, layout) > 0
-    assert objects(tmp_path / "store")
+    return second, publish_node_image(second.settings, indexes[1])
+
+
+def test_frames_of_another_packer_are_not_fetched(
+    layout: Layout, other_frames: tuple[Node, str]
+) -> None:
+    assert fetched_bytes(other_frames[0], layout) == 0
+
+
+def test_no_frame_gets_into_a_pulled_stream(layout: Layout, other_frames: tuple[Node, str]) -> None:
+    """Whoever wrote the index says which layer its frames hold, and nothing proves it."""
+    node, index_digest = other_frames
+    (diff_id,) = layers_of(node, index_digest)
+    stream = NodeCache(node.settings.cache_dir).open_whole(diff_id)
+    assert stream is not None
+    data, length = stream.directory / "data", stream.stream_length
+    right = stream.read(0, length)
+    stream.close()
+    with data.open("r+b") as file:
+        file.seek(1000)
+        file.write(bytes([right[1000] ^ 1]))
+    with open_store(node.settings.store_url) as store:
+        tree = read_tree(store, index_digest)
+        streams = BlobStreams(
+            tree.blobs, store.read_into, cache_of_image(node.settings, index_digest)
+        )
+        try:
+            assert bytes(streams.read(0, 0, length)) == right
+            assert streams.statistics().fetched_bytes > 0
+        finally:
+            streams.close()
+    assert NodeCache(node.settings.cache_dir).open_whole(diff_id) is None
+
+
+def test_an_image_of_a_store_reads_no_pulled_stream_by_naming_it(
+    layout: Layout, other_frames: tuple[Node, str], honest: tuple[Tree, Store]
+) -> None:
+    """Only a source's own configuration vouches for a layer."""
+    node, index_digest = other_frames
+    (diff_id,) = layers_of(node, index_digest)
+    (blob,) = honest[0].blobs
+    claiming = encode(Tree(honest[0].columns, (replace(blob, stream_digest=diff_id),)))
+    streams = BlobStreams(
+        decode(claiming).blobs,
+        honest[1].read_into,
+        cache_of_image(node.settings, digest_of(claiming)),
+    )
+    try:
+        assert CODE[:30] in bytes(streams.read(0, 0, blob.stream_length))
+    finally:
+        streams.close()
+
+
+def layers_of(node: Node, index_digest: str) -> tuple[str, ...]:
+    with open_store(node.settings.store_url) as store:
+        (record,) = [one for one in list_images(store) if one.index_digest == index_digest]
+    return record.config.diff_ids
 
 
 def test_what_an_older_release_kept_is_not_believed_and_goes(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import CorruptError, NoSpaceError, NotFoundError
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree
 from bootseer.prefetch.index.records import LAYER_FORM
+from bootseer.prefetch.publish import layer_packing
+from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.sources import open_source
 from bootseer.store import Store, open_store
 from testbed.images.building import Layout, Member, digest, tar_of, write_layout
 from testbed.needs import MissingError
@@ -179,3 +182,20 @@ def test_interrupted_by_the_caller(store: Store, tmp_path: Path) -> None:
         index(tmp_path / "layout", store, tmp_path, on_progress=on_progress)
     assert not list(list_images(store))
     assert_nothing_dangles(store)
+
+
+def test_a_node_that_waits_long_for_another_packs_the_layer_itself(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tar_of([Member("x", data=b"word")])
+    layout = Layout(tmp_path / "layout")
+    assert layout.add_image([data])
+    hex_digits = digest(data).partition(":")[2]
+    lease = store.lease(f"leases/layers/{hex_digits}", ttl_s=600, owner="a node that hangs")
+    assert lease is not None
+    monkeypatch.setattr(layer_packing, "OTHER_NODE_S", 0.1)
+    monkeypatch.setattr(layer_packing, "OTHER_NODE_POLL_S", 0.01)
+    with open_source(f"oci:{layout.directory}", tmp_path / "work") as source, lease:
+        record = index_image(source, store, tmp_path / "work", lessee="this node")
+    assert find_image(store, record.reference) == record
+    assert "it is packed here" in caplog.text

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
+from bootseer.prefetch.cache.node_cache import STREAMS
 from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.resolve.found_image import ResolvedImage
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.streams.streams import BlobStreams
@@ -49,7 +50,7 @@ class Node:
             streams = BlobStreams(
                 tree.blobs,
                 store.read_into,
-                NodeCache(self.settings.cache_dir),
+                cache_of_image(self.settings, resolved.record.index_digest),
                 deadline_s=30,
                 is_local=not resolved.image.is_published,
             )
