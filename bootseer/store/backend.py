@@ -320,10 +320,11 @@ class FileGroup:
         return 0
 
     def create(self, path: str, *, is_checked: bool = False) -> Writer:
-        """Start a new file, as `Backend.create`.
+        """Start a new file, as `Backend.create`. Where its servers fail it fails soon: the caller
+        is expected to begin another one, on other servers.
 
         `is_checked`: whether readers of the file have checksums of its bytes, so that the storage's
-        own may be of larger pieces, and the caller can write the file again after a failure.
+        own may be of larger pieces.
         """
         return self.backend.create(path)
 

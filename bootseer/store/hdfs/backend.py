@@ -30,7 +30,7 @@ from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, Rp
 from bootseer.store.hdfs.native import Native, translate
 from bootseer.store.hdfs.placement import PlacedGroup, Placement
 from bootseer.store.hdfs.reading import DataNodes, HdfsReader, fill, info_of, read_bytes
-from bootseer.store.hdfs.writer import HdfsWriter
+from bootseer.store.hdfs.writer import AGAIN_IN_A_GROUP, HdfsWriter
 from bootseer.store.paths import Folder, split_path
 from bootseer.transfer.attempt import Attempt
 
@@ -141,7 +141,11 @@ class HdfsBackend(Folder, Backend):
         return HdfsWriter(self._native, self._placer, full, name, overwrite=overwrite)
 
     def group(self) -> PlacedGroup:
-        return PlacedGroup(self, self._placement, self.create, lambda: self._placer.is_one_rack)
+        def create(path: str) -> HdfsWriter:
+            full, name = self._full_file(path), self._name(path)
+            return HdfsWriter(self._native, self._placer, full, name, again=AGAIN_IN_A_GROUP)
+
+        return PlacedGroup(self, self._placement, create, lambda: self._placer.is_one_rack)
 
     def is_being_written(self, path: str) -> bool:
         """Tell whether the file is open for writing; yes where no NameNode says. See `Backend`."""

@@ -48,9 +48,12 @@ from bootseer.transfer.policy import Attempts, Policy
 
 _log = logging.getLogger(__name__)
 
-# Some 15 s, not counting what each call waits for a NameNode: whoever writes a part of a checkpoint
-# then begins another file, on other DataNodes.
-_AGAIN = Policy(attempts=12)
+AGAIN = Policy(attempts=12)
+"""For a file that nobody writes again: some 15 s, not counting what each call waits for a NameNode.
+"""
+AGAIN_IN_A_GROUP = Policy(attempts=4)
+"""For a file whose owner begins another one, on other DataNodes, up to four times. The last attempt
+makes do with one replica."""
 # A call takes a fraction of a second at this size, so each one is progress for the deadline.
 _PIECE_BYTES = 2 << 20
 # Kept for another try: more than a pipeline has under way (80 packets of 64 KiB) and a piece.
@@ -79,9 +82,18 @@ class HdfsWriter(Writer):
     """A new file of HDFS, complete and durable when `close` has returned. Used by one thread."""
 
     def __init__(
-        self, native: Native, placer: Placer, path: str, name: str, *, overwrite: bool
+        self,
+        native: Native,
+        placer: Placer,
+        path: str,
+        name: str,
+        *,
+        overwrite: bool = False,
+        again: Policy = AGAIN,
     ) -> None:
         """Create the file at the absolute `path`, which messages call `name`.
+
+        `again`: how often a failed file is recovered.
 
         Raises: AlreadyExistsError when it exists and `overwrite` is not set.
         """
@@ -89,6 +101,7 @@ class HdfsWriter(Writer):
         self._placer = placer
         self._path = path
         self._name = name
+        self._again = again
         self._state = _State.BUFFERED
         self._is_verified = False
         self._placed: Placed | None = None
@@ -306,7 +319,7 @@ class HdfsWriter(Writer):
         """Send the missing bytes again until all are there, and close the file or leave it open."""
         # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
         # not be reported yet.
-        attempts = Attempts(_AGAIN)
+        attempts = Attempts(self._again)
         end_s = time.monotonic() + self._native.deadline_s
         kept_bytes = 0
         while True:

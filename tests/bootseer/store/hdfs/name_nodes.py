@@ -111,7 +111,9 @@ class NativeFile:
 class NativeClient:
     """What tests replace of hdfs-native's client."""
 
-    inner = None
+    @property
+    def inner(self) -> Any:
+        return None
 
     def get_file_info(self, path: str) -> Any:
         raise NotImplementedError

@@ -7,14 +7,18 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
 from bootseer.store.hdfs.placement import Placement
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.waiting import pause, wait_for
+from tests.bootseer.store.hdfs.name_nodes import NativeClient, replaced_library
 
 MIB = 2**20
 
@@ -129,6 +133,41 @@ def test_a_storage_that_says_nothing() -> None:
     assert placement.choose(lambda avoid: ()) == ()
     assert placement.settle((), ("a",)) == ()
     assert placement.choose(lambda avoid: None) == ()
+
+
+class _Refusing(NativeClient):
+    """A NameNode that creates files, and DataNodes that take nothing."""
+
+    def __init__(self) -> None:
+        self.created_count = 0
+
+    @property
+    def inner(self) -> "_Refusing":
+        return self
+
+    def create(self, path: str, options: object) -> "_Refusing":
+        self.created_count += 1
+        return self
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("DataNode lost")
+
+    def get_file_info(self, path: str) -> Any:
+        return SimpleNamespace(isdir=path.endswith("x"), permission=0o755, replication=3, length=0)
+
+    def delete(self, path: str, recursive: bool) -> bool:
+        return True
+
+
+def test_a_file_of_a_group_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes a part begins another one, up to four times: 48 attempts were made in all."""
+    client = _Refusing()
+    with replaced_library(monkeypatch, client) as url:
+        writer = open_backend(url).group().create("f")
+        with pytest.raises(UnavailableError, match="DataNode lost"):
+            writer.write(bytes(100_000))
+        writer.abort()
+    assert client.created_count == 4
 
 
 @pytest.mark.hdfs
