@@ -147,11 +147,16 @@ class MountedTree(Operations):
             requests = self._nodes.request_count
         return OpenFigures(count, active, requests, tuple(sorted(unfinished)))
 
+    def unsaved(self) -> list[str]:
+        """Return the files of which bytes would be lost with this process."""
+        with self._lock:
+            return sorted({w.path for w in self._nodes.writers() if w.was_written})
+
     def stop_if_quiet(self, stop: Callable[[], None]) -> bool:
         """Call `stop`, which ends the process, at a moment when nothing would be lost by that;
-        return False where a file is being written."""
+        return False if there is none now."""
         with self._lock:
-            if any(writer.was_written for writer in self._nodes.writers()):
+            if self.unsaved():
                 return False
             stop()
             return True

@@ -210,8 +210,7 @@ class CheckpointWorker:
             raise UnsupportedError(
                 "this kernel cannot hand a mount's requests to another process (Linux 6.9 can)"
             )
-        unfinished = self.operations.figures().unfinished
-        if unfinished and not now:
+        if not now and (unfinished := self.operations.unsaved()):
             return {"unfinished": unfinished}
         threading.Thread(target=self._leave, args=(now,), name="restart", daemon=True).start()
         return {"unfinished": ()}

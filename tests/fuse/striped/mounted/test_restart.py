@@ -208,7 +208,9 @@ def test_restart_with_newer_code_under_load(
     big = tmp_path / "big"
     big.write_bytes(random.Random(7).randbytes(20_000_000))
     with checkpoints(tmp_path, mountpoint, local_url) as mount:
-        shell("cp {b} {d}/model", b=big, d=mountpoint)
+        shell("cp {b} {d}/model; echo old > {d}/log", b=big, d=mountpoint)
+        # Nothing of it would be lost: it has written nothing yet.
+        log = (mountpoint / "log").open("w")
         reader = subprocess.Popen(["cmp", big, mountpoint / "model"])
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
         command += ["checkpoint", "mount"]
@@ -225,6 +227,9 @@ def test_restart_with_newer_code_under_load(
         assert run([*command, "--restart", mountpoint, "x"]).returncode == 2
         kill_the_worker(mount)
         shell("cmp {b} {d}/model", b=big, d=mountpoint)
+        print("new", file=log)
+        log.close()
+        assert (mountpoint / "log").read_text() == "new\n"
         assert mount.close() == ()
         assert not os.path.ismount(mountpoint)
         with pytest.raises(NotFoundError):
