@@ -22,7 +22,6 @@ from bootseer.cli.output import (
 from bootseer.errors import (
     CorruptError,
     InvalidInputError,
-    UnknownFormatError,
     exit_code_of,
 )
 
@@ -46,20 +45,19 @@ def verify(url: str, as_json: bool) -> int:
 
     from bootseer.base.parallel import Stoppable, each_at_once
     from bootseer.base.progress import Progress
-    from bootseer.fuse.striped.tools.copy_tree import files_below
+    from bootseer.fuse.striped.tools.copy_tree import views_below
     from bootseer.fuse.striped.tools.verify import verify_file
 
     started_s = time.monotonic()
     damaged: list[dict[str, Any]] = []
-    views = []
     with opened(url) as place:
         storage = place.storage
         assert storage is not None
-        for info in files_below(storage, place.path):
-            try:
-                views.append(storage.tree.stored.view_of(info))
-            except (CorruptError, UnknownFormatError) as error:
-                damaged.append(_damage(info.path, info.path, 0, 0, info.size_bytes, str(error)))
+        views, unreadable = views_below(storage, place.path)
+        damaged += [
+            _damage(info.path, info.path, 0, 0, info.size_bytes, str(error))
+            for info, error in unreadable
+        ]
         with (
             Progress("verifying", sum(view.size_bytes for view in views)) as bar,
             ThreadPoolExecutor(_READS_AT_ONCE) as reads,

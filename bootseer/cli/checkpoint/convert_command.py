@@ -53,7 +53,7 @@ def convert(
     """
     from bootseer.base.progress import Progress
     from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
-    from bootseer.fuse.striped.tools.copy_tree import files_below
+    from bootseer.fuse.striped.tools.copy_tree import views_below
 
     started_s = time.monotonic()
     converted: list[str] = []
@@ -65,7 +65,8 @@ def convert(
         assert storage is not None
         if place.is_dir() and not recursive:
             raise InvalidInputError(f"{place} is a directory; give -r to convert its files")
-        views = [storage.tree.stored.view_of(info) for info in files_below(storage, place.path)]
+        views, damaged = views_below(storage, place.path)
+        failed += [(info.path, error) for info, error in damaged]
         todo = [view for view in views if not is_stored_as(view, storage.settings)]
         with Progress("converting", sum(view.size_bytes for view in todo)) as progress:
             for view in todo:

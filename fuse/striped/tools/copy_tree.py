@@ -19,13 +19,17 @@ from msgspec import Struct
 from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.errors import (
     AlreadyExistsError,
+    BootseerError,
+    CorruptError,
     InvalidInputError,
     NotFoundError,
+    UnknownFormatError,
     UnsupportedError,
     from_oserror,
 )
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy import copy_across, copy_in, copy_out
+from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import FileInfo
 
 _FILES_AT_ONCE = 4
@@ -118,6 +122,25 @@ def files_below(storage: StripedStorage, path: str) -> Iterator[FileInfo]:
         for found in storage.tree.stored.entries(folder):
             if not found.is_dir:
                 yield found
+
+
+def views_below(
+    storage: StripedStorage, path: str
+) -> tuple[list[FileView], list[tuple[FileInfo, BootseerError]]]:
+    """Return the views of `files_below`, and the files whose layouts cannot be read.
+
+    Files that are removed meanwhile are left out. Raises: NotFoundError.
+    """
+    views: list[FileView] = []
+    damaged: list[tuple[FileInfo, BootseerError]] = []
+    for info in files_below(storage, path):
+        try:
+            views.append(storage.tree.stored.view_of(info))
+        except (CorruptError, UnknownFormatError) as error:
+            damaged.append((info, error))
+        except NotFoundError:
+            pass
+    return views, damaged
 
 
 def folders_below(storage: StripedStorage, path: str, depth: int = _MAX_DEPTH) -> Iterator[str]:

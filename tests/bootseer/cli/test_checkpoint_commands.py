@@ -149,6 +149,11 @@ def test_a_damaged_layout_does_not_hide_the_other_files(tree: World) -> None:
     listed = tree("checkpoint", "ls", f"{url}/step-1", "--json").json
     agree("checkpoint ls", listed)
     assert [one["layout"] for one in listed] == ["damaged", None]
+    tree.path("large").write_bytes(DATA)
+    assert tree("checkpoint", "cp", "large", f"{url}/step-1/sub/", *SMALL).code == 0
+    found = tree("checkpoint", "convert", "-r", url, "--layout", "plain", "--grace", "0", "--json")
+    assert (found.code, found.json["files"], found.json["unchanged"]) == (15, 1, 1)
+    assert [one["path"] for one in found.json["failed"]] == ["tree/step-1/model"]
     assert tree("checkpoint", "fsck", f"{url}/step-1").code == 15
 
 
