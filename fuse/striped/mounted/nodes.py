@@ -137,7 +137,7 @@ class Node(Struct, eq=False):
         return (
             self.is_writing
             and len(self.handles) > 0
-            and all(handle.superseded and handle.only_empties for handle in self.handles)
+            and all(handle.is_late for handle in self.handles)
         )
 
     @property
@@ -256,14 +256,19 @@ class Handle(Struct, eq=False):
         return self.only_empties and not self.superseded
 
     @property
+    def is_late(self) -> bool:
+        """Whether it could only make empty a file that was opened anew since."""
+        return self.only_empties and self.superseded
+
+    @property
     def is_due(self) -> bool:
         """Whether its writer is to be published at the last close, or when the file is renamed.
 
-        Not after the writing process was killed, nor to empty a file that was opened anew since.
+        Not after the writing process was killed: half a checkpoint must not appear.
         """
         writer = self.writer
-        is_late = self.superseded and self.only_empties
-        return writer is not None and writer.needs_publishing and not self.killed and not is_late
+        is_pending = writer is not None and writer.needs_publishing
+        return is_pending and not self.killed and not self.is_late
 
     @property
     def is_unfinished(self) -> bool:

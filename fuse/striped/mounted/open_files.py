@@ -473,7 +473,7 @@ class OpenFiles:
     def fsync(self, handle_id: int) -> None:
         """Publish the file as it is written so far."""
         handle = self._nodes.handle(handle_id)
-        if handle.writer is not None:
+        if handle.writer is not None and not handle.is_late:
             self._publish(handle, handle.writer)
 
     def release(self, handle_id: int) -> None:

@@ -84,6 +84,7 @@ def test_what_was_written_since_a_file_was_emptied_stays(one: Driver) -> None:
     one.fs.flush(CALLER, *held)
     one.write("log", b"one")
     one.write("log", b"two", os.O_APPEND)
+    one.fs.fsync(CALLER, *held, False)
     assert one.read("log") == b"onetwo"
     one.rename("log", "log.1")
     assert one.read("log.1") == b"onetwo"
