@@ -155,7 +155,7 @@ def test_unmount_by_path_works_while_a_read_is_stuck(slow: Slow, mountpoint: Pat
 
 
 def test_the_watchdog_answers_once_and_drops_the_late_answer(slow: Slow, mountpoint: Path) -> None:
-    options = fuse_mount.short_options(request_deadline_s=4.0, threads=1)
+    options = fuse_mount.short_options(request_deadline_s=2.0, threads=1)
     with fuse_mount.mounted(slow, mountpoint, options) as server:
         for _ in range(3):
             assert _read(mountpoint / "stuck") == "ETIMEDOUT"

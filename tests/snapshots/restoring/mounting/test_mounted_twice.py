@@ -55,8 +55,7 @@ def _is_left(target: Path) -> bool:
     return any(cover.path == target for cover in covers())
 
 
-@pytest.mark.parametrize("end", ["exit", "kill"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("end", "count"), [("exit", 2), ("kill", 3)])
 def test_nothing_is_left_of_several_set_ups_on_one_folder(
     tmp_path: Path, covering: MakeNode, end: str, count: int
 ) -> None:
