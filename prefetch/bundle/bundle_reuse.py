@@ -15,9 +15,6 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import Count64, Form, Sha256
-from bootseer.blob.index.codec import decode as decode_index
-from bootseer.blob.index.codec import digest as digest_of
-from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.bundle import hot_store
@@ -25,6 +22,7 @@ from bootseer.prefetch.bundle.format import Bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.translation import translate
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.index.catalogue import read_tree
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 
@@ -181,10 +179,4 @@ def _old_tree(settings: Settings, store: Store, index_digest: str) -> Tree:
     try:
         return read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
     except BootseerError:
-        key = index_key(index_digest)
-        data = store.read(key, 0, _INDEX_BYTES_MAX + 1)
-        if len(data) > _INDEX_BYTES_MAX or digest_of(data) != index_digest:
-            raise CorruptError(
-                f"{store.url}/{key} does not have the digest that names it, or is too large"
-            ) from None
-        return decode_index(data)
+        return read_tree(store, index_digest, bytes_max=_INDEX_BYTES_MAX)

@@ -201,44 +201,49 @@ def read_layer(store: Store, digest: str) -> LayerRecord | None:
     return record
 
 
-def read_tree(store: Store, digest: str) -> Tree:
-    """The tree whose index has `digest`. Raises: NotFoundError, CorruptError,
-    UnknownFormatError."""
-    return decode(fetch_index(store, digest))
+def read_tree(store: Store, digest: str, *, bytes_max: int = INDEX_BYTES_MAX) -> Tree:
+    """Return the tree whose index has `digest`.
+
+    Raises: NotFoundError; CorruptError, also for an index of more than `bytes_max`;
+    UnknownFormatError, UnavailableError.
+    """
+    return decode(_fetch_index(store, digest, bytes_max))
 
 
-def fetch_index(store: Store, digest: str) -> bytes:
-    """The index that has `digest`. Raises: NotFoundError, CorruptError, UnavailableError."""
+def _fetch_index(store: Store, digest: str, bytes_max: int) -> bytes:
     key = index_key(digest)
-    data = store.read(key, 0, INDEX_BYTES_MAX + 1)
-    if digest_of(data) != digest:
-        raise CorruptError(f"{store.url}/{key} does not have the digest that names it")
+    data = store.read(key, 0, bytes_max + 1)
+    if len(data) > bytes_max or digest_of(data) != digest:
+        raise CorruptError(
+            f"{store.url}/{key} does not have the digest that names it, or is too large"
+        )
     return data
 
 
 def load_tree(
     store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
 ) -> Tree:
-    """The image's tree. Raises: as `have_index`; UnknownFormatError."""
-    return decode(have_index(store, record, cache_dir, run_dir=run_dir))
+    """Return the image's tree. Raises: as `have_index`; UnknownFormatError."""
+    name = f"image {record.reference}"
+    return decode(have_index(store, record.index_digest, name, cache_dir, run_dir=run_dir))
 
 
 def have_index(
-    store: Store, record: ImageRecord, cache_dir: Path, *, run_dir: Path | None = None
+    store: Store, digest: str, name: str, cache_dir: Path, *, run_dir: Path | None = None
 ) -> bytes:
-    """The image's index, as its digest has it. It is kept in `cache_dir`, or for a while in
+    """Return the index of `name` that has `digest`. It is kept in `cache_dir`, or for a while in
     `run_dir` (`keep_index`), and verified at every use; a copy that is damaged is fetched again.
 
     Raises: CorruptError, also where the store has no index; NotFoundError where the cache cannot be
     made; UnavailableError, NoSpaceError.
     """
     with contextlib.suppress(BootseerError):
-        return read_index(cache_dir, record.index_digest, run_dir=run_dir)
+        return read_index(cache_dir, digest, run_dir=run_dir)
     try:
-        data = fetch_index(store, record.index_digest)
+        data = _fetch_index(store, digest, INDEX_BYTES_MAX)
     except NotFoundError as error:
         raise CorruptError(
-            f"the index of image {record.reference} is missing in {store.url}; index it again"
+            f"the index of {name} is missing in {store.url}; index it again"
         ) from error
-    keep_index(cache_dir, record.index_digest, data, run_dir=run_dir)
+    keep_index(cache_dir, digest, data, run_dir=run_dir)
     return data

@@ -84,7 +84,9 @@ def _stored(
 ) -> ResolvedImage:
     """The image of the store. Raises: CorruptError and others where its index cannot be had."""
     # Left in the node's cache, where the server takes it from without the store, and decodes it.
-    have_index(store, record, settings.cache_dir, run_dir=settings.run_dir)
+    name = f"image {record.reference}"
+    digest = record.index_digest
+    have_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir)
     try:
         check_blobs(store, record)
     except CorruptError as error:

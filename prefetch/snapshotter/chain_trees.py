@@ -5,7 +5,6 @@ store that does not answer is left alone for a while, and images are pulled as w
 Thread-safe.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -18,8 +17,8 @@ from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.cache.kept_indexes import index_path, keep_index, read_index
-from bootseer.prefetch.index.catalogue import check_streams, fetch_index, read_layer
+from bootseer.prefetch.cache.kept_indexes import index_path, keep_index
+from bootseer.prefetch.index.catalogue import check_streams, have_index, read_layer
 from bootseer.prefetch.index.chains import Chain, publish_chain_index, read_chain
 from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.index.records import LayerRecord
@@ -147,9 +146,9 @@ class ChainTrees:
         if not digest:
             return ""
         try:
-            tree = self._index(store, digest)
+            tree = self._index(store, digest, f"the chain of {chain.diff_ids[-1]}")
             check_streams(tree, chain.diff_ids, f"the record of the chain with the tree {digest}")
-        except (NotFoundError, CorruptError) as error:
+        except CorruptError as error:
             _log.warning("the layers of an image are merged anew: %s", error)
             return ""
         return digest
@@ -172,20 +171,15 @@ class ChainTrees:
             record = self._layer(store, diff_id)
             if record is None:
                 raise NotFoundError(f"the store {store.url} has no layer {diff_id} now")
-            tree = self._index(store, record.index_digest)
+            tree = self._index(store, record.index_digest, f"the layer {diff_id}")
             check_streams(tree, (diff_id,), f"the record of the layer {diff_id}")
             trees.append(LayerTree(tree, frozenset(record.implied), record.links))
         return trees
 
-    def _index(self, store: Store, digest: str) -> Tree:
-        """The tree of a layer or an image; its index stays in the node's cache."""
-        with contextlib.suppress(BootseerError):
-            return decode(
-                read_index(self._settings.cache_dir, digest, run_dir=self._settings.run_dir)
-            )
-        data = fetch_index(store, digest)
-        keep_index(self._settings.cache_dir, digest, data, run_dir=self._settings.run_dir)
-        return decode(data)
+    def _index(self, store: Store, digest: str, name: str) -> Tree:
+        """Return the tree of `name`, whose index stays in the node's cache."""
+        settings = self._settings
+        return decode(have_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir))
 
     def _is_kept(self, digest: str) -> bool:
         """Whether its index is in the node's cache, undamaged: a crash may have torn it."""
