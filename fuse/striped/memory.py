@@ -7,7 +7,7 @@ the read from a fast storage). A slab counts until the last view of it is gone, 
 also on its way to the kernel.
 
 Bytes that can be read again from elsewhere are *offered* (`Droppable`): they stay in memory until
-somebody needs it, and are then dropped in the order of their ranks.
+somebody needs it, and are then dropped in the order of their tiers.
 
 Takers are served in the order in which they came, so that a large taker gets its memory too. When
 nothing was given back for half a second, those behind may hold what the first one waits for: then
@@ -19,7 +19,7 @@ them beyond the budget.
 
 Thread safety: any thread may call any method. The lock is innermost: a caller may hold other locks,
 except where `Droppable.drop` may be called, in `take`, `charge`, their `try_` forms, and `offer` of
-the rank KEPT.
+the tier KEPT.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ def content_bytes(limit_bytes: int) -> int:
     return max(rest, min(limit_bytes, _CONTENT_MIN_BYTES))
 
 
-class Rank(enum.IntEnum):
+class Tier(enum.IntEnum):
     """Order in which offered bytes are dropped."""
 
     PASSED = 0
@@ -72,7 +72,7 @@ class Droppable:
     """How many bytes there are."""
     users = 0
     """How many threads use the bytes now: then they are not dropped."""
-    rank: Rank | None = None
+    tier: Tier | None = None
     """Where the bytes are offered; None if they are not."""
     is_dropped = False
 
@@ -98,7 +98,9 @@ class Memory:
         """Takers that wait, in the order in which they are served."""
         self._give_count = 0
         self._given_s = 0.0
-        self._offered: dict[Rank, OrderedDict[Droppable, None]] = {r: OrderedDict() for r in Rank}
+        self._offered: dict[Tier, OrderedDict[Droppable, None]] = {
+            tier: OrderedDict() for tier in Tier
+        }
         self._kept_bytes = 0
         self._spare: dict[int, list[mmap.mmap]] = {}
         self._in_use: dict[int, weakref.ref[object]] = {}
@@ -204,19 +206,19 @@ class Memory:
 
     # ---- bytes that can be dropped ------------------------------------------------------------
 
-    def offer(self, entry: Droppable, rank: Rank) -> None:
-        """Allow `entry` to be dropped, after all others of its rank. Entries may change ranks."""
+    def offer(self, entry: Droppable, tier: Tier) -> None:
+        """Allow `entry` to be dropped, after all others of its tier. Entries may change tiers."""
         with self._changed:
             if entry.is_dropped:
                 return
             self._remove(entry)
-            self._offered[rank][entry] = None
-            entry.rank = rank
-            if rank is Rank.KEPT:
+            self._offered[tier][entry] = None
+            entry.tier = tier
+            if tier is Tier.KEPT:
                 self._kept_bytes += entry.length
             excess_bytes = self._kept_bytes - self.limit_bytes // 2
-        if rank is Rank.KEPT and excess_bytes > 0:
-            self._drop(excess_bytes, (Rank.KEPT,))
+        if tier is Tier.KEPT and excess_bytes > 0:
+            self._drop(excess_bytes, (Tier.KEPT,))
 
     def withdraw(self, entry: Droppable) -> None:
         """Forbid to drop `entry`, unless that has happened: see `Droppable.is_dropped`."""
@@ -237,17 +239,17 @@ class Memory:
             entry.users -= 1
 
     def _remove(self, entry: Droppable) -> None:
-        if entry.rank is not None:
-            del self._offered[entry.rank][entry]
-            if entry.rank is Rank.KEPT:
+        if entry.tier is not None:
+            del self._offered[entry.tier][entry]
+            if entry.tier is Tier.KEPT:
                 self._kept_bytes -= entry.length
-            entry.rank = None
+            entry.tier = None
 
-    def _drop(self, count: int, ranks: tuple[Rank, ...] = tuple(Rank)) -> None:
+    def _drop(self, count: int, tiers: tuple[Tier, ...] = tuple(Tier)) -> None:
         """Drop entries that hold `count` bytes, if there are so many; no lock is held."""
         while count > 0:
             with self._changed:
-                entry = self._next_unused(ranks)
+                entry = self._next_unused(tiers)
                 if entry is None:
                     return
                 self._remove(entry)
@@ -255,9 +257,9 @@ class Memory:
             entry.drop()
             count -= entry.length
 
-    def _next_unused(self, ranks: tuple[Rank, ...]) -> Droppable | None:
-        for rank in ranks:
-            for entry in self._offered[rank]:
+    def _next_unused(self, tiers: tuple[Tier, ...]) -> Droppable | None:
+        for tier in tiers:
+            for entry in self._offered[tier]:
                 if not entry.users:
                     return entry
         return None

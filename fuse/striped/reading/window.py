@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-from bootseer.fuse.striped.memory import Droppable, Memory, Rank
+from bootseer.fuse.striped.memory import Droppable, Memory, Tier
 from bootseer.fuse.striped.reading.unit_read import Key, OpenFile, UnitRead
 from bootseer.fuse.striped.view import Span
 from bootseer.store.backend import Backend
@@ -83,7 +83,7 @@ class Window:
                     # Units stay in the order in which they were fetched: a unit that was read ahead
                     # and is still to come must not go before one that has just been read.
                     if not key[2]:
-                        self.memory.offer(found, Rank.CACHED)
+                        self.memory.offer(found, Tier.CACHED)
                     self._engine.hasten(found, Priority.DEMAND)
                     return found
         covered = min(end, unit.end) - position
@@ -131,7 +131,7 @@ class Window:
             self._engine.add(read, priority)
             # Offered now, and used until its bytes are here: what was asked for first goes first,
             # whichever place answers sooner.
-            self.memory.offer(read, Rank.CACHED)
+            self.memory.offer(read, Tier.CACHED)
             self.memory.use(read)
             if hold:
                 self.memory.use(read)
@@ -187,7 +187,7 @@ class Window:
         with self._lock:
             for read in reads:
                 if self._reads.get(read.key) is read and read.span.end <= end:
-                    self.memory.offer(read, Rank.PASSED)
+                    self.memory.offer(read, Tier.PASSED)
                     if is_only and is_large:
                         file.passed.append(read.key)
             while len(file.passed) > _PASSED_MAX:

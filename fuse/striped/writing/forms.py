@@ -97,7 +97,7 @@ class Form(ABC):
         if self._parts is None:
             return []
         rounds = self._parts.finish()
-        self._unnamed.update(group.generation for group in rounds)
+        self._unnamed.update(each.generation for each in rounds)
         self._parts = None
         return rounds
 
@@ -140,7 +140,7 @@ class StripedForm(Form):
         in it and may still grow."""
         growing = tail.join() if self._parts is None else b""
         dealing = self._dealing()
-        self._segments += [group.segment(dealing) for group in self._finish(tail, cancelled)]
+        self._segments += [each.segment(dealing) for each in self._finish(tail, cancelled)]
         if len(self._segments) > MAX_SEGMENT_COUNT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.path)
         return Layout(new_generation(), tuple(self._segments)), growing
@@ -191,8 +191,8 @@ class PlainForm(Form):
         super().send(pieces, length, cancelled)
 
     def publish(self, tail: Tail, expected: str | None, cancelled: Callable[[], bool]) -> FileView:
-        (group,) = self._finish(tail, cancelled)
-        run, *more = group.paths()
+        (part_round,) = self._finish(tail, cancelled)
+        run, *more = part_round.paths()
         if more:
             self._shared.backend.join(run, more)
         self._base = self._shared.tree.publish_run(
@@ -202,7 +202,7 @@ class PlainForm(Form):
             adds=self._base is not None,
             before_commit=self._unnamed.clear,
         )
-        self._shared.tree.discard(self.path, {group.generation})
+        self._shared.tree.discard(self.path, {part_round.generation})
         return self._base
 
     def _dealing(self) -> Dealing:

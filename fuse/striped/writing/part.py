@@ -111,7 +111,7 @@ class Part:
     def __init__(
         self,
         owner: "PartSet",
-        group: "Round",
+        part_round: "Round",
         files: FileGroup,
         label: str,
         source: str,
@@ -121,14 +121,14 @@ class Part:
 
         Args:
             owner: The set that the part belongs to.
-            group: The round that the part belongs to.
+            part_round: The round that the part belongs to.
             files: Creates the stored files.
-            label: Name of the file in the folder of `group`.
+            label: Name of the file in the folder of `part_round`.
             source: Name that the part's bytes are counted under.
             charge: Memory of the storage's writer.
         """
         self.state = PartState.NO_FILE
-        self.round = group
+        self.round = part_round
         self.files = files
         self.charge = charge
         self.name = label

@@ -160,27 +160,27 @@ class PartSet:
         """
         self.check()
         dealing, memory = self.dealing, self.shared.memory
-        group = self._round_of_next()
+        part_round = self._round_of_next()
         unit = self._with_memory(
             lambda: memory.take_unit(
                 pieces,
                 length,
-                group.size_bytes // dealing.block_bytes,
+                part_round.size_bytes // dealing.block_bytes,
                 self.deadline_s,
                 lambda: cancelled() or self.has_failed,
             )
         )
         try:
-            part = self._part_of_next(group, cancelled)
+            part = self._part_of_next(part_round, cancelled)
         except BaseException:
             memory.release(unit)
             raise
-        group.size_bytes += length
+        part_round.size_bytes += length
         part.queue.put(unit)
         if self.has_failed:
             # The part's thread may have ended before.
             part.discard_queue()
-        elif dealing.ends_run(group.size_bytes):
+        elif dealing.ends_run(part_round.size_bytes):
             part.queue.put(None)
 
     def finish(self) -> list[Round]:
@@ -208,8 +208,8 @@ class PartSet:
         """Discard the file. Wait at most `wait_s` seconds for threads that are inside a write."""
         self.fail(InterruptedError("the file was given up"))
         end_s = time.monotonic() + wait_s
-        for group in self._rounds:
-            for part in group.parts:
+        for each in self._rounds:
+            for part in each.parts:
                 part.ended.wait(max(0.0, end_s - time.monotonic()))
 
     def check(self) -> None:
@@ -253,8 +253,8 @@ class PartSet:
             self._error = error
             self.state = PartSetState.FAILED
             self.shared.memory.end_file()
-            for group in self._rounds:
-                for part in group.parts:
+            for each in self._rounds:
+                for part in each.parts:
                     # A part that is stuck in a dead server must not keep the mount's memory.
                     part.discard_queue()
             self.note_event()
@@ -264,11 +264,11 @@ class PartSet:
 
     def part_ended(self, part: Part) -> None:
         """Count a part less that uses the storage."""
-        group = part.round
+        part_round = part.round
         with self._changed:
-            group.open_count -= 1
-            is_last = self.state is not PartSetState.OPEN or group is not self._rounds[-1]
-            if part.files is not group.files or (is_last and not group.open_count):
+            part_round.open_count -= 1
+            is_last = self.state is not PartSetState.OPEN or part_round is not self._rounds[-1]
+            if part.files is not part_round.files or (is_last and not part_round.open_count):
                 part.files.end()
             self.note_event()
             must_remove = self.state is PartSetState.FAILED and not self._open_count()
@@ -280,10 +280,10 @@ class PartSet:
     def _round_of_next(self) -> Round:
         """Return the round that takes the next unit; begin it if the one before is full."""
         if self._rounds:
-            group = self._rounds[-1]
-            block_bytes = group.files.block_bytes
-            if group.size_bytes < self.dealing.round_max_bytes(block_bytes, group.width):
-                return group
+            part_round = self._rounds[-1]
+            block_bytes = part_round.files.block_bytes
+            if part_round.size_bytes < self.dealing.round_max_bytes(block_bytes, part_round.width):
+                return part_round
         with self._changed:
             self._end_round()
             self._rounds.append(
@@ -296,46 +296,48 @@ class PartSet:
         for part in self._rounds[-1].parts if self._rounds else ():
             part.queue.put(None)
 
-    def _part_of_next(self, group: Round, cancelled: Callable[[], bool]) -> Part:
+    def _part_of_next(self, part_round: Round, cancelled: Callable[[], bool]) -> Part:
         """Return the part that takes the next unit; begin it if the unit is its first."""
-        number = group.size_bytes // self.dealing.unit_bytes
+        number = part_round.size_bytes // self.dealing.unit_bytes
         run = self.dealing.run_units
         if run is not None:
-            if number // run == len(group.parts):
-                self._begin_part(group, self._wait_for_a_place(group, cancelled))
-            return group.parts[number // run]
-        if len(group.parts) == number < group.width:
-            charge = self._charge(group, number, cancelled)
+            if number // run == len(part_round.parts):
+                self._begin_part(part_round, self._wait_for_a_place(part_round, cancelled))
+            return part_round.parts[number // run]
+        if len(part_round.parts) == number < part_round.width:
+            charge = self._charge(part_round, number, cancelled)
             if charge is not None:
-                self._begin_part(group, charge)
+                self._begin_part(part_round, charge)
             elif self.dealing.is_exact:
                 raise InvalidInputError(
                     f"{self.shared.memory.limit_bytes} bytes of memory are too few to write "
-                    f"{group.width} parts at once to {self.shared.backend.url}: give more "
+                    f"{part_round.width} parts at once to {self.shared.backend.url}: give more "
                     "(BOOTSEER_MEMORY), or ask for fewer parts"
                 )
             else:
-                group.width = number
-        return group.parts[number % group.width]
+                part_round.width = number
+        return part_round.parts[number % part_round.width]
 
-    def _begin_part(self, group: Round, charge: Charge) -> None:
-        index = len(group.parts)
+    def _begin_part(self, part_round: Round, charge: Charge) -> None:
+        index = len(part_round.parts)
         source = f"part {index % self.dealing.width:02x}"
         # Runs begin as others end: each is placed for itself.
-        files = group.files if self.dealing.run_units is None else self.shared.backend.group()
-        part = Part(self, group, files, f"{index:02x}", source, charge)
+        files = part_round.files if self.dealing.run_units is None else self.shared.backend.group()
+        part = Part(self, part_round, files, f"{index:02x}", source, charge)
         try:
             with self._changed:
                 self.check()
                 part.start()
-                group.parts.append(part)
-                group.open_count += 1
+                part_round.parts.append(part)
+                part_round.open_count += 1
         except BaseException:
             charge.end()
             raise
 
-    def _charge(self, group: Round, own_count: int, cancelled: Callable[[], bool]) -> Charge | None:
-        """Charge for one more part of `group`; return None if there is no memory for it.
+    def _charge(
+        self, part_round: Round, own_count: int, cancelled: Callable[[], bool]
+    ) -> Charge | None:
+        """Charge for one more part of `part_round`; return None if there is no memory for it.
 
         Block while parts of this file may turn out to take less, or are about to end.
         """
@@ -355,24 +357,24 @@ class PartSet:
                 return charge
             with self._changed:
                 is_settled = all(
-                    part.charge.is_settled or part.ended.is_set() for part in group.parts
+                    part.charge.is_settled or part.ended.is_set() for part in part_round.parts
                 )
-                if is_settled and self._open_count() == group.open_count:
+                if is_settled and self._open_count() == part_round.open_count:
                     return None
                 self._wait(partial(self._has_event_since, seen_count), cancelled)
 
-    def _wait_for_a_place(self, group: Round, cancelled: Callable[[], bool]) -> Charge:
+    def _wait_for_a_place(self, part_round: Round, cancelled: Callable[[], bool]) -> Charge:
         """Block until one more part may be written at once; return its charge."""
         self.note_progress()
         while True:
             with self._changed:
-                self._wait(partial(self._is_below, group, group.width), cancelled)
-                own_count = group.open_count
-            charge = self._charge(group, own_count, cancelled)
+                self._wait(partial(self._is_below, part_round, part_round.width), cancelled)
+                own_count = part_round.open_count
+            charge = self._charge(part_round, own_count, cancelled)
             if charge is not None:
                 return charge
             with self._changed:
-                self._wait(partial(self._is_below, group, own_count), cancelled)
+                self._wait(partial(self._is_below, part_round, own_count), cancelled)
 
     # ---- waiting ------------------------------------------------------------------------------
 
@@ -389,8 +391,8 @@ class PartSet:
     def _has_event_since(self, event_count: int) -> bool:
         return self._event_count > event_count
 
-    def _is_below(self, group: Round, open_count: int) -> bool:
-        return group.open_count < open_count
+    def _is_below(self, part_round: Round, open_count: int) -> bool:
+        return part_round.open_count < open_count
 
     def _with_memory(self, take: Callable[[], Result]) -> Result:
         """Return what `take` returns, which waits for memory. Its deadline fails the file."""
@@ -407,19 +409,19 @@ class PartSet:
         return time.monotonic() - self._progress_s > self.deadline_s
 
     def _late(self) -> BaseException:
-        group = self._rounds[-1]
-        name = group.parts[-1].name if group.parts else ""
+        last = self._rounds[-1]
+        name = last.parts[-1].name if last.parts else ""
         return self._outage or DeadlineError(
-            f"cannot write {group.folder}/{name}: no answer from {self.shared.backend.url} within "
+            f"cannot write {last.folder}/{name}: no answer from {self.shared.backend.url} within "
             f"{self.deadline_s:.0f} s"
         )
 
     def _open_count(self) -> int:
-        return sum(group.open_count for group in self._rounds)
+        return sum(each.open_count for each in self._rounds)
 
     def _remove_folders(self) -> None:
-        for group in self._rounds:
+        for each in self._rounds:
             # What stays is garbage that fsck names; the writer's error matters more.
             with contextlib.suppress(Exception):
-                self.shared.backend.delete(group.folder, recursive=True)
+                self.shared.backend.delete(each.folder, recursive=True)
         self.state = PartSetState.REMOVED

@@ -18,7 +18,7 @@ Thread safety: every method may be called from any thread.
 import threading
 from collections.abc import Callable
 
-from bootseer.fuse.striped.memory import Droppable, Memory, Rank
+from bootseer.fuse.striped.memory import Droppable, Memory, Tier
 from bootseer.store.backend import Piece
 
 # Units in memory for each part that is written at full speed: one that is sent, one in the queue
@@ -213,7 +213,7 @@ class WriteMemory:
 
     def keep(self, unit: Unit) -> None:
         """Allow the memory of `unit` to be given back when it is needed."""
-        self._memory.offer(unit, Rank.KEPT)
+        self._memory.offer(unit, Tier.KEPT)
 
     def take_back(self, unit: Unit) -> None:
         """Forbid giving back the memory of `unit`, if that has not happened yet."""
