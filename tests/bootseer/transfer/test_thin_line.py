@@ -13,7 +13,7 @@ from tests.bootseer.transfer.thin_line import ThinLine
 NODES_COUNT = 8
 # Twice as fast as silence for each of the nodes' two connections.
 RATE = 2 * NODES_COUNT * 16 * 1024
-DEADLINE_S = 2.5
+DEADLINE_S = 3.0
 CHUNK_BYTES = 72 * 1024
 DATA = random.Random(7).randbytes(2 * CHUNK_BYTES)
 
