@@ -209,7 +209,7 @@ class CheckpointMounts:
         while True:
             try:
                 spec = mount_spec(self._settings, path.url, directory, **choices)
-                made = mount_checkpoints(spec).root_was_made
+                made = mount_checkpoints(spec, forks=True).root_was_made
                 return _Report(number, made, str(directory), found or "mounted")
             except BusyError as error:
                 if time.monotonic() >= deadline_s:

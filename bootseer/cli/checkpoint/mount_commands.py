@@ -185,7 +185,7 @@ def mount(
             notify("READY=1")
 
         return _warn_unwritten(serve_checkpoints(spec, ready))
-    mounted = mount_checkpoints(spec)
+    mounted = mount_checkpoints(spec, forks=True)
     if mounted.root_was_made:
         say(made_sentence(url))
     if as_json:

@@ -183,19 +183,23 @@ def take_over(spec: MountSpec) -> str:
 
 
 def mount_checkpoints(
-    spec: MountSpec, variables: Mapping[str, str | None] = MappingProxyType({})
+    spec: MountSpec,
+    variables: Mapping[str, str | None] = MappingProxyType({}),
+    *,
+    forks: bool = False,
 ) -> MountedCheckpoints:
     """Mount as `spec` says, served by a background process, whose environment has `variables`
     beside ours, and lacks those that are None. The mount works when this returns.
 
-    Raises: BootseerError; nothing is mounted then.
+    `forks`: the background process may be a copy of this one, a program of ours that has no
+    variables to add. Raises: BootseerError; nothing is mounted then.
     """
     run_dir = Path(spec.run_dir)
     state_dir = new_mount_dir(run_dir)
     what = f"the server of {spec.directory}"
     try:
         with begin_server(
-            run_dir, MODULE, what, identity=state_dir.name, variables=variables
+            run_dir, MODULE, what, identity=state_dir.name, forks=forks, variables=variables
         ) as process:
             process.serve(to_line(CheckpointPlan(spec, state_dir)), spec.deadline_s + _START_S)
     except BaseException:
