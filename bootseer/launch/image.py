@@ -65,7 +65,7 @@ def open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "C
                 job=settings.job,
             )
             span.set("bootseer.how", container.how)
-            span.set("bootseer.from", "store" if resolved.image.is_published else "node")
+            span.set("bootseer.from", "store" if resolved.is_published else "node")
         except (InvalidInputError, NotFoundError):
             raise
         except (BootseerError, OSError) as error:

@@ -46,8 +46,8 @@ from bootseer.prefetch.container.process_spec import (
     resolve_user,
     take_identity,
 )
+from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.resolve.found_image import ResolvedImage
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
@@ -224,7 +224,7 @@ class Container(Struct):
 
 def prepare_container(
     settings: Settings,
-    image: str | ResolvedImage,
+    image: str | FoundImage,
     options: ServeOptions = DEFAULTS,
     *,
     binds: Sequence[str] = (),

@@ -36,9 +36,9 @@ from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
 from bootseer.prefetch.container.container_root import parse_bind
 from bootseer.prefetch.container.container_start import Container
-from bootseer.prefetch.index.node_catalogue import NodeCatalogue
+from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
+from bootseer.prefetch.resolve.found_image import publish_later
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
@@ -75,7 +75,7 @@ class ExtractedImage(Struct, frozen=True):
 
 
 def prepare_extracted(
-    settings: Settings, image: str | ResolvedImage, *, binds: Sequence[str] = ()
+    settings: Settings, image: str | FoundImage, *, binds: Sequence[str] = ()
 ) -> Container:
     """As `container_start.prepare_container`, without any mount outside the container.
 
@@ -99,7 +99,7 @@ def prepare_extracted(
     return Container(extracted, root, own, not can_mount_directly(), parsed)
 
 
-def _locked_tree(settings: Settings, resolved: ResolvedImage, base: Path) -> Path:
+def _locked_tree(settings: Settings, resolved: FoundImage, base: Path) -> Path:
     """The image's tree, whole and locked. Raises: BootseerError, OSError."""
     index_digest = resolved.record.index_digest
     own = base / _name_of(index_digest)
@@ -139,7 +139,7 @@ def _locked_folder(base: Path) -> Path:
     raise BusyError(f"others keep removing new folders in {base}; start the container again")
 
 
-def _extract(settings: Settings, resolved: ResolvedImage, target: Path) -> None:
+def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
     tree = read_kept_tree(settings.cache_dir, resolved.record.index_digest)
     keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
     cache = NodeCache(settings.cache_dir)
@@ -151,7 +151,7 @@ def _extract(settings: Settings, resolved: ResolvedImage, target: Path) -> None:
         for number, blob in enumerate(tree.blobs):
             if not blob.frames:
                 # Only an index that this node made of what it pulled may name such a stream.
-                is_local = not resolved.image.is_published
+                is_local = not resolved.is_published
                 stream = cache.open_whole_blob(blob) if is_local else None
                 if stream is None:
                     raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")

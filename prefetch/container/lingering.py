@@ -13,7 +13,8 @@ from pathlib import Path
 from bootseer.base.documents import to_line
 from bootseer.errors import BootseerError
 from bootseer.linux.mount_table import find_mount
-from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
+from bootseer.prefetch.index.node_catalogue import FoundImage
+from bootseer.prefetch.resolve.found_image import publish_later
 from bootseer.prefetch.resolve.mount import MountedImage
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, lingering
@@ -35,7 +36,7 @@ def fingerprint_of(settings: Settings, identity: str, owner: tuple[int, int] | N
     return hashlib.sha256(to_line(what).encode()).hexdigest()
 
 
-def take_over(settings: Settings, resolved: ResolvedImage, fingerprint: str) -> MountedImage | None:
+def take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> MountedImage | None:
     """A tree that lingers and has this fingerprint, which is kept for this process from now on.
     One whose server does not answer is ended. Never raises."""
     for state_dir, state in lingering(settings.run_dir, RUN):

@@ -35,6 +35,7 @@ from bootseer.errors import (
 from bootseer.linux.locks import remove_unused_lock
 from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.cache.kept_indexes import index_folder, keep_index, read_index
+from bootseer.prefetch.cache.stream_cache import StreamCache
 from bootseer.prefetch.cache.stream_keys import store_hex
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
@@ -52,19 +53,27 @@ _KEPT_S = 30 * 86400.0
 """Records that no start asked for in so long go at the next `trim`."""
 
 
-class NodeImage(Struct, frozen=True):
-    """An image that was started here."""
+class FoundImage(Struct, frozen=True):
+    """An image that can be mounted, or a node's record of one. `release` it once a server has it
+    open."""
 
     record: ImageRecord
     """The record: with the layers' blobs if it is published, else without layers."""
     layer_digests: tuple[str, ...] = ()
     """The keys of an unpublished image's layers, the lowest first: their diff_ids; of a directory,
     the digest of its stream."""
+    held: tuple[StreamCache, ...] = ()
+    """Streams kept open, so that the cache does not remove what only this node has."""
 
     @property
     def is_published(self) -> bool:
         """Whether the store has it, or had."""
         return not self.layer_digests
+
+    def release(self) -> None:
+        """Let the cache do with the streams as it likes. Idempotent."""
+        for stream in self.held:
+            stream.close()
 
 
 class NodeLayer(Struct, frozen=True):
@@ -126,7 +135,7 @@ class NodeCatalogue:
 
     # ---- images -------------------------------------------------------------------------------
 
-    def find_image(self, reference: str) -> NodeImage | None:
+    def find_image(self, reference: str) -> FoundImage | None:
         """The image last started as `reference`, or as `reference`:latest."""
         tagged = ":" in reference.rpartition("/")[2] or "@" in reference
         for name in (reference,) if tagged else (reference, f"{reference}:latest"):
@@ -135,7 +144,7 @@ class NodeCatalogue:
                 return image
         return None
 
-    def keep_image(self, image: NodeImage) -> None:
+    def keep_image(self, image: FoundImage) -> None:
         """Remember the image under its name, and an unpublished one also by its index.
 
         Raises: NoSpaceError, BootseerError.
@@ -145,11 +154,11 @@ class NodeCatalogue:
             self._write(self._path("unpublished", image.record.index_digest), data)
         self._write(self._path("images", image.record.reference), data)
 
-    def find_source(self, source: str) -> NodeImage | None:
+    def find_source(self, source: str) -> FoundImage | None:
         """The image that was last started from `source`."""
         return self._read_image(self._source_path(source))
 
-    def keep_source(self, source: str, image: NodeImage) -> None:
+    def keep_source(self, source: str, image: FoundImage) -> None:
         """Remember what `source` was. Raises: NoSpaceError, BootseerError."""
         self._write(self._source_path(source), _encode_node_image(image, self._store))
 
@@ -157,7 +166,7 @@ class NodeCatalogue:
         # Hashed: a URL may hold credentials, and be longer than any file name.
         return self._path("sources", hashlib.sha256(os.fsencode(source)).hexdigest())
 
-    def find_unpublished(self, index_digest: str) -> NodeImage | None:
+    def find_unpublished(self, index_digest: str) -> FoundImage | None:
         """The unpublished image whose index this is."""
         image = self._read_image(self._path("unpublished", index_digest))
         if image is None or image.is_published or image.record.index_digest != index_digest:
@@ -174,7 +183,7 @@ class NodeCatalogue:
 
         Raises: NoSpaceError, BootseerError.
         """
-        data = _encode_node_image(NodeImage(record), self._store)
+        data = _encode_node_image(FoundImage(record), self._store)
         self._write(self._path("vouched", record.index_digest), data)
         self._write(self._path("published", index_digest), data)
         known = self.find_image(record.reference)
@@ -186,7 +195,7 @@ class NodeCatalogue:
         """Remember that the image's configuration, which its source has given, names its layers, if
         this node has pulled one of them. Raises: NoSpaceError, BootseerError."""
         if any(self._path("layers", digest).exists() for digest in record.config.diff_ids):
-            data = _encode_node_image(NodeImage(record), self._store)
+            data = _encode_node_image(FoundImage(record), self._store)
             self._write(self._path("vouched", record.index_digest), data)
 
     def vouched_layers(self, index_digest: str) -> frozenset[str]:
@@ -281,12 +290,12 @@ class NodeCatalogue:
         except OSError as error:
             raise from_oserror(error, f"write {path}") from error
 
-    def _read_image(self, path: Path) -> NodeImage | None:
+    def _read_image(self, path: Path) -> FoundImage | None:
         try:
             found = self._read(path, _IMAGE_FORM)
             if found is None or found.store != self._store:
                 return None
-            return NodeImage(IMAGE_FORM.convert(found.record, str(path)), found.layers)
+            return FoundImage(IMAGE_FORM.convert(found.record, str(path)), found.layers)
         except (CorruptError, UnknownFormatError) as error:
             _log.warning("the record of an image is not used: %s", error)
             return None
@@ -298,6 +307,6 @@ class NodeCatalogue:
             return None
 
 
-def _encode_node_image(image: NodeImage, store: str) -> bytes:
+def _encode_node_image(image: FoundImage, store: str) -> bytes:
     record = IMAGE_FORM.to_document(image.record)
     return _IMAGE_FORM.encode(_ImageFile(store, record, image.layer_digests))

@@ -7,7 +7,7 @@ be used, and until what was pulled here is published. Thread-safe: functions and
 import logging
 from collections.abc import Callable
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.errors import (
     BootseerError,
@@ -19,7 +19,7 @@ from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import StreamCache
 from bootseer.prefetch.cache.stream_keys import is_stored
 from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
-from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeImage
+from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publishing import start_image_publisher
@@ -32,26 +32,7 @@ Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
 
 
-class ResolvedImage(Struct, frozen=True):
-    """An image that can be mounted. `release` it once a server has it open."""
-
-    image: NodeImage
-    """Its index lies in the node's cache; its bytes in the store, or in the node's cache."""
-    streams: tuple[StreamCache, ...] = ()
-    """Kept open, so that the cache does not remove what only this node has."""
-
-    @property
-    def record(self) -> ImageRecord:
-        """The image's record, with the index to mount."""
-        return self.image.record
-
-    def release(self) -> None:
-        """Let the cache do with the streams as it likes. Idempotent."""
-        for stream in self.streams:
-            stream.close()
-
-
-def image_by_name(settings: Settings, name: str, say: Say) -> ResolvedImage:
+def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
     """The image called `name`. Raises: NotFoundError, InvalidInputError, and what the store raises
     where this node does not know the image either."""
     check_reference(name)
@@ -81,7 +62,7 @@ def image_by_name(settings: Settings, name: str, say: Say) -> ResolvedImage:
 
 def _stored(
     settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
-) -> ResolvedImage:
+) -> FoundImage:
     """The image of the store. Raises: CorruptError and others where its index cannot be had."""
     # Left in the node's cache, where the server takes it from without the store, and decodes it.
     name = f"image {record.reference}"
@@ -92,9 +73,9 @@ def _stored(
     except CorruptError as error:
         # What this node's cache has of it still works, and may be all.
         say(f"warning: {error}")
-    image = NodeImage(record)
+    image = FoundImage(record)
     remember(lambda: catalogue.keep_image(image))
-    return ResolvedImage(image)
+    return image
 
 
 def remember(keep: Callable[[], None]) -> None:
@@ -106,8 +87,8 @@ def remember(keep: Callable[[], None]) -> None:
 
 
 def image_on_node(
-    settings: Settings, known: NodeImage, *, whole: bool = True
-) -> ResolvedImage | None:
+    settings: Settings, known: FoundImage, *, whole: bool = True
+) -> FoundImage | None:
     """The image, if this node has its index and what nobody else has; with `whole`, all bytes."""
     cache = cache_of_image(settings, known.record.index_digest)
     streams: list[StreamCache] = []
@@ -128,13 +109,13 @@ def image_on_node(
         for stream in streams:
             stream.close()
         return None
-    return ResolvedImage(known, tuple(streams))
+    return replace(known, held=tuple(streams))
 
 
-def publish_later(settings: Settings, resolved: ResolvedImage) -> None:
+def publish_later(settings: Settings, resolved: FoundImage) -> None:
     """Begin to publish an image that only this node has, in the background, unless the settings say
     otherwise. Never raises: a later start tries again."""
-    if resolved.image.is_published or not settings.auto_index:
+    if resolved.is_published or not settings.auto_index:
         return
     try:
         start_image_publisher(settings, resolved.record.index_digest)

@@ -17,8 +17,9 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.unmount import unmount
 from bootseer.linux import mount_table
+from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.found_image import ResolvedImage, publish_later
+from bootseer.prefetch.resolve.found_image import publish_later
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
 from bootseer.prefetch.serve.start_server import (
@@ -67,7 +68,7 @@ class MountedImage(Closing, Struct, frozen=True):
 
 def mount_image(
     settings: Settings,
-    image: str | ResolvedImage,
+    image: str | FoundImage,
     directory: Path,
     options: ServeOptions = DEFAULTS,
     *,
@@ -97,7 +98,7 @@ def mount_image(
             resolved.record.reference,
             resolved.record.index_digest,
             path,
-            replace(options, is_local=not resolved.image.is_published),
+            replace(options, is_local=not resolved.is_published),
             state_dir=state_dir,
             process=process,
         ).wait()

@@ -7,8 +7,9 @@ loads all that pulling takes). Stateless; any thread.
 import logging
 from typing import TYPE_CHECKING
 
+from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.source_names import is_source
-from bootseer.prefetch.resolve.found_image import ResolvedImage, Say, image_by_name
+from bootseer.prefetch.resolve.found_image import Say, image_by_name
 from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def resolve_image(
     *,
     say: Say = _log.warning,
     timeline: "Timeline | None" = None,
-) -> ResolvedImage:
+) -> FoundImage:
     """The image called `image` in the store, or that a source `image` holds, whose layers are
     pulled unless the store or this node has them.
 

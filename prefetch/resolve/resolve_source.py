@@ -36,13 +36,12 @@ from bootseer.prefetch.index.catalogue import (
     load_tree,
 )
 from bootseer.prefetch.index.merge import LayerTree, merge
-from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeImage
+from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord, LayerRecord
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.publish.indexing import change_time_ns, describe_image
 from bootseer.prefetch.publish.layer_packing import stored_layer
 from bootseer.prefetch.resolve.found_image import (
-    ResolvedImage,
     Say,
     image_by_name,
     image_on_node,
@@ -60,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 def resolve_from_source(
     settings: Settings, image: str, say: Say, timeline: Timeline | None
-) -> ResolvedImage:
+) -> FoundImage:
     """The image that the source `image` holds. As `obtain.resolve_image`, which calls this."""
     return _Start(settings, image, say, timeline).obtain()
 
@@ -80,7 +79,7 @@ class _Start:
         self._pulled_bytes = 0
         self._lock = threading.Lock()
 
-    def obtain(self) -> ResolvedImage:
+    def obtain(self) -> FoundImage:
         settings = self._settings
         try:
             source = open_source(
@@ -98,7 +97,7 @@ class _Start:
             except (BootseerError, OSError) as error:
                 self._give_up_store(error)
             found = self._known(source) or self._pulled(source)
-        remember(lambda: self._catalogue.keep_source(self._image, found.image))
+        remember(lambda: self._catalogue.keep_source(self._image, found))
         return found
 
     def _give_up_store(self, error: Exception) -> None:
@@ -110,7 +109,7 @@ class _Start:
 
     # ---- what is known ------------------------------------------------------------------------
 
-    def _known(self, source: ImageSource) -> ResolvedImage | None:
+    def _known(self, source: ImageSource) -> FoundImage | None:
         """The image, if the store or this node has it as it is now."""
         name = self._name(source)
         if self._store is not None:
@@ -127,10 +126,10 @@ class _Start:
                         check_streams(tree, source.config.diff_ids, f"the record of {name}")
                     check_blobs(self._store, record)
                     # What starts and how is for the source to say.
-                    image = NodeImage(replace(record, config=source.config))
+                    image = FoundImage(replace(record, config=source.config))
                     remember(lambda: self._catalogue.keep_image(image))
                     remember(lambda: self._catalogue.keep_vouched(image.record))
-                    return ResolvedImage(image)
+                    return image
                 self._news = f"image {name} has changed: pulling what is new"
             except (NotFoundError, InvalidInputError):
                 pass
@@ -163,10 +162,10 @@ class _Start:
         version = f"{status.st_ino} {status.st_ctime_ns}"
         return f"{source.reference}-{_short(os.fsencode(path))}:{_short(version.encode())}"
 
-    def _without_source(self, error: BootseerError) -> ResolvedImage:
+    def _without_source(self, error: BootseerError) -> FoundImage:
         """The image as it was when its source could be reached. Raises: `error` without one."""
         name = _name_of_source(self._image)
-        found: ResolvedImage | None = None
+        found: FoundImage | None = None
         if name is not None:
             with contextlib.suppress(BootseerError, OSError):
                 found = image_by_name(self._settings, name, _log.info)
@@ -183,7 +182,7 @@ class _Start:
 
     # ---- pulling ------------------------------------------------------------------------------
 
-    def _pulled(self, source: ImageSource) -> ResolvedImage:
+    def _pulled(self, source: ImageSource) -> FoundImage:
         name = self._name(source)
         news = self._news or f"image {name} is not indexed yet: pulling it whole, this once"
         # Before anything is read: a directory that changes meanwhile has changed.
@@ -210,7 +209,7 @@ class _Start:
             keep_index(
                 self._settings.cache_dir, record.index_digest, index, run_dir=self._settings.run_dir
             )
-            image = NodeImage(record, tuple(layer.digest for layer in layers))
+            image = FoundImage(record, tuple(layer.digest for layer in layers))
             remember(lambda: self._catalogue.keep_image(image))
         except BaseException:
             for stream in streams:
@@ -220,7 +219,7 @@ class _Start:
             self._span.set("bootseer.bytes", self._pulled_bytes)
             self._span.set("bootseer.from", "source")
             self._span.end()
-        return ResolvedImage(image, streams)
+        return replace(image, held=streams)
 
     def _begin(self, news: str) -> None:
         """Something must be pulled: only now is this known."""

@@ -244,7 +244,7 @@ def fetch(reference: str, as_json: bool) -> None:
     settings = current_settings()
     resolved = resolve_image(settings, reference)
     try:
-        record, is_local = resolved.record, not resolved.image.is_published
+        record, is_local = resolved.record, not resolved.is_published
         with open_current_store() as store:
             size_bytes = fetch_tree(
                 settings, store, record.index_digest, record.reference, is_local=is_local

@@ -14,8 +14,9 @@ from bootseer.kubernetes.csi.records import Record
 from bootseer.kubernetes.csi.upper_layer import mount_writable
 from bootseer.linux import mount_table
 from bootseer.linux.private_files import private_directory
+from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.prefetch.resolve.found_image import ResolvedImage, image_by_name, publish_later
+from bootseer.prefetch.resolve.found_image import image_by_name, publish_later
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 class Found:
     """The tree of a volume, whose index the node has; to be released once it is mounted."""
 
-    def __init__(self, digest: str, name: str, image: ResolvedImage | None = None) -> None:
+    def __init__(self, digest: str, name: str, image: FoundImage | None = None) -> None:
         self.digest = digest
         self.name = name
         self.image = image
@@ -42,7 +43,7 @@ class Found:
     @property
     def is_local(self) -> bool:
         """Whether only this node has the tree yet."""
-        return self.image is not None and not self.image.image.is_published
+        return self.image is not None and not self.image.is_published
 
     def release(self) -> None:
         """Idempotent."""

@@ -27,7 +27,7 @@ from tests.support.images.pulled import Node, objects
 def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compression: str) -> None:
     layout = write_layout(tmp_path / "image", NASTY, compression=compression)
     resolved, contents = node.start(source_of(layout))
-    assert not resolved.image.is_published
+    assert not resolved.is_published
     assert ["pulling it whole" in line for line in node.said] == [True]
     record, expected = indexed_contents(source_of(layout), tmp_path / "other")
     assert contents == expected
@@ -85,7 +85,7 @@ def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> N
     (root / "deep/new").write_text("new")
     changed, now = node.start(root)
     assert now == {**contents, "deep/new": b"new"}
-    assert not changed.image.is_published
+    assert not changed.is_published
     assert "has changed" in node.said[0]
 
 
@@ -150,7 +150,7 @@ def test_an_image_whose_layers_are_named_by_sha512(node: Node, tmp_path: Path) -
     layout.add_image(TARS, diff_ids=diff_ids)
     resolved, contents = node.start(source_of(layout))
     second, again = node.start(source_of(layout))
-    assert (second.image, again, node.said) == (resolved.image, contents, [])
+    assert (second.record, again, node.said) == (resolved.record, contents, [])
     publish_node_image(node.settings, resolved.record.index_digest)
     index(source_of(layout), tmp_path / "other", tmp_path / "work")
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
@@ -196,4 +196,4 @@ def test_what_starts_is_for_the_source_to_say(node: Node, tmp_path: Path, two: L
         good = replace(find_image(s, "good"), reference=opened.reference)
         publish_image(s, replace(good, config=replace(good.config, entrypoint=("/evil",))))
     resolved, _ = node.start(source)
-    assert (resolved.image.is_published, resolved.record.config) == (True, good.config)
+    assert (resolved.is_published, resolved.record.config) == (True, good.config)

@@ -51,10 +51,10 @@ def test_what_was_pulled_is_not_pulled_again(node: Node, layout: Layout) -> None
         if path.read_bytes()[:2] == b"\x1f\x8b":
             path.unlink()
     second, again = node.start(source_of(layout))
-    assert (second.image, again, node.said) == (first.image, contents, [])
+    assert (second.record, again, node.said) == (first.record, contents, [])
     # Also by its name.
     third, again = node.start(first.record.reference)
-    assert (third.image, again) == (first.image, contents)
+    assert (third.record, again) == (first.record, contents)
 
 
 def test_a_lost_stream_is_pulled_again(node: Node, layout: Layout) -> None:
@@ -82,7 +82,7 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
     down = Node(tmp_path / "node", "hdfs://127.0.0.1:9/store")
     down.settings = replace(down.settings, deadline_s=1.0)
     resolved, contents = node.start(source_of(layout))
-    assert resolved.image.is_published
+    assert resolved.is_published
     note_store(down.settings.cache_dir, down.settings.store_url)
     # Complete: the node needs nobody.
     for image in (source_of(layout), indexed.reference):
@@ -92,7 +92,7 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
     # Incomplete: the source is there still.
     shutil.rmtree(down.settings.cache_dir / "streams-3")
     found, again = down.start(source_of(layout))
-    assert (found.image.is_published, again) == (False, contents)
+    assert (found.is_published, again) == (False, contents)
     assert ["without the shared store" in line for line in down.said] == [True, False]
 
 

@@ -134,7 +134,7 @@ def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path)
     # The node has it, though nobody has published it.
     node.settings = structs.replace(node.settings, deadline_s=1.0)
     again, read = node.start(image)
-    assert (again.image, read) == (resolved.image, contents)
+    assert (again.record, read) == (resolved.record, contents)
     assert [line.startswith("warning: ") for line in node.said] == [True]
     # Others know nothing of it ...
     other = Node(tmp_path / "second", tmp_path / "store")

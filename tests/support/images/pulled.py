@@ -9,8 +9,8 @@ from bootseer.blob.tree import Tree
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import STREAMS
 from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.vouched_streams import cache_of_image
-from bootseer.prefetch.resolve.found_image import ResolvedImage
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
@@ -27,12 +27,12 @@ class Node:
         self.settings: Settings = settings_at(base, store_url=url)
         self.said: list[str] = []
 
-    def obtain(self, image: object) -> ResolvedImage:
+    def obtain(self, image: object) -> FoundImage:
         """What a start would mount; `said` is what the user would read."""
         self.said = []
         return resolve_image(self.settings, str(image), say=self.said.append)
 
-    def start(self, image: object) -> tuple[ResolvedImage, dict[str, bytes]]:
+    def start(self, image: object) -> tuple[FoundImage, dict[str, bytes]]:
         """Obtain the image and read all of it."""
         resolved = self.obtain(image)
         try:
@@ -40,10 +40,10 @@ class Node:
         finally:
             resolved.release()
 
-    def tree(self, resolved: ResolvedImage) -> Tree:
+    def tree(self, resolved: FoundImage) -> Tree:
         return read_kept_tree(self.settings.cache_dir, resolved.record.index_digest)
 
-    def contents(self, resolved: ResolvedImage) -> dict[str, bytes]:
+    def contents(self, resolved: FoundImage) -> dict[str, bytes]:
         """path -> content of every regular file, as the image's server would read it."""
         tree = self.tree(resolved)
         with open_store(self.settings.store_url) as store:
@@ -52,7 +52,7 @@ class Node:
                 store.read_into,
                 cache_of_image(self.settings, resolved.record.index_digest),
                 deadline_s=30,
-                is_local=not resolved.image.is_published,
+                is_local=not resolved.is_published,
             )
             try:
                 return {
