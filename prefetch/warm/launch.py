@@ -30,7 +30,8 @@ _LOG_BYTES_MAX = 2**20
 
 
 def start_warming(request: WarmRequest) -> str:
-    """Start what records or reads ahead in the background, for this process and what it becomes.
+    """Start what records or reads ahead in the background, for this process and what it becomes: a
+    program of ours, of which the background process may be a copy.
 
     Returns once the command may start, with a warning for people or "". Never raises for a failure
     of warming. `bootseer.ready()` of the command ends a recording: the environment says where.
@@ -54,7 +55,7 @@ def _start(request: WarmRequest) -> str:
     with contextlib.suppress(OSError):
         if paths.log.stat().st_size > _LOG_BYTES_MAX:
             paths.log.unlink()
-    with begin("bootseer.prefetch.warm.worker", "warming", paths.log) as process:
+    with begin("bootseer.prefetch.warm.worker", "warming", paths.log, forks=True) as process:
         try:
             process.serve(to_line(request), min(request.deadline_s, ARM_S) + 5.0)
         except DeadlineError:
