@@ -43,7 +43,7 @@ from bootseer.fuse.striped.mounted.journal import (
 from bootseer.fuse.striped.names.stored import FileStatus, refuse
 from bootseer.fuse.striped.reading.unit_read import OpenFile
 from bootseer.fuse.striped.view import FileView
-from bootseer.fuse.striped.writing.file_writer import FileWriter
+from bootseer.fuse.striped.writing.file_writer import FileWriter, WriterState
 from bootseer.store.backend import HasDescriptor
 
 # A thread that was told to look a name up once more does so at once, unless it is killed.
@@ -242,13 +242,8 @@ class Handle(Struct, eq=False):
     @property
     def only_empties(self) -> bool:
         """Whether all that it has done so far is to make its file empty, unseen by others."""
-        writer = self.writer
-        return (
-            writer is not None
-            and writer.needs_publishing
-            and not writer.was_written
-            and not self.killed
-        )
+        is_new = self.writer is not None and self.writer.state is WriterState.NEW
+        return is_new and not self.killed
 
     @property
     def will_empty(self) -> bool:

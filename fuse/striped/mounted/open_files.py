@@ -737,7 +737,7 @@ class OpenFiles:
             if handle.only_empties and handle.phase is not Phase.OPEN:
                 writer = handle.writer
                 self.release(handle.id)
-                if writer is not None and (writer.has_failed or writer.needs_publishing):
+                if writer is not None and writer.has_failed:
                     self.unwritten.append(writer.path)
 
     def give_up(self) -> list[Handle]:

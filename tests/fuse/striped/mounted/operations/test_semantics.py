@@ -174,6 +174,16 @@ def test_a_file_that_was_closed_just_before_the_unmount_is_there(one: Driver, tw
     assert (two.read("made"), two.read("emptied")) == (b"", b"")
 
 
+def test_a_file_that_was_emptied_twice_and_removed_is_empty_for_who_emptied_it(one: Driver) -> None:
+    """Found by the exerciser: its size was that of the removed file."""
+    one.write("f", OLD)
+    files = [one.open("f", os.O_RDWR | os.O_TRUNC) for _ in range(2)]
+    one.unlink("f")
+    for node, handle in files:
+        assert one.fs.getattr(CALLER, node, handle)[0].size_bytes == 0
+        assert one.fs.getattr(CALLER, node, None)[0].size_bytes == 0
+
+
 @pytest.mark.parametrize("last", ["flush", "fsync", "release"])
 def test_a_request_that_comes_after_the_end_of_a_mount_publishes_nothing(
     one: Driver, two: Driver, last: str
