@@ -42,6 +42,7 @@ _PYTHON_VARIABLES = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 """Those that a fork heeds; PYTHONPATH may name the checkout."""
 _LINKER_VARIABLES = ("LD_", "MALLOC_", "GLIBC_")
 _MOST_BYTES = 100_000
+_ANSWER_S = 60.0
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
 _NOT_IMPORTED = (
@@ -103,6 +104,7 @@ class _Client:
 
     def __init__(self) -> None:
         self.is_off = False
+        self._is_able = True
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -133,16 +135,19 @@ class _Client:
         ]
         with self._lock:
             if self._socket is None:
-                self._begin()
-            if self._socket is None or _namespaces() != self._namespaces:
+                self._socket = self._begin()
+            if not self._is_able or _namespaces() != self._namespaces:
                 return None
             socket.send_fds(self._socket, [text], files)
             pid = int(self._socket.recv(64))
         if pid < 0:
             os.waitpid(-pid, 0)
+        if pid <= 0:
+            # Nor would the next one be.
+            self._is_able = False
         return pid if pid > 0 else None
 
-    def _begin(self) -> None:
+    def _begin(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -154,7 +159,9 @@ class _Client:
             )
         self._namespaces = _namespaces()
         atexit.register(self._end)
-        self._socket = ours if ours.recv(64) == b"ready" else None
+        ours.settimeout(_ANSWER_S)
+        self._is_able = ours.recv(64) == b"ready"
+        return ours
 
     def _end(self) -> None:
         if os.getpid() == self._owner and self._socket and self._process:
