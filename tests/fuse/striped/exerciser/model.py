@@ -127,6 +127,11 @@ class Description:
     def only_empties(self) -> bool:
         return self.is_unfinished and self.writer is not None and not self.writer.wrote
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it could only empty what somebody else has opened to write since."""
+        return self.only_empties and self.is_superseded
+
 
 @dataclass
 class _Past:
@@ -262,7 +267,7 @@ class Model:
             return False
         writes = operation["flags"] & os.O_ACCMODE != os.O_RDONLY
         return not writes or not any(
-            one.only_empties and one.was_flushed for one in self.at(mount, path)
+            one.only_empties and one.was_flushed and not one.is_late for one in self.at(mount, path)
         )
 
     def _may_change(self, mount: str, operation: Operation) -> bool:
@@ -273,6 +278,12 @@ class Model:
         if operation["do"] == "rmdir":
             return not self._others_inside(mount, operation["path"])
         source, target = operation["source"], operation["target"]
+        unfinished = [one for one in self.at(mount, source) if one.is_unfinished]
+        if any(one.writer is not None and one.writer.was_killed for one in unfinished):
+            # Whether it is published depends on who closes it.
+            return False
+        if unfinished and source not in self.files and all(one.is_late for one in unfinished):
+            return False
         if target not in self.files and target not in self.dirs:
             # Files and folders never get each other's names.
             is_file_name = source not in self.dirs
@@ -718,6 +729,9 @@ class Model:
         if one.writer is None:
             self._refused(answer, one.refused)
             return
+        if one.is_late:
+            self._refused(answer)
+            return
         errors, must_fail = self._publishing_errors(one)
         if self._refused(answer, errors, must_fail=must_fail):
             self._fail(one.writer, answer["errno"])
@@ -786,7 +800,7 @@ class Model:
             writer = one.writer
             if not (writer.errors or writer.was_restarted or writer.was_killed):
                 sizes = [writer.size]
-                if one.only_empties and one.is_superseded:
+                if one.is_late:
                     # Whether it will be emptied by this is open.
                     sizes += self._stored_sizes(one.name)
                 self._expect_value(answer, sizes, "the size")
@@ -976,7 +990,9 @@ class Model:
                 errors.add(errno.EEXIST)
             else:
                 return {errno.EEXIST}, False
-        unfinished = [one for one in self.at(mount, source) if one.is_unfinished]
+        unfinished = [
+            one for one in self.at(mount, source) if one.is_unfinished and not one.is_late
+        ]
         if is_dir:
             if target.startswith(source + "/"):
                 errors.add(errno.EINVAL)
@@ -993,7 +1009,7 @@ class Model:
                 and one.name.startswith((source + "/", target + "/"))
             ]
             # Nothing is lost of what was emptied only, and opened anew since.
-            if any(not (one.is_superseded and one.only_empties) for one in unfinished):
+            if any(not one.is_late for one in unfinished):
                 errors |= {errno.EBUSY, errno.ENOTEMPTY}
             must_fail = bool(errors)
             if unfinished or self._may_have_nameless_parts(mount):
@@ -1041,7 +1057,7 @@ class Model:
         for one in self.at(mount, target):
             self._detach(one)
         for one in moving:
-            if one.is_unfinished:
+            if one.is_unfinished and not one.is_late:
                 self._publish(one)
         moved = self.files.get(source)
         if moved is None:
@@ -1126,13 +1142,9 @@ class Model:
 
     def _do_restart(self, answer: Answer, mount: str, how: str) -> None:
         """`how`: "kill", "force" or "wait"."""
-        unfinished = any(
-            one.is_unfinished or one.has_unsaved_bytes
-            for one in self.descriptions
-            if one.mount == mount
-        )
+        unsaved = any(one.has_unsaved_bytes for one in self.descriptions if one.mount == mount)
         if "busy" in answer:
-            if how != "wait" or not unfinished:
+            if how != "wait" or not unsaved:
                 raise DeviationError(f"the server does not restart: {answer['busy']}")
             return
         for one in self.descriptions:
