@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from bootseer.errors import CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.sources.documents import parse_config, parse_manifest
+from bootseer.prefetch.sources.documents import Manifest, parse_config, parse_manifest
 from bootseer.prefetch.sources.model import TarLayer, layer_count_checked
 from bootseer.registry.documents import (
     DOCUMENT_BYTES_MAX,
@@ -59,18 +59,26 @@ def read_image(open_file: OpenFile, descriptor: Descriptor, where: str) -> Image
     return _image_of(open_file, _document(open_file, where, descriptor), where)
 
 
+def image_of(
+    manifest: Manifest, config: bytes, open_layer: Callable[[Descriptor], BinaryIO], where: str
+) -> Image:
+    """Return the image with this manifest and the configuration that it names.
+
+    `open_layer` opens a layer's stored bytes. Raises: CorruptError, InvalidInputError.
+    """
+    parsed = parse_config(config, f"{where}: configuration {manifest.config.digest}")
+    layer_count_checked(len(manifest.layers), parsed, where)
+    layers = [
+        TarLayer(diff_id, layer.size_bytes, layer.digest, partial(open_layer, layer))
+        for layer, diff_id in zip(manifest.layers, parsed.diff_ids, strict=True)
+    ]
+    return Image(manifest.config.digest, parsed, layers)
+
+
 def _image_of(open_file: OpenFile, document: Document, where: str) -> Image:
     manifest = parse_manifest(document.data, f"{where}: manifest {document.digest}")
-    data = _document(open_file, where, manifest.config).data
-    config = parse_config(data, f"{where}: {manifest.config.digest}")
-    layer_count_checked(len(manifest.layers), config, where)
-    layers = [
-        TarLayer(
-            diff_id, layer.size_bytes, layer.digest, partial(open_file, blob_path(layer.digest))
-        )
-        for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
-    ]
-    return Image(manifest.config.digest, config, layers)
+    config = _document(open_file, where, manifest.config).data
+    return image_of(manifest, config, lambda layer: open_file(blob_path(layer.digest)), where)
 
 
 def _document(open_file: OpenFile, where: str, descriptor: Descriptor) -> Document:

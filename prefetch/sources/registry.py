@@ -4,12 +4,12 @@ Names are Docker's: without a host it is Docker Hub. Documents are verified agai
 that name them, a tag being whatever the registry says; layers are verified by who reads them.
 """
 
-from functools import partial
 from pathlib import Path
 
 from bootseer.errors import InvalidInputError, UnsupportedError
-from bootseer.prefetch.sources.documents import Manifest, parse_config, parse_manifest
-from bootseer.prefetch.sources.model import ImageSource, TarLayer, layer_count_checked
+from bootseer.prefetch.sources.documents import Manifest, parse_manifest
+from bootseer.prefetch.sources.layout import image_of
+from bootseer.prefetch.sources.model import ImageSource
 from bootseer.registry.client import RegistryClient, open_registry_client
 from bootseer.registry.documents import DOCUMENT_BYTES_MAX
 from bootseer.registry.hosts import DEFAULT_HOSTS_DIR
@@ -71,23 +71,17 @@ def _source(
                 f"{where}: the layer {layer.digest} is not in the registry (it may not be "
                 "distributed); such images are not read"
             )
-    config_bytes = client.blob(manifest.config.digest, DOCUMENT_BYTES_MAX)
-    config = parse_config(config_bytes, f"{where}: configuration {manifest.config.digest}")
-    layer_count_checked(len(manifest.layers), config, where)
-    layers = [
-        TarLayer(
-            diff_id,
-            layer.size_bytes,
-            layer.digest,
-            partial(client.open, layer.digest, layer.size_bytes),
-        )
-        for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True)
-    ]
+    image = image_of(
+        manifest,
+        client.blob(manifest.config.digest, DOCUMENT_BYTES_MAX),
+        lambda layer: client.open(layer.digest, layer.size_bytes),
+        where,
+    )
     return ImageSource(
         store_name(reference),
-        manifest.config.digest,
-        config,
-        layers,
+        image.identity,
+        image.config,
+        image.layers,
         client.close,
         manifest_digest=digest,
     )
