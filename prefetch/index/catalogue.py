@@ -18,6 +18,7 @@ from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
+from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
     IMAGE_FORM,
     INDEX_BYTES_MAX,
@@ -199,6 +200,29 @@ def read_layer(store: Store, digest: str) -> LayerRecord | None:
     if record.digest != digest:
         raise CorruptError(f"{store.url}/{key} is the record of the layer {record.digest}")
     return record
+
+
+def find_whole_layer(store: Store, digest: str) -> LayerRecord | None:
+    """Return the record of a layer whose blob the store has; None where it has no record.
+
+    Raises: NotFoundError without the blob; CorruptError where its size is another; as `read_layer`.
+    """
+    record = read_layer(store, digest)
+    if record is not None:
+        size_bytes = store.size(blob_key(record.blob_digest))
+        if size_bytes != record.blob_size_bytes:
+            raise CorruptError(
+                f"the blob {record.blob_digest} has {size_bytes} bytes instead of "
+                f"{record.blob_size_bytes}; index the layer {digest} again"
+            )
+    return record
+
+
+def layer_tree(record: LayerRecord, tree: Tree) -> LayerTree:
+    """Return the layer whose index was decoded to `tree`. Raises: CorruptError where the tree is
+    another layer's."""
+    check_streams(tree, (record.digest,), f"the record of the layer {record.digest}")
+    return LayerTree(tree, frozenset(record.implied), record.links)
 
 
 def read_tree(store: Store, digest: str, *, bytes_max: int = INDEX_BYTES_MAX) -> Tree:

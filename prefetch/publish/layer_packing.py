@@ -20,10 +20,10 @@ from bootseer.blob.keys import blob_key
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, from_oserror
 from bootseer.linux.private_files import make_private_directory
 from bootseer.prefetch.index.catalogue import (
-    check_streams,
+    find_whole_layer,
+    layer_tree,
     publish_index,
     publish_layer,
-    read_layer,
     read_tree,
 )
 from bootseer.prefetch.index.merge import LayerTree
@@ -57,20 +57,16 @@ def stored_layer(
     if layer.digest is None:
         return None
     try:
-        record = read_layer(store, layer.digest)
+        record = find_whole_layer(store, layer.digest)
         if record is None:
             return None
-        size_bytes = store.size(blob_key(record.blob_digest))
-        if size_bytes != record.blob_size_bytes:
-            raise CorruptError(f"the blob {record.blob_digest} has {size_bytes} bytes")
-        tree = read_tree(store, record.index_digest)
-        check_streams(tree, (layer.digest,), f"the record of the layer {layer.digest}")
+        tree = layer_tree(record, read_tree(store, record.index_digest))
         if verify:
             _check_blob(store, record)
     except (NotFoundError, CorruptError) as error:
         _log.info("the store lacks the layer %s: %s", layer.digest, error)
         return None
-    return record, LayerTree(tree, frozenset(record.implied), record.links)
+    return record, tree
 
 
 def _check_blob(store: Store, record: LayerRecord) -> None:

@@ -14,11 +14,16 @@ from pathlib import Path
 
 from bootseer.blob.index.codec import decode, encode
 from bootseer.blob.index.codec import digest as digest_of
-from bootseer.blob.keys import blob_key, index_key
+from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.cache.kept_indexes import index_path, keep_index
-from bootseer.prefetch.index.catalogue import check_streams, have_index, read_layer
+from bootseer.prefetch.index.catalogue import (
+    check_streams,
+    find_whole_layer,
+    have_index,
+    layer_tree,
+)
 from bootseer.prefetch.index.chains import Chain, publish_chain_index, read_chain
 from bootseer.prefetch.index.merge import LayerTree, merge
 from bootseer.prefetch.index.records import LayerRecord
@@ -120,20 +125,14 @@ class ChainTrees:
             found = self._layers.get(diff_id)
         if found is not None and time.monotonic() - found[0] < _LAYER_S:
             return found[1]
-        record = read_layer(store, diff_id)
-        if record is None:
-            return None
         try:
-            size_bytes = store.size(blob_key(record.blob_digest))
+            record = find_whole_layer(store, diff_id)
+            if record is None:
+                return None
             store.size(index_key(record.index_digest))
         except NotFoundError as error:
             _log.warning("the layer %s cannot be served, index it again: %s", diff_id, error)
             return None
-        if size_bytes != record.blob_size_bytes:
-            raise CorruptError(
-                f"the blob {record.blob_digest} has {size_bytes} bytes instead of "
-                f"{record.blob_size_bytes}; index the layer {diff_id} again"
-            )
         with self._lock:
             if len(self._layers) >= _LAYERS_MAX:
                 self._layers.clear()
@@ -172,8 +171,7 @@ class ChainTrees:
             if record is None:
                 raise NotFoundError(f"the store {store.url} has no layer {diff_id} now")
             tree = self._index(store, record.index_digest, f"the layer {diff_id}")
-            check_streams(tree, (diff_id,), f"the record of the layer {diff_id}")
-            trees.append(LayerTree(tree, frozenset(record.implied), record.links))
+            trees.append(layer_tree(record, tree))
         return trees
 
     def _index(self, store: Store, digest: str, name: str) -> Tree:
