@@ -237,7 +237,7 @@ def fetch(reference: str, as_json: bool) -> None:
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
-    from bootseer.prefetch.resolve.found_image import publish_later
+    from bootseer.prefetch.resolve.found_image import image_on_node, publish_later
     from bootseer.prefetch.resolve.resolve import resolve_image
     from bootseer.prefetch.streams.fetching import fetch_tree
 
@@ -245,10 +245,16 @@ def fetch(reference: str, as_json: bool) -> None:
     resolved = resolve_image(settings, reference)
     try:
         record, is_local = resolved.record, not resolved.is_published
-        with open_current_store() as store:
-            size_bytes = fetch_tree(
-                settings, store, record.index_digest, record.reference, is_local=is_local
-            )
+        # A layer that this node pulled serves, whoever has published it.
+        here = image_on_node(settings, resolved)
+        if here is not None:
+            here.release()
+            size_bytes = sum(layer.blob_size_bytes for layer in record.layers)
+        else:
+            with open_current_store() as store:
+                size_bytes = fetch_tree(
+                    settings, store, record.index_digest, record.reference, is_local=is_local
+                )
     finally:
         resolved.release()
     publish_later(settings, resolved)

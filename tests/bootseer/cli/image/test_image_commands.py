@@ -269,3 +269,18 @@ def test_a_source_is_warmed_and_indexed_in_the_background(cli: Cli) -> None:
     note_store(Path(cli.environ["BOOTSEER_CACHE_DIR"]), cli.environ["BOOTSEER_STORE"])
     done = cli.run("fetch", "image:latest")
     assert done.stderr.count("warning") == 1, done.stderr
+
+
+def test_what_this_node_pulled_is_not_fetched_once_another_has_published_it(cli: Cli) -> None:
+    write_layout(cli.directory / "image", NASTY)
+    source = f"oci:{cli.directory}/image:latest"
+    first, second = cli.environ["BOOTSEER_CACHE_DIR"], cli.directory / "second"
+    cli.environ |= {"BOOTSEER_CACHE_DIR": str(second), "BOOTSEER_AUTO_INDEX": "off"}
+    cli.run("fetch", source)
+    cli.environ |= {"BOOTSEER_CACHE_DIR": first, "BOOTSEER_AUTO_INDEX": "on"}
+    cli.run("fetch", source)
+    cli.run("status", "--wait", "60")
+    cli.environ["BOOTSEER_CACHE_DIR"] = str(second)
+    done = cli.run("fetch", source)
+    assert "pulling" not in done.stderr
+    assert [path for path in second.rglob("frames-*") if path.is_dir()] == []
