@@ -130,7 +130,9 @@ class Description:
     @property
     def is_late(self) -> bool:
         """Whether it could only empty what somebody else has opened to write since."""
-        return self.only_empties and self.is_superseded
+        # Who cuts it to nothing itself, since, means it.
+        is_cut = self.writer is not None and self.writer.may_be_published
+        return self.only_empties and self.is_superseded and not is_cut
 
 
 @dataclass
@@ -970,8 +972,8 @@ class Model:
             must_fail = must_fail or True not in exists
         stale = [*self._were(mount, source), *self._were(mount, target)]
         if stale:
-            # The kernel judges by what it knows of both names.
-            errors = errors | {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT}
+            # The kernel, and the mount, judge by what they know of both names.
+            errors |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY}
         if self._refused(answer, errors, must_fail=must_fail):
             return
         if is_dir:
