@@ -991,7 +991,7 @@ class Model:
             if self._local(mount, target) == {True}:
                 errors.add(errno.EEXIST)
             else:
-                return {errno.EEXIST}, False
+                return {errno.EEXIST, errno.EXDEV}, False
         unfinished = [
             one for one in self.at(mount, source) if one.is_unfinished and not one.is_late
         ]
