@@ -203,6 +203,20 @@ def test_content_of_a_bucket_goes_by_few_requests(monkeypatch: pytest.MonkeyPatc
     assert len(methods) < 40
 
 
+def test_what_changed_since_it_was_listed_stays(tmp_path: Path) -> None:
+    settings = settings_at(tmp_path)
+    key = "blobs/sha256/" + "a" * 64
+    with open_store(settings.store_url) as store:
+        store.publish(key, b"old")
+        inventory = take_inventory(store, FORMATS)
+        plan = make_plan(inventory, NOW)
+        assert plan.deletions == (key,)
+        store.publish(key, b"another", replace=True)
+        collected = collect(store, inventory, plan, NOW, owner="gc")
+        assert collected.spared == (key,)
+        assert store.read(key) == b"another"
+
+
 def test_a_record_that_cannot_be_read_stops_the_collection(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     (tmp_path / "env").mkdir()
@@ -299,6 +313,8 @@ def test_a_wrong_clock_of_the_collector_makes_nothing_old(
     with _publishing(settings) as store:
         held = store.lease("leases/snapshots/held", ttl_s=3600, owner="x")
         assert held is not None
+        # A holder that renews for days writes elsewhere, so that the lease itself looks old.
+        os.utime(tmp_path / "store/leases/snapshots/held", (1, 1))
         _set_clock(monkeypatch, ahead_hours * _HOUR_NS)
         inventory = take_inventory(store, FORMATS)
         plan = make_plan(inventory, Rules())

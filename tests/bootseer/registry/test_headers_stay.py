@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, UnavailableError
 from bootseer.registry.client import RegistryClient
 from bootseer.registry.credentials import Credential
 from bootseer.registry.documents import MANIFEST_TYPE, digest_of
@@ -119,6 +119,21 @@ def test_an_upload_elsewhere_takes_no_headers_of_the_hosts_file_along(
     assert [line for line, _ in other.seen] == ["PUT /upload"]
     assert own.has_secret()
     assert not other.has_secret()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_an_upload_that_is_redirected_is_sent_nowhere_else(
+    own: Server, other: Server, status: int
+) -> None:
+    """Where an upload goes on is said by the answer 202; a redirect would send the body along."""
+    own.answers = {
+        "POST /v2/a/b/blobs/uploads/": (202, b"", {"Location": "/upload"}),
+        "PUT /upload": moved(other, "/upload", status),
+    }
+    other.answers = {"PUT /upload": (201, b"", {})}
+    with client_of(own) as client, pytest.raises(UnavailableError, match="where we cannot go"):
+        client.push_blob(DIGEST, BLOB)
+    assert other.seen == []
 
 
 def test_a_page_elsewhere_is_asked_for_without_headers_of_the_hosts_file(

@@ -358,6 +358,19 @@ def test_an_answer_that_was_lost_is_no_lost_race(relay: FaultyRelay) -> None:
         assert not store.publish("key", b"another's")
 
 
+def test_a_body_that_is_shorter_than_its_range_is_asked_for_again(relay: FaultyRelay) -> None:
+    headers = {
+        "Content-Range": "bytes 0-9/10",
+        "ETag": '"1"',
+        "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+    }
+    with open_store("s3://conformance/short", deadline_s=60) as store:
+        store.publish("key", b"0123456789")
+        relay.faults = [Fault("GET .*/key", 1, 206, headers, body=b"012")]
+        assert store.read("key", 0, 10) == b"0123456789"
+        assert relay.count("GET .*/key") == 2
+
+
 def doctor_says(*words: str) -> list[dict[str, str]]:
     found: list[dict[str, str]] = json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)
     return found

@@ -182,11 +182,12 @@ def test_a_web_server_leads_nobody_to_the_metadata_of_a_cloud(answering: Start) 
     "reply",
     [
         (206, b"x", {"Content-Range": "bytes 3-3/10"}),
+        (206, b"xyz", {"Content-Range": "bytes 0-2/10"}),
         (206, b"x", {}),
         (206, b"x", {"Content-Range": f"bytes 0-{'9' * 5000}/2"}),
         (416, b"", {"Content-Range": "bytes */10"}),
     ],
-    ids=["another range", "no range", "no number", "no such range"],
+    ids=["another range", "a longer range", "no range", "no number", "no such range"],
 )
 def test_the_answer_to_another_question_is_refused(
     answering: Start, reply: tuple[int, bytes, dict[str, str]]

@@ -1,6 +1,7 @@
 """The fetch engine's rules, each by jobs that read from memory as a test tells them."""
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -181,6 +182,32 @@ def test_a_job_fails_after_a_silence_and_tells_of_the_outage_before(make: Make) 
     assert "no answer" in str(silent.error)
 
 
+def test_bytes_for_others_count_for_a_job_that_waits_for_its_turn(make: Make) -> None:
+    """On a thin line one read may take longer than the deadline, and the next one waits for it."""
+    release = threading.Event()
+
+    def begin(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
+        attempt.put(0, buffer, DATA[: len(DATA) // 2])
+        assert release.wait(LONG_S)
+        return right(number, start, buffer, attempt)
+
+    engine, slow, waiting = make(threads=1), Recorded(begin), Recorded()
+    for job in (slow, waiting):
+        add(engine, job)
+
+    def has_heard() -> bool:
+        with engine.lock:
+            return engine.silent_s(waiting, 0.0, time.monotonic()) < LONG_S
+
+    try:
+        wait_for(has_heard, "bytes of the first job")
+    finally:
+        release.set()
+    for job in (slow, waiting):
+        engine.wait(job)
+        assert job.landed == [DATA]
+
+
 def test_jobs_that_rest_hold_no_thread(make: Make) -> None:
     def refuse(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
         raise UnavailableError("down")
@@ -262,12 +289,36 @@ def test_a_place_with_a_queue_does_not_keep_another_one_idle(make: Make) -> None
     assert "c" in begun
 
 
+def test_threads_whose_place_others_took_end_when_their_read_returns(make: Make) -> None:
+    """After an outage no more reads are under way at once than before."""
+    release = threading.Event()
+
+    def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
+        assert number or release.wait(LONG_S)
+        return right(number, start, buffer, attempt)
+
+    before = set(threading.enumerate())
+    engine, late = make(stall_s=0.05), [Recorded(read) for _ in range(2)]
+    try:
+        for job in late:
+            add(engine, job)
+        for job in late:
+            engine.wait(job)
+    finally:
+        release.set()
+    assert [job.landed for job in late] == [[DATA]] * 2
+    # Two for the reads, and one for the deadlines.
+    wait_for(lambda: len(set(threading.enumerate()) - before) <= 3, "the end of the others")
+
+
 def test_credit_is_spent_by_second_tries_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there was nothing to make a second try with, the credit for it was gone."""
     second = threading.Event()
+    late: list[Attempt] = []
 
     def read(number: int, start: int, buffer: memoryview, attempt: Attempt) -> int:
         if number == 0:
+            late.append(attempt)
             assert second.wait(LONG_S)
             return 0
         second.set()
@@ -287,6 +338,7 @@ def test_credit_is_spent_by_second_tries_only(make: Make, monkeypatch: pytest.Mo
     engine.wait(job)
     assert job.landed == [DATA]
     assert spent == [True]
+    assert late[0].is_given_up, "its bytes would still take their share of the line"
 
 
 def test_a_failed_job_keeps_no_memory_alive(make: Make) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoints import size_of
 from bootseer.errors import (
     CorruptError,
     DeadlineError,
@@ -289,6 +290,20 @@ def test_a_reader_of_an_ordinary_file_replaced_elsewhere_gets_no_mix(
     plain.write_bytes(b"x" * (10 * 2**20))
     world.fails_with(errno.EIO, lambda: world.driver.pread(file, 5 * 2**20, 10))
     world.driver.close(file)
+
+
+def test_a_file_that_is_replaced_between_a_look_and_a_read_is_looked_at_again(
+    world: World,
+) -> None:
+    looks = iter([None])
+
+    def rule(operation: str, path: str) -> None:
+        for _ in looks if (operation, path) == ("read", "f") else ():
+            world.elsewhere.write("f", b"small")
+
+    world.backend.rules.append(rule)
+    assert size_of(world.driver.storage, "f") == len(b"small")
+    assert next(looks, "replaced") == "replaced"
 
 
 @pytest.mark.needs("root")

@@ -16,7 +16,7 @@ from bootseer.store.hdfs.namenode import Replica, StoredBlock
 from bootseer.store.hdfs.reading import DataNodes, packet_headers
 from bootseer.transfer.attempt import Attempt
 from testbed.bounded import run_bounded
-from testbed.servers.answering import answering
+from testbed.servers.answering import answering, talking
 from testbed.waiting import pause
 
 KIB = 1024
@@ -148,6 +148,31 @@ def test_a_datanode_that_answers_otherwise_is_left_alone(
         assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == count
         nodes.close()
     assert bool(caplog.records) == (count == 0)
+
+
+def test_a_connection_that_the_datanode_has_closed_is_not_used_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed = threading.Semaphore(0)
+
+    def answer_once(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(4096)
+        connection.sendall(_RESPONSE + _packets(_GOOD))
+        connection.shutdown(socket.SHUT_WR)
+        closed.release()
+        while connection.recv(4096):
+            pass
+
+    with talking(answer_once) as server:
+        nodes = DataNodes(20.0)
+        host, _, port = server.partition(":")
+        replica = Replica((host, int(port)))
+        blocks = [StoredBlock(0, _block(4096), b"token", (replica,))]
+        for _ in range(2):
+            assert nodes.read_into(blocks, 0, memoryview(bytearray(1024)), Attempt()) == 1024
+            assert closed.acquire(timeout=20)
+        nodes.close()
+    assert not caplog.records
 
 
 def test_a_datanode_that_hangs_is_left_in_time() -> None:

@@ -1,5 +1,6 @@
 """The journal that the server of a mount leaves its successor."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,4 +47,15 @@ def test_what_is_no_journal_of_this_version_is_refused(tmp_path: Path, data: byt
     path = tmp_path / "journal"
     path.write_bytes(data)
     with pytest.raises(CorruptError, match="journal is"):
+        read_journal(path)
+
+
+@pytest.mark.needs("root")
+def test_a_journal_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    with journal.anew():
+        journal.add(named(2, b"a"))
+    os.chown(path, 65534, -1)
+    with pytest.raises(CorruptError, match="belongs to another user"):
         read_journal(path)

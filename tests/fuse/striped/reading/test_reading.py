@@ -184,6 +184,12 @@ def test_random_reads_are_no_stream() -> None:
         assert advice.ahead_start == advice.ahead_end
 
 
+def test_two_random_reads_that_lie_close_are_no_stream() -> None:
+    tracker = StreamTracker()
+    tracker.observe(100 * MIB, 101 * MIB, 64 * MIB, 0.0)
+    assert not tracker.observe(102 * MIB, 102 * MIB + 4096, 64 * MIB, 1.0).whole_units
+
+
 def test_reads_that_overtake_each_other_stay_one_stream() -> None:
     tracker = StreamTracker()
     order = list(range(64))

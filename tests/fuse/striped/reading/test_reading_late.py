@@ -149,6 +149,68 @@ def test_a_read_into_a_buffer_that_failed_leaves_it_alone_from_then_on(tmp_path:
     storage.close()
 
 
+class Writing(LocalBackend):
+    """A storage whose reads of parts are given up while they write into the buffer."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.begun = threading.Event()
+        self.may_write = threading.Event()
+
+    def open_reader(  # type: ignore[override]
+        self, path: str, *, is_checked: bool = False
+    ) -> "WritingReader":
+        return WritingReader(super().open_reader(path), self)
+
+
+class WritingReader:
+    """A reader that has looked whether it is given up, and writes a moment later."""
+
+    can_stop = True
+    has_replicas = False
+    block_bytes = 0
+
+    def __init__(self, inner: Reader, storage: Writing) -> None:
+        self._inner, self._storage = inner, storage
+
+    def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        with attempt.lock:
+            if not attempt.is_given_up:
+                self._storage.begun.set()
+                assert self._storage.may_write.wait(60)
+                buffer[:] = b"\xff" * len(buffer)
+        return len(buffer)
+
+    def current(self) -> FileInfo:
+        return self._inner.current()
+
+
+def test_who_gives_a_read_into_a_buffer_up_has_it_back_when_nobody_writes_there(
+    stored: Path,
+) -> None:
+    backend = Writing(stored)
+    storage = storage_on(backend, unit=UNIT)
+    buffer = bytearray(len(DATA))
+    file = storage.reader.open(storage.tree.stored.view("f"))
+    # The reads go on writing after their caller was interrupted.
+    later = threading.Timer(0.5, backend.may_write.set)
+
+    def is_interrupted() -> bool:
+        if not backend.begun.is_set():
+            return False
+        if not later.ident:
+            later.start()
+        return True
+
+    with pytest.raises(InterruptedError):
+        storage.reader.read_into(file, 0, memoryview(buffer), is_interrupted)
+    before = bytes(buffer)
+    later.join()
+    storage.reader.close(file)
+    storage.close()
+    assert buffer == before
+
+
 def test_what_fails_for_a_while_is_read_in_the_end(tmp_path: Path) -> None:
     backend = FaultyBackend(LocalBackend(stored_in(tmp_path / "stored")))
     backend.rules.append(failing("read", lambda: UnavailableError("away"), within="/00", times=3))

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.fuse.striped.layout import PARTS_FOLDER
-from bootseer.fuse.striped.memory import Memory
+from bootseer.fuse.striped.memory import Droppable, Memory, Tier
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store.local.backend import LocalBackend
@@ -232,23 +233,52 @@ def test_those_behind_a_large_taker_go_on_with_what_it_waits_for() -> None:
     """They hold memory that the first one needs, and give it back once they have a little more."""
     memory = Memory(10)
     assert memory.try_charge(6)
-    large_waits, over = threading.Event(), threading.Event()
+    large_waits, small_waits, over = threading.Event(), threading.Event(), threading.Event()
 
-    def cancelled() -> bool:
-        large_waits.set()
+    def cancelled(waits: threading.Event) -> bool:
+        waits.set()
         return over.is_set()
 
     with ThreadPoolExecutor(2) as pool:
-        large = pool.submit(memory.charge, 8, _ALL_S, cancelled)
+        large = pool.submit(memory.charge, 8, _ALL_S, partial(cancelled, large_waits))
         try:
             assert large_waits.wait(60)
-            small = pool.submit(memory.charge, 4, _ALL_S, over.is_set)
+            small = pool.submit(memory.charge, 4, _ALL_S, partial(cancelled, small_waits))
             small.result(60)
+            assert small_waits.is_set(), "it went first, before the large one had its turn"
             memory.give(10)
             large.result(60)
         finally:
             over.set()
     assert memory.used_bytes == 8
+
+
+class _Kept(Droppable):
+    """Bytes that are offered to who needs memory."""
+
+    def __init__(self, memory: Memory, length: int) -> None:
+        self.length = length
+        self._memory = memory
+
+    def drop(self) -> None:
+        self._memory.give(self.length)
+
+
+def test_bytes_that_somebody_uses_are_not_dropped() -> None:
+    memory = Memory(10)
+    used, unused = _Kept(memory, 4), _Kept(memory, 4)
+    for kept in (used, unused):
+        assert memory.try_charge(kept.length)
+        memory.offer(kept, Tier.CACHED)
+    assert memory.use(used)
+    assert memory.try_charge(6)
+    assert unused.is_dropped
+    assert not memory.try_charge(4)
+    assert not used.is_dropped
+    memory.let_go(used)
+    assert memory.try_charge(4)
+    assert used.is_dropped
+    assert not memory.use(used)
 
 
 def test_all_takers_of_memory_have_their_turn() -> None:

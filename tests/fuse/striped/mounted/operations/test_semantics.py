@@ -202,6 +202,18 @@ def test_a_request_that_comes_after_the_end_of_a_mount_publishes_nothing(
     assert two.read("f") == OLD
 
 
+def test_the_parts_of_a_replaced_file_go_although_its_folder_was_renamed(
+    one: Driver, two: Driver
+) -> None:
+    one.mkdir("d")
+    one.write("d/f", OLD)
+    one.write("d/f", NEW)
+    one.rename("d", "e")
+    one.storage.close()
+    assert find_garbage(two.storage.backend, "e") == []
+    assert two.read("e/f") == NEW
+
+
 def test_a_file_without_a_name_is_read_back_from_a_folder_that_was_renamed(one: Driver) -> None:
     """Found by the exerciser: EIO, since its parts had moved with the folder."""
     one.mkdir("d")
