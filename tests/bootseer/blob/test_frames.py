@@ -61,6 +61,15 @@ def test_a_frame_table_is_a_sequence_of_frames() -> None:
         FrameTable(array("I", [5]), array("I", [10, 20]), bytes(64))
 
 
+@pytest.mark.parametrize(
+    ("length", "stream_length"), [(0, 10), (5, 0), (5, 2**26 + 1), (2**27 + 1, 10)]
+)
+def test_empty_and_huge_frames_are_refused(length: int, stream_length: int) -> None:
+    """One decompression allocates what the table says."""
+    with pytest.raises(CorruptError, match="empty or too large"):
+        FrameTable(array("I", [length]), array("I", [stream_length]), bytes(32))
+
+
 def test_decode_frame_checks_before_and_after() -> None:
     data = zstandard.compress(b"x" * 1000)
     assert decode_frame(frame_of(data, 1000), data) == b"x" * 1000
