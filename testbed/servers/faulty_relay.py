@@ -212,10 +212,11 @@ class ReferrersRelay(FaultyRelay):
                 link = {"Link": f'<{path}?from={start + self._PAGE_COUNT}>; rel="next"'}
             handler.reply(200, json.dumps(document).encode(), **link)
             return
-        super()._respond(handler, headers, body)
-        for descriptors in self._referrers.values():
-            if handler.command == "DELETE":
+        if handler.command == "DELETE":
+            # Before the answer: who has it may ask for the list at once.
+            for descriptors in self._referrers.values():
                 descriptors.pop(path.rpartition("/")[2], None)
+        super()._respond(handler, headers, body)
 
     def _more_headers(self, handler: QuietHandler, body: bytes) -> dict[str, str]:
         if handler.command != "PUT" or "/manifests/" not in handler.path:

@@ -53,8 +53,9 @@ class HdfsBackend(Folder, Backend):
     def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
         """Asks no server. Raises: InvalidInputError."""
         self.url = public_url(url)
-        parts = urlsplit(url, allow_fragments=False)
+        # First the options: they refuse what is no URL.
         deadline_s, block_bytes, replication = _options(url, deadline_s or _DEADLINE_S)
+        parts = urlsplit(url, allow_fragments=False)
         # Hadoop does not percent-decode paths, so neither is done here.
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         cluster = f"{parts.scheme}://{parts.netloc}"
