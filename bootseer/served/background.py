@@ -328,6 +328,11 @@ class Report:
             # Ignored by the process that started us. A server that does so cannot be told to end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def fileno(self) -> int:
+        """The end of a pipe, which poll(2) reports once nobody can read the message any more; -1
+        when it was sent."""
+        return self._fd
+
     def send_ready(self) -> bool:
         """False when who started us is gone, or has been told something before."""
         return self._send(_Message(is_ready=True))

@@ -206,15 +206,18 @@ class _Supervisor(Struct):
         return pid, ready
 
     def _await_ready(self, ready: int) -> bool:
-        """Until the first worker serves; False if told to stop before."""
+        """Until the first worker serves; False if told to stop before, or if nobody waits for the
+        mount any more."""
         try:
-            stop = self.stop.fileno()
-            readable = wait_readable([ready, stop], _READY_DEADLINE_S)
+            ends = [self.stop.fileno()]
+            if self.report is not None:
+                ends.append(self.report.fileno())
+            readable = wait_readable([ready, *ends], _READY_DEADLINE_S)
             said = os.read(ready, 1) if ready in readable else b""
         finally:
             os.close(ready)
         path = self.attached.path
-        if said or stop in readable:
+        if said or any(end in readable for end in ends):
             return bool(said)
         if not readable:
             raise UnavailableError(

@@ -73,7 +73,8 @@ def test_what_the_caller_ignores_stays_ignored(node: Node) -> None:
 def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: str) -> None:
     """Ctrl-C would end mounts, and what makes them, with whatever the terminal runs."""
     arguments = ("--checkpoint", f"{silent_url}:{node.base}/mnt", "--", "true")
-    deadline = {"BOOTSEER_DEADLINE": "60"}
+    # Longer than anybody waits for the end of what mounts.
+    deadline = {"BOOTSEER_DEADLINE": "200"}
     with node.start("run", *arguments, variables=deadline, start_new_session=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
