@@ -171,10 +171,6 @@ class NodeCache:
         except OSError as error:
             raise from_oserror(error, f"note {path}") from error
 
-    def is_same(self, blob: Blob, digest: str) -> bool:
-        """Whether that is noted."""
-        return self._proven_path(blob) == self._path(digest)
-
     def make_durable(self, blobs: Sequence[Blob], claimant: str) -> None:
         """Have what the node has of these streams of an image on the disk, and marked so, unless
         somebody uses them; claims that are all proven by now are removed. Never raises: what is not
