@@ -37,7 +37,8 @@ def admit(root: str, memory: Path | None) -> str:
     sentence = ""
     if not is_marked(root):
         known = _memory_of(root, memory)
-        if known is not None and known.exists():
+        # The mark is looked for once more: another may have made and remembered it meanwhile.
+        if known is not None and known.exists() and not is_marked(root):
             raise UnavailableError(
                 f"the store {root} was used on this node before, and is not there: is its share "
                 f"mounted? To begin a new store there, remove {known}"

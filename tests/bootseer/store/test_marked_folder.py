@@ -2,7 +2,10 @@
 
 import json
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -40,6 +43,23 @@ def test_a_store_of_an_earlier_release_is_marked_in_silence(tmp_path: Path) -> N
         assert store.read("key") == b"data"
     assert said == []
     assert (tmp_path / "store" / MARK).exists()
+
+
+def test_several_that_begin_a_store_at_once_all_publish(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for number in range(30):
+            begin = Barrier(4)
+            with _open(tmp_path / str(number), []) as store, ThreadPoolExecutor(4) as pool:
+
+                def publish(key: str, store: Store = store, begin: Barrier = begin) -> bool:
+                    begin.wait(30)
+                    return store.publish(key, b"data")
+
+                assert all(pool.map(publish, "abcd"))
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("has_mount_point", [True, False])
