@@ -23,7 +23,7 @@ DURATIONS = Path(__file__).parents[1] / "durations.txt"
 # More than the cores, because the tests wait for a third of their time: for a server to be up, a
 # lease to end, a process to be gone. Few more, because each may have torch or a JVM beside it, and
 # because no test should wait for the processor until a deadline ends it.
-_EXTRA_WORKERS = 2
+_EXTRA_WORKERS = 4
 _MAX_WORKERS = 6
 _ALONE = "alone"
 """The group's name of a test that is a unit of its own."""

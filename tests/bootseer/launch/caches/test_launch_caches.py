@@ -125,7 +125,7 @@ def test_what_is_new_is_published_when_the_job_is_ready(
         job.kill()
         job.communicate()
     node.wait_clean()
-    assert not {one.kind for one in unserving(node.base / "run")} & kinds
+    wait_for(lambda: not {one.kind for one in unserving(node.base / "run")} & kinds, "their end")
 
 
 def test_what_could_not_be_published_is_tried_again(
