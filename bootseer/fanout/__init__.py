@@ -1,0 +1,1 @@
+"""Fan-out: the nodes of a job feed each other what all of them need."""

@@ -1,0 +1,71 @@
+"""The key of a start: 32 bytes by which its nodes know each other, from a secret that all have.
+
+Alone decides how a secret is written, which file is believed, and how a key is made of it. No key
+and no secret reaches a log, an argument of a process, a timeline or an error. Any thread.
+"""
+
+import binascii
+import hashlib
+import hmac
+import os
+import stat
+from pathlib import Path
+
+from bootseer.errors import InvalidInputError, from_oserror
+
+VARIABLE = "BOOTSEER_FANOUT_KEY"
+"""The environment variable with the secret of a job; the job's command does not get it."""
+SECRET_BYTES = 32
+_TEXT_BYTES_MAX = 4096
+_PURPOSE = b"bootseer fanout key 1\0"
+
+
+def new_secret() -> bytes:
+    """Return a random secret, as it is written."""
+    return os.urandom(SECRET_BYTES).hex().encode()
+
+
+def parse_secret(text: bytes, where: str) -> bytes:
+    """Return the secret in `text`. Raises: InvalidInputError, which names `where` alone."""
+    try:
+        secret = binascii.unhexlify(text.strip())
+    except (binascii.Error, ValueError):
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise InvalidInputError(
+            f"{where} is no key of {2 * SECRET_BYTES} hexadecimal digits; make one by "
+            "`openssl rand -hex 32`"
+        )
+    return secret
+
+
+def read_key_file(path: Path) -> bytes:
+    """Return the secret in a file that only this user, or root, can read and write.
+
+    Raises: InvalidInputError, NotFoundError, PermissionDeniedError.
+    """
+    try:
+        # Not blocking, in case it is a pipe.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        with os.fdopen(file, "rb") as opened:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidInputError(f"the key file {path} is no regular file")
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
+                raise InvalidInputError(
+                    f"the key file {path} belongs to others, or others may use it; make it yours, "
+                    "with mode 0600"
+                )
+            return parse_secret(opened.read(_TEXT_BYTES_MAX), f"the key file {path}")
+    except OSError as error:
+        raise from_oserror(error, f"read the key file {path}") from error
+
+
+def key_of(secret: bytes, members_digest: bytes, *start: str) -> bytes:
+    """Return the key of a start: another one for each job, submission, attempt and list of nodes.
+
+    Nodes that have different lists, and nodes of two jobs that share a secret, so do not get as far
+    as to talk to each other.
+    """
+    words = b"\0".join(word.encode("utf-8", "surrogateescape") for word in start)
+    return hmac.digest(secret, _PURPOSE + members_digest + words, hashlib.sha256)
