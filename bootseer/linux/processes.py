@@ -75,6 +75,10 @@ class ProcessId(NamedTuple):
         """Return whether the process has not ended. Any thread."""
         return bool(self.started) and start_time(self.pid) == self.started
 
+    def is_stuck(self) -> bool:
+        """Return whether this process `is_stuck`."""
+        return is_stuck(self.pid) and stat_fields(self.pid)[19:20] == [self.started]
+
     def open(self) -> int:
         """Return a pidfd of the process.
 
@@ -104,6 +108,18 @@ class ProcessId(NamedTuple):
         finally:
             os.close(descriptor)
         return True
+
+
+def is_stuck(pid: int) -> bool:
+    """Return whether a process has ended but for threads that wait in the kernel, whatever kills
+    them.
+
+    So does one that stores a page (`Server.notify_store`) which the process itself was to bring.
+    No descriptor tells, since Linux 6.15 also none of PIDFD_THREAD.
+    """
+    with contextlib.suppress(OSError):
+        return stat_fields(pid)[:1] == ["Z"] and len(os.listdir(f"/proc/{pid}/task")) > 1
+    return False
 
 
 def own_line() -> set[int]:

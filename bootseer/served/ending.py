@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, from_oserror
-from bootseer.fuse.kernel.unmount import detach, unmount
+from bootseer.fuse.kernel.unmount import abort_connection, detach, unmount
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.locks import is_written
 from bootseer.linux.private_files import is_own, write_private_file
@@ -41,6 +41,7 @@ _LOGS_KEPT = 20
 _BEING_MADE_S = 60.0
 _ENDED_KEPT_S = 3600.0
 """So long what a mount has lost can be asked for."""
+_FREED_S = 5.0
 _FAILED_END_S = 3.0
 _GIVEN_UP_END_S = 10.0
 _END_GRACE_S = 15.0
@@ -151,7 +152,7 @@ def sweep_one(directory: Path) -> bool:
     if not state_path.exists() and _age_s(directory) < _BEING_MADE_S:
         return False
     try:
-        lock = take_lock(directory)
+        lock = take_lock(directory, _FREED_S if _free_stuck(directory) else 0.0)
     except OSError:
         return False
     try:
@@ -178,6 +179,28 @@ def sweep_one(directory: Path) -> bool:
         os.close(lock)
     _log.info("removed what the dead mount %s left", directory.name)
     return True
+
+
+def _free_stuck(directory: Path) -> bool:
+    """Abort the connection of a mount whose processes were killed while one of them stored a page
+    that it was to bring itself. Return whether that was so.
+
+    Nobody else ends that wait: its thread holds the connection open, and the folder's lock.
+    """
+    state = read_state(directory)
+    if state is None or not state.device_minor:
+        return False
+    server, worker = state.processes
+    if server.lives() or not worker.is_stuck():
+        return False
+    mount = mount_table.find_mount(Path(state.directory))
+    if mount is None or mount.device_minor != state.device_minor:
+        # A number is given away again once nobody sees the mount any more.
+        if not any(cover.id == state.id for cover in covers()) and not is_in_use(state.scratch):
+            return False
+        mount = None
+    _log.warning("process %d, which was killed, cannot end: aborting its mount", worker.pid)
+    return abort_connection(state.device_minor, mount.path if mount else None)
 
 
 def _is_elsewhere(state: MountState) -> bool:

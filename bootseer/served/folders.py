@@ -77,6 +77,8 @@ class MountState(Struct, frozen=True):
     """When what lingers goes; 0: its job still runs."""
     owner: tuple[int, int] | None = None
     """The user and group as whose everything is shown."""
+    device_minor: int = 0
+    """The number of the mount's FUSE connection; 0: none, or not known yet."""
     unwritten: tuple[str, ...] = ()
     """Files that were being written when the mount ended; nothing of them is kept."""
 

@@ -59,7 +59,8 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
 
         def worker(attached: Attached) -> TreeFileSystem:
             sys.setswitchinterval(_SWITCH_S)
-            return ImageServer(plan, tree, log).operations
+            named = replace(plan, state=replace(state, device_minor=attached.device_minor))
+            return ImageServer(named, tree, log).operations
 
         options = MountOptions(
             name=state.reference.replace(",", "_"),

@@ -32,6 +32,7 @@ from bootseer.served.folders import live_mounts
 from bootseer.settings.config import Settings
 from testbed.containers.containerd_config import containerd_config
 from testbed.containers.cri import call_cri, container_config, pod_config
+from testbed.mounts.fuse_mount import clear_mount
 from testbed.mounts.image_mounts import TIMEOUT_S, Completed, settings_at
 from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
@@ -412,5 +413,8 @@ def _unmount_below(base: Path) -> None:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     paths = [Path(line.split()[4]) for line in lines]
     for path in reversed([path for path in paths if path.is_relative_to(base)]):
+        # A killed server may hold what another one waits for: until the connection is aborted, so
+        # does whoever detaches it.
+        clear_mount(path)
         with contextlib.suppress(BootseerError):
             detach(path, lazy=True)

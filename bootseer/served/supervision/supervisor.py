@@ -39,7 +39,7 @@ from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
-from bootseer.linux.processes import wait_readable
+from bootseer.linux.processes import is_stuck, wait_readable
 from bootseer.served.background import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
@@ -49,7 +49,6 @@ from bootseer.served.supervision.worker import (
     code_of,
     died_of,
     ends_within,
-    is_stuck,
     reap_ended,
     work,
 )

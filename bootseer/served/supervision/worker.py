@@ -11,7 +11,7 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server
-from bootseer.linux.processes import stat_fields, wait_ended
+from bootseer.linux.processes import wait_ended
 from bootseer.served.background import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
@@ -103,15 +103,6 @@ def ends_within(pid: int, timeout_s: float) -> bool:
         return False
     reap(pid)
     return True
-
-
-def is_stuck(pid: int) -> bool:
-    """Whether a process has ended but for threads that wait in the kernel, whatever kills them.
-
-    So does one that stores a page (`Server.notify_store`) which the process itself was to bring:
-    its successor will. No descriptor tells, since Linux 6.15 also none of PIDFD_THREAD.
-    """
-    return stat_fields(pid)[:1] == ["Z"] and len(os.listdir(f"/proc/{pid}/task")) > 1
 
 
 def code_of(worker: int) -> int | None:

@@ -77,13 +77,15 @@ class CheckpointWorker:
         plan: CheckpointPlan,
         *,
         owner_fd: int | None,
+        device_minor: int,
         can_restart: bool,
         passes_files: bool,
         maps_direct_io: bool,
     ) -> None:
         """Open the storage and go on from a predecessor's journal, if there is one.
 
-        `owner_fd`: a pidfd of the process that the mount is for. `can_restart`: whether the kernel
+        `owner_fd`: a pidfd of the process that the mount is for. `device_minor`: the number of the
+        mount's connection. `can_restart`: whether the kernel
         would repeat pending requests to a successor. `passes_files` and `maps_direct_io`: as for
         `MountedTree`.
 
@@ -93,6 +95,7 @@ class CheckpointWorker:
         spec = self._spec = plan.spec
         self._folder = plan.state_dir
         self._owner_fd = owner_fd
+        self._device_minor = device_minor
         self._can_restart = can_restart
         self._errors = RecentErrors()
         logging.getLogger("bootseer").addHandler(self._errors)
@@ -136,6 +139,7 @@ class CheckpointWorker:
             state,
             worker_pid=os.getpid(),
             worker_started=start_time(os.getpid()),
+            device_minor=self._device_minor,
             root_was_made=self._root_was_made or state.root_was_made,
         )
         write_state(self._folder, self._state)

@@ -1,17 +1,22 @@
 """What is left of servers that died, and who removes it."""
 
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from bootseer.errors import NotFoundError
+from bootseer.linux.mount_table import find_mount
 from bootseer.linux.namespaces import mount_namespace
+from bootseer.linux.processes import ProcessId
 from bootseer.served.background import begin
 from bootseer.served.ending import make_own_scratch, sweep
-from bootseer.served.folders import MountState, new_mount_dir, write_state
-from testbed.waiting import wait_for
+from bootseer.served.folders import MountState, is_alive, lock_new, new_mount_dir, write_state
+from testbed.paths import REPOSITORY
+from testbed.waiting import wait_for, waiting_places
 
 
 @pytest.mark.needs("root")
@@ -66,3 +71,49 @@ def test_a_child_of_a_killed_start_makes_no_folder_that_nobody_would_remove(tmp_
     assert list(tmp_path.iterdir()) == []
     scratch.mkdir(parents=True)
     assert make_own_scratch(scratch).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.needs("mount", linux=(6, 9))
+def test_a_killed_server_that_waits_for_itself_is_freed_by_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """It stored a page whose read it was to answer; nothing else would end that wait."""
+    source = tmp_path / "source"
+    (source / "stick-once").mkdir(parents=True)
+    (source / "small").write_bytes(b"small")
+    (mountpoint := tmp_path / "mount").mkdir()
+    directory = new_mount_dir(tmp_path / "run")
+    lock = lock_new(directory)
+    command = [sys.executable, "-m", "testbed.mounts.flat_server", "supervise"]
+    with subprocess.Popen(
+        [*command, source, mountpoint, "cached"],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, pass_fds=[lock],
+    ) as server:  # fmt: skip
+        os.close(lock)
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        worker = ProcessId.of(int(children.read_text().split()[0]))
+        mount = find_mount(mountpoint)
+        assert mount is not None
+        state = MountState(
+            id=directory.name, reference="r", index_digest="", workload="", purpose="mount",
+            directory=str(mountpoint), started_ns=1,
+            pid=server.pid, pid_started=ProcessId.of(server.pid).started,
+            worker_pid=worker.pid, worker_started=worker.started,
+            device_minor=mount.device_minor,
+        )  # fmt: skip
+        write_state(directory, state)
+        reader = subprocess.Popen(
+            ["cat", mountpoint / "small"], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+        )
+        wait_for(lambda: any("folio" in place for place in waiting_places(worker.pid)), "the page")
+        server.kill()
+        os.kill(worker.pid, signal.SIGKILL)
+    wait_for(worker.is_stuck)
+    assert is_alive(directory)
+    assert sweep(tmp_path / "run") == 1
+    # With an error, or with what was stored.
+    reader.communicate(timeout=30)
+    assert find_mount(mountpoint) is None
+    wait_for(lambda: not Path(f"/proc/{worker.pid}").exists())
