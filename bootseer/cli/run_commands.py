@@ -97,8 +97,17 @@ if TYPE_CHECKING:
     metavar="DURATION",
     help="Keep what was mounted for so long after the job, for its next start on this node.",
 )
+@click.option(
+    "--fanout",
+    type=click.Choice(("auto", "off")),
+    help="Whether the nodes of the job feed each other, where they know each other.",
+)
 def run(
-    no_trace_python: bool, linger: str | None, command: tuple[str, ...], **options: Any
+    no_trace_python: bool,
+    linger: str | None,
+    fanout: str | None,
+    command: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
 
@@ -119,6 +128,8 @@ def run(
         settings = replace(settings, trace_python=False)
     if linger is not None:
         settings = replace(settings, linger_s=parse_linger(linger))
+    if fanout is not None:
+        settings = replace(settings, fanout=fanout == "auto")
     launch(settings, job, say)
 
 
@@ -188,7 +199,7 @@ def _directories(kept: tuple[str, ...]) -> tuple[str, ...]:
     return directories
 
 
-_NOT_HELD = ("no_trace_python", "linger")
+_NOT_HELD = ("no_trace_python", "linger", "fanout")
 
 
 @click.command(
@@ -245,6 +256,8 @@ def standby(
         timeline_dir=stages,
         submission="standby",
         publish_timelines=False,
+        # Nodes are made ready one by one.
+        fanout=False,
     )
     if not command:
         settings = replace(settings, keep_caches=False)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from bootseer.errors import InvalidInputError, from_oserror
 
-VARIABLE = "BOOTSEER_FANOUT_KEY"
-"""The environment variable with the secret of a job; the job's command does not get it."""
 SECRET_BYTES = 32
 _TEXT_BYTES_MAX = 4096
 _PURPOSE = b"bootseer fanout key 1\0"

@@ -68,7 +68,9 @@ class Told(Struct, frozen=True, kw_only=True):
 
     environ: Mapping[str, str]
     names: tuple[str, ...]
-    """What this node is called: the setting `node`, the host's name, its full name."""
+    """What this host is called: its name, and those beside it in /etc/hosts."""
+    node: str = ""
+    """The setting `node`."""
     port: int
     hosts: str = AUTO
     """The setting `fanout_hosts`."""
@@ -250,9 +252,10 @@ def _checked(found: _Found, told: Told) -> Membership:
             )
         seen.add(one.name)
     ordered = _by_place(members)
-    own = _own_index(ordered, (*found.names, *told.names))
+    names = tuple(dict.fromkeys(filter(None, (*found.names, told.node, *told.names))))
+    own = _own_index(ordered, names)
     if own is None:
-        called = ", ".join(dict.fromkeys(filter(None, (*found.names, *told.names))))
+        called = ", ".join(names)
         raise InvalidInputError(
             f"{found.origin} does not name this node ({quoted(called.encode())}) among "
             f"{len(members)}; set BOOTSEER_NODE to its name there"
@@ -268,7 +271,7 @@ def _own_index(members: Sequence[Member], names: Iterable[str]) -> int | None:
     for number, one in enumerate(members):
         if not one.name.replace(".", "").isdigit():
             short.setdefault(one.name.partition(".")[0], []).append(number)
-    for name in filter(None, names):
+    for name in names:
         if name in indexes:
             return indexes[name]
         alike = short.get(name.partition(".")[0], ())

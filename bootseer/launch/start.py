@@ -28,7 +28,7 @@ from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
 from bootseer.profile.collect import watched
 from bootseer.profile.publish.begin import begin_publisher
-from bootseer.settings.config import Settings
+from bootseer.settings.config import FANOUT_KEY, Settings
 from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
@@ -76,6 +76,8 @@ class _Start:
 
     def run(self) -> NoReturn:
         settings = self._settings
+        # The command does not get it.
+        os.environ.pop(FANOUT_KEY, "")
         if not settings.submission:
             chosen = choose_submission(settings, self._job.command)
             settings = self._settings = replace(settings, submission=chosen)

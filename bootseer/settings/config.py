@@ -25,12 +25,14 @@ from bootseer.linux.ownership import parse_owners, unwritable
 from bootseer.settings.file import TRUSTED, read_config_file, trusted_folders
 from bootseer.settings.values import (
     COUNT,
+    FILE_OR_OFF,
     FOLDER,
     FOLDER_OR_OFF,
     LINGER,
     MAX_AGE,
     NAME,
     NAME_OR_NONE,
+    PORT,
     SECONDS,
     SIZE,
     SWITCH,
@@ -43,12 +45,14 @@ from bootseer.settings.values import (
 _log = logging.getLogger(__name__)
 
 _PREFIX = "BOOTSEER_"
+FANOUT_KEY = _PREFIX + "FANOUT_KEY"
+"""The variable with the secret of a job's nodes; no setting, since settings are shown."""
 # Those that are no settings: docs/launch.md and docs/snapshots.md say what each is.
 _OTHER_VARIABLES = frozenset(
     _PREFIX + name
     for name in (
         *("CONFIG", "CSI_SOURCE", "DISABLE", "IMAGE", "LAUNCHED", "PROCESS", "READY_SOCKETS"),
-        *("SPAWNER", "TIMELINE"),
+        *("FANOUT_KEY", "SPAWNER", "TIMELINE"),
     )
 )
 # Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
@@ -244,6 +248,26 @@ class Settings(Struct, frozen=True):
     )
     linger_s: float = _setting(
         LINGER, "off", "How long what a start has mounted stays after its job, for the next start."
+    )
+    fanout: bool = _setting(
+        switch("auto"),
+        "auto",
+        "Whether the nodes of a job feed each other; auto: from four that know each other on.",
+    )
+    fanout_hosts: str = _setting(
+        Kind("HOSTS|FILE|auto", str),
+        "auto",
+        "Nodes of the job, as in `node[01-16],login`, or the file that lists them.",
+        "`auto`: what the scheduler says",
+    )
+    fanout_port: int = _setting(
+        PORT,
+        "auto",
+        "Port at which they meet, the same on all.",
+        "`auto`: one from 27000 to 27999, by job, submission and attempt",
+    )
+    fanout_key_file: Path | None = _setting(
+        FILE_OR_OFF, "off", "File with the key that they trust, 64 hexadecimal digits; mode 0600."
     )
     registry_hosts_dir: Path = _setting(
         FOLDER, "/etc/containerd/certs.d", "Mirrors of registries, as containerd's hosts.toml."

@@ -113,6 +113,15 @@ def _count(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    if text == "auto":
+        return 0
+    value = _count(text)
+    if not 0 < value < 2**16:
+        raise InvalidInputError(f"{text!r} is no port; write a number from 1 to 65535, or auto")
+    return value
+
+
 def _folder(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
@@ -171,11 +180,19 @@ COUNT = Kind("N", _count, int)
 SECONDS = Kind("TIME", _seconds, float)
 SIZE = Kind("SIZE", parse_size, int)
 FOLDER = Kind("DIR", _folder)
-FOLDER_OR_OFF = Kind(
-    "DIR|off",
-    lambda text: None if text == "off" else _folder(text),
-    lambda value: str(value or "off"),
-)
+
+
+def _or_off(placeholder: str) -> Kind:
+    return Kind(
+        f"{placeholder}|off",
+        lambda text: None if text == "off" else _folder(text),
+        lambda value: str(value or "off"),
+    )
+
+
+FOLDER_OR_OFF = _or_off("DIR")
+FILE_OR_OFF = _or_off("FILE")
+PORT = Kind("PORT|auto", _port, lambda value: value or "auto")
 LINGER = Kind("TIME|off", parse_linger, _off_or_number)
 MAX_AGE = Kind("TIME|auto|off", parse_max_age, _show_max_age)
 SWITCH = switch()
