@@ -137,6 +137,9 @@ class OpenFiles:
         self, caller: Caller, directory: Node, name: str, path: str, flags: int, opener: int
     ) -> Handle:
         """Open a new file, which is not stored before it is published. Under the lock."""
+        # Another node removed the file that these have emptied.
+        emptied = [h for other in directory.writing.get(name, ()) for h in other.handles]
+        self._supersede(handle for handle in emptied if handle.will_empty)
         status = FileStatus(path, False, 0, time.time_ns(), "")
         node = self._nodes.add(directory, name, status, NodeKind.LOCAL)
         handle = self._nodes.open(node, flags, caller.request, opener)
@@ -562,6 +565,18 @@ class OpenFiles:
             with handle.publishing:
                 pass
 
+    def _outrun(self, handle: Handle) -> None:
+        """Keep what was written through `handle` from handles that only emptied the file and were
+        closed before: the kernel may not have said so yet that it was for the last time."""
+        with self._lock:
+            others = [h for node in self._nodes.same_file(handle.node) for h in node.handles]
+            late = [h for h in others if h.will_empty and h.phase is not Phase.OPEN]
+            self._supersede(late)
+        for other in late:
+            # It may be at it, and has written nothing, so that it does not wait for us.
+            with other.publishing:
+                pass
+
     def _supersede(self, handles: Iterable[Handle]) -> None:
         """Note that the file was opened anew, or cut, after these handles. Under the lock."""
         for handle in handles:
@@ -598,8 +613,10 @@ class OpenFiles:
     def _publish(self, handle: Handle, writer: FileWriter) -> None:
         with handle.publishing:
             is_due = writer.needs_publishing or writer.was_written or writer.has_failed
-            if not is_due:
+            if not is_due or handle.is_late:
                 return
+            if writer.was_written and writer.starts_anew:
+                self._outrun(handle)
             # First: who writes meanwhile has to be known when it closes the file.
             handle.unpublished_owners.clear()
             try:

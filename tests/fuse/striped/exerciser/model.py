@@ -464,6 +464,9 @@ class Model:
                     writer.unsure_before, writer.is_aligned = len(writer.content), False
             return
         generation = self._made(writer)
+        if writer.wrote and writer.base is None:
+            for other in self.at(one.mount, one.name):
+                other.is_superseded |= other.was_flushed and other.only_empties
         self._replace(one.mount, one.name, generation)
         self._note_published(one, generation)
 

@@ -92,6 +92,39 @@ def test_what_was_written_since_a_file_was_emptied_stays(one: Driver) -> None:
     assert one.read("log.1") == b"onetwo"
 
 
+def test_what_is_published_after_a_file_was_emptied_and_closed_stays(one: Driver) -> None:
+    """As at the end of a process, which closes one file after the other: the kernel says later for
+    which of them it was the last descriptor."""
+    emptied = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    written = one.open("f", os.O_WRONLY)
+    one.pwrite(written, 0, OLD)
+    one.fs.flush(CALLER, *emptied)
+    one.fs.flush(CALLER, *written)
+    one.fs.release(*emptied, 0)
+    one.fs.release(*written, 0)
+    assert one.read("f") == OLD
+
+
+def test_what_was_created_since_a_file_was_emptied_stays(one: Driver, two: Driver) -> None:
+    one.write("f", b"")
+    held = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    two.unlink("f")
+    one.write("f", b"created anew")
+    one.rename("f", "g")
+    assert two.read("g") == b"created anew"
+    one.close(held)
+    assert two.read("g") == b"created anew"
+
+
+def test_an_ordinary_file_that_others_gave_its_old_name_is_read(one: Driver, two: Driver) -> None:
+    one.write("f", b"ordinary")
+    held = one.open("f", os.O_RDONLY)
+    one.rename("f", "g")
+    two.rename("g", "f")
+    assert one.read("f") == b"ordinary"
+    assert one.pread(held, 0, 99) == b"ordinary"
+
+
 def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -> None:
     one.write("f", OLD)
     assert two.read("f") == OLD
