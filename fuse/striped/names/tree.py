@@ -97,12 +97,16 @@ class StripedTree:
         before = self._marks[mark]
         view = self.stored.view(path)
         file = self.reader.open(view)
-        if view.layout is not None or (before % 2 == 0 and self._marks[mark] == before):
+        is_settled = view.layout is not None or (before % 2 == 0 and self._marks[mark] == before)
+        if is_settled and file.view.path == view.path:
             return file, view
         self.reader.close(file)
         with self._change():
             view = self.stored.view(path)
-            return self.reader.open(view), view
+            file = self.reader.open(view)
+            # Those who have it open follow another node's rename.
+            file.view = view
+            return file, view
 
     # ---- new content ----------------------------------------------------------------------
 
