@@ -43,7 +43,7 @@ if [ -n "$$missing" ]; then \
 	else echo "not installed (needs root and apt), tests that want them are skipped:$$missing"; fi; fi
 endef
 
-.PHONY: bench-smoke demo test durations fuzz test-kubernetes test-slurm test-pythons test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
+.PHONY: bench-smoke demo test durations fuzz test-kubernetes test-slurm test-dockerfiles test-pythons test-containerd-2 soak lint types types-oldest types-newest wheel-test docs clean system-demo system-test
 
 demo: system-demo $(VENV)/usable
 	$(BIN)/bootseer demo
@@ -77,6 +77,11 @@ test-kubernetes: $(VENV)/ready
 test-slurm: $(VENV)/ready $(VENV)/formats
 	$(call install_packages,$(SLURM_PACKAGES))
 	$(BIN)/python -m pytest --timeout 600 tests/clusters/slurm
+
+# The images of docker/, built by buildah on a Debian that is made anew, and started by runc.
+test-dockerfiles: system-test $(VENV)/ready
+	$(call install_packages,buildah mmdebstrap)
+	$(BIN)/python -m pytest --timeout 600 tests/clusters/docker
 
 # On a fresh Debian of another release, by its Python; kept in BOOTSEER_TEST_DEBIAN
 # (~/.cache/bootseer-debian). TESTS="-n 2 tests/snapshots" runs some of them.
