@@ -181,7 +181,7 @@ def _from_pod(told: Told) -> _Answer:
         return None
     full = max(told.names, key=lambda name: name.count("."), default="")
     name, _, domain = full.partition(".")
-    count = _node_count(environ, told.command)
+    count = node_count(environ, told.command)
     if count is None:
         return (
             "nobody tells how many pods there are (PET_NNODES, or torchrun's --nnodes): name them "
@@ -205,8 +205,8 @@ def _from_pod(told: Told) -> _Answer:
     return _Found(_members([f"{one}{suffix}" for one in names], told.port), "Kubernetes")
 
 
-def _node_count(environ: Mapping[str, str], command: Sequence[str]) -> int | None:
-    """Return the number of nodes that torchrun is told, None where it may vary or is not told."""
+def node_count(environ: Mapping[str, str], command: Sequence[str]) -> int | None:
+    """Return the number of nodes that torchrun is told; None where it is not told, or may vary."""
     told = [environ.get(name, "") for name in ("PET_NNODES", "NNODES")]
     for place, word in enumerate(command):
         option, is_joined, value = word.partition("=")

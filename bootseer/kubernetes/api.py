@@ -73,6 +73,13 @@ class Api:
         """
         self._ask("PUT", path, document, "application/json")
 
+    def create(self, path: str, document: dict[str, Any]) -> None:
+        """Create an object in the collection at `path`.
+
+        Raises: BusyError, where there is one of its name; NotFoundError; as `get`.
+        """
+        self._ask("POST", path, document, "application/json")
+
     def patch(self, path: str, operations: list[dict[str, Any]]) -> None:
         """Change an object by a JSON patch (RFC 6902).
 

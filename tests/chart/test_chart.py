@@ -342,3 +342,11 @@ def test_no_account_may_do_more_than_with_one_named_object(installed: list[Objec
         for rule in one.get("rules", ()) if one["kind"] in ("Role", "ClusterRole") else ():
             assert rule["resourceNames"]
             assert set(rule["verbs"]) <= {"get", "update", "patch"}
+
+
+def test_keys_of_fan_outs_are_created_and_never_read() -> None:
+    """No rule for `create` can have names; one that reads must."""
+    found = rendered({"webhook": {"fanoutKeys": True}})
+    rules = [rule for one in found if "Role" in one["kind"] for rule in one.get("rules", ())]
+    unnamed = [rule for rule in rules if "resourceNames" not in rule]
+    assert unnamed == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}]

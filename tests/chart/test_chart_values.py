@@ -147,6 +147,7 @@ def test_every_setting_of_a_node_is_known() -> None:
     """But for those of one start, and for folders that the chart sets itself."""
     known = set(SCHEMA["properties"]["settings"]["propertyNames"]["enum"])
     of_a_start = {"job", "submission", "attempt", "node", "rank"}
+    of_a_start |= {"fanout", "fanout_hosts", "fanout_port", "fanout_key_file"}
     text = (CHART / "templates" / "config.yaml").read_text()
     of_the_chart = set(re.findall(r"(\w+) = \"", text))
     names = {variable_of(name) for name in Settings.__struct_fields__}

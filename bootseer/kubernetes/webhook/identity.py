@@ -13,7 +13,8 @@ from bootseer.kubernetes.webhook.pods import Metadata, Owner, Pod
 from bootseer.settings.values import as_name
 
 _BATCH = "batch.kubernetes.io"
-_JOB_SET = "jobset.sigs.k8s.io"
+JOB_SET = "jobset.sigs.k8s.io"
+"""The prefix of a JobSet's labels."""
 _KUBEFLOW = "training.kubeflow.org"
 _VOLCANO = "volcano.sh"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -27,6 +28,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     """Empty: the pod has no owner, and is a submission by itself."""
     attempt: str
     rank: str
+    owner: Owner = Owner()
+    """The object whose UID `submission` is, as far as it is known: it lives as long."""
 
 
 class _Controller(Struct, frozen=True, kw_only=True):
@@ -44,9 +47,9 @@ class _Controller(Struct, frozen=True, kw_only=True):
 _CONTROLLERS = (
     # JobSet; Trainer's TrainJob makes one of its own name (jobset_types.go).
     _Controller(
-        jobs=(f"{_JOB_SET}/jobset-name",),
-        submissions=(f"{_JOB_SET}/jobset-uid",),
-        attempts=(f"{_JOB_SET}/restart-attempt",),
+        jobs=(f"{JOB_SET}/jobset-name",),
+        submissions=(f"{JOB_SET}/jobset-uid",),
+        attempts=(f"{JOB_SET}/restart-attempt",),
         ranks=(f"{_BATCH}/job-completion-index",),
     ),
     # KubeRay: the RayJob, if it notes it, else the RayCluster (constant.go).
@@ -80,11 +83,13 @@ def identity_of(pod: Pod) -> Identity:
     for controller in _CONTROLLERS:
         job = _first(known, controller.jobs)
         if job:
+            uid = _first(known, controller.submissions)
             return Identity(
                 job=as_name(job),
-                submission=as_name(_first(known, controller.submissions) or owner.uid),
+                submission=as_name(uid or owner.uid),
                 attempt=_number(_first(known, controller.attempts)),
                 rank=_number(_first(known, controller.ranks)),
+                owner=_of_job_set(job, uid) if uid and controller is _CONTROLLERS[0] else owner,
             )
     return _of_owner(metadata, owner)
 
@@ -92,6 +97,11 @@ def identity_of(pod: Pod) -> Identity:
 def tells_rank(names: Set[str]) -> bool:
     """Whether variables of these names tell a launcher its rank without the webhook's."""
     return not _RANK_VARIABLES.isdisjoint(names)
+
+
+def _of_job_set(name: str, uid: str) -> Owner:
+    """Return the JobSet, which owns the Jobs that own its pods."""
+    return Owner(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=name, uid=uid)
 
 
 def _of_owner(metadata: Metadata, owner: Owner) -> Identity:
@@ -106,6 +116,7 @@ def _of_owner(metadata: Metadata, owner: Owner) -> Identity:
         submission=as_name(owner.uid),
         attempt="",
         rank=_number(ordinal),
+        owner=owner,
     )
 
 

@@ -5,6 +5,7 @@ Pure (no I/O). A patch only adds: what a pod says itself stays. Planned again fo
 warning, and the pod starts without it.
 """
 
+import hashlib
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -13,14 +14,20 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.redact import redact
-from bootseer.kubernetes.webhook.identity import Identity, identity_of, tells_rank
-from bootseer.kubernetes.webhook.pods import Container, Pod
+from bootseer.errors import InvalidInputError
+from bootseer.fanout.hostlist import expand_hosts
+from bootseer.fanout.keys import new_secret
+from bootseer.fanout.membership import node_count
+from bootseer.kubernetes.webhook.identity import JOB_SET, Identity, identity_of, tells_rank
+from bootseer.kubernetes.webhook.pods import Container, Owner, Pod
+from bootseer.settings.config import FANOUT_KEY
 from bootseer.settings.values import is_name
 
 REPLAY = "bootseer.io/replay"
 ENVIRONMENT = "bootseer.io/environment"
 CHECKPOINT = "bootseer.io/checkpoint"
-ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT)
+FANOUT = "bootseer.io/fanout"
+ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT, FANOUT)
 """Pods that have none of these are not looked at."""
 REQUIRED = "required"
 """The value of the label CHECKPOINT of pods that start with their folder of checkpoints or not at
@@ -41,6 +48,9 @@ _ROOM_BYTES = 1024
 _PATH = re.compile(r"/(?!/)[^\0-\x1f\x7f:]{1,1000}")
 _TAKEN = re.compile(r"/(?:proc|sys|dev|etc)(?:/.*)?|/(?:bin|lib|sbin|usr|var|run)?")
 _START = ("job", "submission", "attempt", "rank")
+_JOBS = re.compile(r"[2-9]|[1-9][0-9]{1,4}")
+_HOSTS = re.compile(r"[a-z0-9.\[\]-]{1,253}")
+_KEY = "key"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\0-\x1f\x7f]{1,1000}")
 
 Operation = dict[str, Any]
@@ -57,6 +67,31 @@ class Cluster(Struct, frozen=True, kw_only=True):
     """The store that pods are told of; empty: none."""
 
 
+class KeySecret(Struct, frozen=True):
+    """Secret with the key of a submission's fan-out, which goes when its owner does."""
+
+    name: str
+    owner: Owner
+
+    def document(self) -> dict[str, Any]:
+        """Return the object, with a new key. It is never changed afterwards."""
+        owner = self.owner
+        reference = {
+            "apiVersion": owner.api_version,
+            "kind": owner.kind,
+            "name": owner.name,
+            "uid": owner.uid,
+        }
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": self.name, "ownerReferences": [reference]},
+            "type": "Opaque",
+            "immutable": True,
+            "stringData": {_KEY: new_secret().decode()},
+        }
+
+
 class Plan(Struct, frozen=True):
     """What is done about a pod."""
 
@@ -64,6 +99,8 @@ class Plan(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     has_checkpoint: bool = False
     """Whether every container gets the folder of checkpoints that the pod asks for."""
+    secret: KeySecret | None = None
+    """A Secret that the pod names, and that is made where there is none."""
 
 
 _Warnings = dict[str, str]
@@ -103,17 +140,18 @@ def plan(pod: Pod, cluster: Cluster) -> Plan:
         warnings[f"the label {CHECKPOINT} is {label[:40]!r}, which is not {REQUIRED}"] = ""
     identity = identity_of(pod)
     volumes = list(_volumes(pod, cluster, identity, warnings))
+    secret = _secret(pod, identity, warnings)
     patch = [
         *_replay(pod, cluster, warnings),
         *_volume_patch(pod, volumes),
-        *_containers(pod, _variables(identity, cluster), volumes, warnings),
+        *_containers(pod, _variables(identity, cluster), volumes, secret, warnings),
     ]
     said = list(warnings)[:_WARNINGS_MAX]
     noted = "; ".join(said)
     if noted and pod.metadata.annotations.get(WARNINGS) != noted and _has_room(pod, noted):
         patch.append(_annotate(WARNINGS, noted))
     has_checkpoint = bool(_asked(pod, CHECKPOINT)) and "checkpoint" not in warnings.values()
-    return Plan(tuple(patch), tuple(f"bootseer: {one}" for one in said), has_checkpoint)
+    return Plan(tuple(patch), tuple(f"bootseer: {one}" for one in said), has_checkpoint, secret)
 
 
 def _replay(pod: Pod, cluster: Cluster, warnings: _Warnings) -> Iterator[Operation]:
@@ -189,6 +227,57 @@ def _volumes(
             yield volume
 
 
+def _secret(pod: Pod, identity: Identity, warnings: _Warnings) -> KeySecret | None:
+    """Return the Secret for the fan-out that a pod asks for; None without."""
+    asked = _asked(pod, FANOUT)
+    if not asked:
+        return None
+    owner = identity.owner
+    if asked != "auto":
+        try:
+            expand_hosts(asked, f"the annotation {FANOUT}")
+        except InvalidInputError as error:
+            warnings[f"no fan-out: {error}"] = ""
+            return None
+    if not (identity.submission and owner.api_version and owner.kind and owner.name and owner.uid):
+        warnings["no fan-out: the pod has no owner, whose pods could feed each other"] = ""
+        return None
+    digest = hashlib.sha256(f"{identity.job}\0{identity.submission}".encode()).hexdigest()
+    return KeySecret(f"bootseer-fanout-{digest[:16]}", owner)
+
+
+def _fanout_variables(pod: Pod, container: Container, secret: KeySecret) -> list[dict[str, Any]]:
+    """Return what a container is told of the fan-out: the key, and its hosts where it could not
+    tell them by itself."""
+    key = {"name": secret.name, "key": _KEY, "optional": True}
+    hosts = _asked(pod, FANOUT)
+    if hosts == "auto":
+        hosts = _hosts_of_job_set(pod, container)
+    return [
+        {"name": FANOUT_KEY, "valueFrom": {"secretKeyRef": key}},
+        *([{"name": "BOOTSEER_FANOUT_HOSTS", "value": hosts}] if hosts else ()),
+    ]
+
+
+def _hosts_of_job_set(pod: Pod, container: Container) -> str:
+    """Return the host list of a JobSet's replicated Job of several Jobs, whose pods have two
+    numbers in their names; empty for other pods, and where their number is not told."""
+    labels = pod.metadata.labels
+    name, job, jobs = (
+        labels.get(f"{JOB_SET}/{one}", "")
+        for one in ("jobset-name", "replicatedjob-name", "replicatedjob-replicas")
+    )
+    environ = {one.name: one.value for one in container.env}
+    count = node_count(environ, (*container.command, *container.args))
+    if not (name and job and pod.spec.subdomain and _JOBS.fullmatch(jobs)) or count is None:
+        return ""
+    pods, rest = divmod(count, int(jobs))
+    if rest or not pods:
+        return ""
+    hosts = f"{name}-{job}-[0-{int(jobs) - 1}]-[0-{pods - 1}].{pod.spec.subdomain}"
+    return hosts if _HOSTS.fullmatch(hosts) else ""
+
+
 def _asked(pod: Pod, name: str) -> str:
     """What an annotation asks for; empty where it asks for nothing."""
     text = pod.metadata.annotations.get(name, "")
@@ -229,7 +318,11 @@ def _volume_patch(pod: Pod, volumes: list[_Volume]) -> Iterator[Operation]:
 
 
 def _containers(
-    pod: Pod, told: list[dict[str, Any]], volumes: list[_Volume], warnings: _Warnings
+    pod: Pod,
+    told: list[dict[str, Any]],
+    volumes: list[_Volume],
+    secret: KeySecret | None,
+    warnings: _Warnings,
 ) -> Iterator[Operation]:
     kinds = {"containers": pod.spec.containers, "initContainers": pod.spec.init_containers}
     for kind, containers in kinds.items():
@@ -239,7 +332,8 @@ def _containers(
             left = own | ({"BOOTSEER_RANK"} if tells_rank(own) else set())
             # What a ConfigMap says would be weaker than what is said here.
             left |= {"BOOTSEER_STORE"} if container.env_from else set()
-            new = [one for one in told if one["name"] not in left]
+            more = [] if secret is None else _fanout_variables(pod, container, secret)
+            new = [one for one in (*told, *more) if one["name"] not in left]
             yield from _append(f"{at}/env", bool(container.env), new)
             mounts = list(_mounts(container, volumes, warnings))
             yield from _append(f"{at}/volumeMounts", bool(container.volume_mounts), mounts)

@@ -19,9 +19,10 @@ _CONTAINERS_MAX = 1000
 _Words = dict[Text, Text]
 
 
-class Owner(Struct, frozen=True, kw_only=True):
+class Owner(Struct, frozen=True, kw_only=True, rename="camel"):
     """An entry of a pod's ownerReferences."""
 
+    api_version: Text = ""
     kind: Text = ""
     name: Text = ""
     uid: Text = ""
@@ -62,6 +63,8 @@ class Container(Struct, frozen=True, kw_only=True, rename="camel"):
     """A container of a pod."""
 
     name: Text = ""
+    command: tuple[Text, ...] = ()
+    args: tuple[Text, ...] = ()
     env: tuple[Variable, ...] = ()
     env_from: tuple[Any, ...] = ()
     volume_mounts: tuple[Mount, ...] = ()
@@ -81,6 +84,8 @@ class PodSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     init_containers: Annotated[tuple[Container, ...], Meta(max_length=_CONTAINERS_MAX)] = ()
     volumes: tuple[dict[str, Any], ...] = ()
     runtime_class_name: Text = ""
+    subdomain: Text = ""
+    """The headless service that gives the pod a full name."""
     node_selector: _Words = {}
     host_users: bool = True
     os: OperatingSystem = OperatingSystem()
@@ -93,13 +98,14 @@ class Pod(Struct, frozen=True, kw_only=True):
     spec: PodSpec
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True, rename={"is_dry_run": "dryRun"}):
     """The question in an AdmissionReview."""
 
     uid: Annotated[Text, Meta(min_length=1, max_length=256)]
     operation: Text = ""
     namespace: Text = ""
     object: Any = None
+    is_dry_run: bool = False
 
 
 class Review(Struct, frozen=True, kw_only=True, rename={"api_version": "apiVersion"}):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from bootseer.kubernetes.api import Api
-from bootseer.kubernetes.webhook.cluster import ClusterView
+from bootseer.kubernetes.webhook.cluster import ClusterView, KeySecrets
 from bootseer.kubernetes.webhook.credentials import Credentials, look_quietly
 from bootseer.kubernetes.webhook.review import answer
 from bootseer.kubernetes.webhook.server import WebhookServer
@@ -33,8 +33,9 @@ def serve(
     """
     # In every thread that is to be: only `sigtimedwait` gets them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    view = ClusterView(api, store_url)
-    server = WebhookServer(port, functools.partial(answer, cluster=view), lambda: keys.is_ready)
+    view, secrets = ClusterView(api, store_url), KeySecrets(api)
+    answers = functools.partial(answer, cluster=view, keep_secret=secrets.keep)
+    server = WebhookServer(port, answers, lambda: keys.is_ready)
     keys = Credentials(api, namespace=namespace, name=name, use=server.use)
     keys.serve_alone()
     serving = threading.Thread(target=server.serve_forever, name="serving", daemon=True)

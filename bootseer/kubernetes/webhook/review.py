@@ -1,9 +1,12 @@
-"""The answer to an AdmissionReview. Pure, but for the look at the cluster that it is given."""
+"""The answer to an AdmissionReview. Pure, but for the look at the cluster, and the
+Secret, that it is given."""
 
 import base64
 import json
 from collections.abc import Callable
 from typing import Any
+
+from msgspec.structs import replace
 
 from bootseer.errors import CorruptError
 from bootseer.kubernetes.webhook.plan import (
@@ -12,6 +15,7 @@ from bootseer.kubernetes.webhook.plan import (
     MIRROR,
     REQUIRED,
     Cluster,
+    KeySecret,
     Plan,
     is_annotated,
     plan,
@@ -22,10 +26,12 @@ _POD_BYTES_MAX = 1024 * 1024
 """What is stored may not be larger than 1.5 MiB; a patch is no reason to refuse a pod."""
 
 
-def answer(body: bytes, cluster: Callable[[], Cluster]) -> bytes:
+def answer(
+    body: bytes, cluster: Callable[[], Cluster], keep_secret: Callable[[str, KeySecret], str]
+) -> bytes:
     """The AdmissionReview that answers `body`. A pod is refused only where its own label requires
     a folder of checkpoints that it cannot have. `cluster` is asked only for pods that have an
-    annotation.
+    annotation. `keep_secret` makes a Secret in a namespace, and returns why it cannot.
 
     Raises: CorruptError, where `body` is no AdmissionReview.
     """
@@ -35,6 +41,14 @@ def answer(body: bytes, cluster: Callable[[], Cluster]) -> bytes:
     if request.operation == "CREATE":
         planned = _planned(request.object, len(body), cluster)
         refusal = _refusal(request.object, planned)
+        secret = None if refusal or request.is_dry_run else planned.secret
+        if secret is not None and (problem := keep_secret(request.namespace, secret)):
+            # The pod names it as optional: it starts without.
+            warnings = (
+                *planned.warnings,
+                f"bootseer: the key of the fan-out is in the store: {problem}",
+            )
+            planned = replace(planned, warnings=warnings)
     response: dict[str, Any] = {"uid": request.uid, "allowed": not refusal}
     if refusal:
         response["status"] = {"code": 403, "message": refusal}

@@ -173,6 +173,8 @@ class _Objects(http.server.BaseHTTPRequestHandler):
         if token == f"Bearer {_WEBHOOK}" and not self._may():
             return 403, {"kind": "Status"}
         if self.command == "POST":
+            if f"{path}/{document['metadata']['name']}" in self.found:
+                return 409, {"kind": "Status"}
             return 201, self._keep(f"{path}/{document['metadata']['name']}", document)
         if path not in self.found:
             return 404, {"kind": "Status"}
@@ -192,8 +194,10 @@ class _Objects(http.server.BaseHTTPRequestHandler):
 
     def _may(self) -> bool:
         allowed = {SECRET: ("GET", "PUT"), CONFIGURATION: ("GET", "PATCH")}
-        return self.command in allowed.get(self.path, ()) or (
-            self.command == "GET" and self.path.endswith(("/csi.bootseer.io", "/bootseer"))
+        return (
+            self.command in allowed.get(self.path, ())
+            or (self.command == "GET" and self.path.endswith(("/csi.bootseer.io", "/bootseer")))
+            or (self.command == "POST" and self.path == SECRET.rpartition("/")[0])
         )
 
     def _keep(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
@@ -279,6 +283,7 @@ def _grant(server: ApiServer) -> None:
         {"apiGroups": [group], "resources": [kind], "resourceNames": [name], "verbs": verbs}
         for group, kind, name, verbs in _RULES
     ]
+    rules.append({"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]})
     secrets = {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [NAME]}
     subject = {"kind": "User", "name": f"system:serviceaccount:{NAMESPACE}:{NAME}"}
     below = f"{rbac}/namespaces/{NAMESPACE}"

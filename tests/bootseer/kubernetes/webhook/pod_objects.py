@@ -2,9 +2,10 @@
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
-from bootseer.kubernetes.webhook.plan import Cluster, Plan, plan
+from bootseer.kubernetes.webhook.plan import Cluster, KeySecret, Plan, plan
 from bootseer.kubernetes.webhook.pods import POD
 from bootseer.kubernetes.webhook.review import answer
 from tests.bootseer.kubernetes.webhook.json_patch import applied
@@ -85,9 +86,18 @@ def review_of(document: Any, *, version: str = "v1", **request: Any) -> bytes:
     ).encode()
 
 
-def response_to(body: bytes, cluster: Cluster = CLUSTER) -> dict[str, Any]:
+def no_secret(namespace: str, secret: KeySecret) -> str:
+    """Where no pod asks for a Secret."""
+    raise AssertionError(namespace, secret.name)
+
+
+def response_to(
+    body: bytes,
+    cluster: Cluster = CLUSTER,
+    keep_secret: Callable[[str, KeySecret], str] = no_secret,
+) -> dict[str, Any]:
     """The webhook's answer, its patch decoded."""
-    document = json.loads(answer(body, lambda: cluster))
+    document = json.loads(answer(body, lambda: cluster, keep_secret))
     response: dict[str, Any] = document["response"]
     if "patch" in response:
         assert response["patchType"] == "JSONPatch"

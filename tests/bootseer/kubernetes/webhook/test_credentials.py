@@ -77,7 +77,7 @@ def test_pods_without_annotations_are_not_sent_where_that_can_be_said(
         (condition,) = hooks["pods.bootseer.io"]["matchConditions"]
         # A pod whose label requires a folder and that names none is refused, not left out.
         assert "matchConditions" not in hooks["checkpoints.bootseer.io"]
-        assert "'bootseer.io/checkpoint'].exists(" in condition["expression"]
+        assert "'bootseer.io/fanout'].exists(" in condition["expression"]
 
 
 def test_of_two_that_renew_at_once_one_wins(api_server: ApiServer) -> None:

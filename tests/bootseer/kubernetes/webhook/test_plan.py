@@ -218,3 +218,64 @@ def test_a_second_look_takes_its_volumes_for_its_own_though_the_start_is_another
     assert (again.patch, again.warnings, again.has_checkpoint) == ((), (), True)
     pod["metadata"]["annotations"] |= {"bootseer.io/checkpoint": "hdfs://namenode/other"}
     assert "another volume of the name" in planned(pod).warnings[0]
+
+
+FANOUT = {"bootseer.io/fanout": "auto"}
+
+
+def _fanout(pod: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The reference to the key, and the host list."""
+    found = {one["name"]: one for one in patched(pod)["spec"]["containers"][0]["env"]}
+    hosts = found.get("BOOTSEER_FANOUT_HOSTS", {}).get("value", "")
+    return found["BOOTSEER_FANOUT_KEY"]["valueFrom"]["secretKeyRef"], hosts
+
+
+def test_pods_of_one_submission_name_one_secret() -> None:
+    first, hosts = _fanout(pod_object(FANOUT))
+    assert (first["optional"], hosts) == (True, "")
+    assert _fanout(pod_object(FANOUT)) == (first, "")
+    again = {"controller-uid": "another", "job-name": "train"}
+    assert _fanout(pod_object(FANOUT, again))[0]["name"] != first["name"]
+    planned_secret = planned(pod_object(FANOUT)).secret
+    assert planned_secret is not None
+    assert planned_secret.name == first["name"]
+    assert planned(patched(pod_object(FANOUT))).patch == ()
+    assert planned(pod_object(REPLAY)).secret is None
+
+
+def test_a_pod_may_name_the_hosts() -> None:
+    hosts = "llm-[0-7].llm"
+    assert _fanout(pod_object({"bootseer.io/fanout": hosts}))[1] == hosts
+
+
+def test_pods_of_a_job_set_of_several_jobs_are_told_their_hosts() -> None:
+    prefix = "jobset.sigs.k8s.io/"
+    names = {"jobset-name": "llm", "jobset-uid": "u-1", "replicatedjob-name": "node"}
+    labels = {prefix + name: value for name, value in names.items()}
+    labels |= {prefix + "replicatedjob-replicas": "4"}
+    command = ["torchrun", "--nnodes=8", "train.py"]
+    pod = pod_object(
+        FANOUT, labels, subdomain="llm", containers=[{"name": "a", "command": command}]
+    )
+    assert _fanout(pod)[1] == "llm-node-[0-3]-[0-1].llm"
+    secret = planned(pod).secret
+    assert secret is not None
+    assert (secret.owner.kind, secret.owner.name, secret.owner.uid) == ("JobSet", "llm", "u-1")
+    for change in ({"subdomain": ""}, {"containers": [{"name": "a"}]}):
+        pod["spec"] |= change
+        assert _fanout(pod)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("annotation", "owner", "says"),
+    [
+        ("yes please", None, "no fan-out: the annotation"),
+        ("n[0-", None, "no fan-out: the annotation"),
+        ("auto", {"kind": "", "name": "", "uid": ""}, "has no owner"),
+    ],
+)
+def test_a_fan_out_that_cannot_be(annotation: str, owner: Any, says: str) -> None:
+    plan = planned(pod_object({"bootseer.io/fanout": annotation}, {}, owner))
+    assert says in " ".join(plan.warnings)
+    assert plan.secret is None
+    assert "BOOTSEER_FANOUT" not in json.dumps(plan.patch)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from bootseer.errors import CorruptError
-from bootseer.kubernetes.webhook.plan import Cluster
+from bootseer.kubernetes.webhook.plan import Cluster, KeySecret
 from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
 from bootseer.kubernetes.webhook.review import answer
 from tests.bootseer.kubernetes.webhook.pod_objects import (
     CLUSTER,
+    no_secret,
     pod_object,
     response_to,
     review_of,
@@ -33,7 +34,7 @@ def test_the_cluster_is_not_asked_for_other_pods() -> None:
     def never() -> Cluster:
         raise AssertionError
 
-    document = json.loads(answer(review_of(pod_object()), never))
+    document = json.loads(answer(review_of(pod_object()), never, no_secret))
     assert document["response"] == {
         "uid": "705ab4f5-6393-11e8-b7cc-42010a800002",
         "allowed": True,
@@ -133,4 +134,36 @@ def test_other_questions_are_answered_without_a_change(change: dict[str, Any]) -
 )
 def test_what_is_no_question_is_refused(body: bytes) -> None:
     with pytest.raises(CorruptError):
-        answer(body, lambda: CLUSTER)
+        answer(body, lambda: CLUSTER, no_secret)
+
+
+FANOUT = {"bootseer.io/fanout": "auto"}
+
+
+def test_a_secret_is_made_for_pods_that_are_created() -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def keep(namespace: str, secret: KeySecret) -> str:
+        made.append((namespace, secret.document()))
+        return ""
+
+    response = response_to(review_of(pod_object(FANOUT)), keep_secret=keep)
+    assert "warnings" not in response
+    ((namespace, secret),) = made
+    assert (namespace, secret["immutable"]) == ("training", True)
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["apiVersion"]) == ("Job", "train", "batch/v1")
+    key = secret["stringData"]["key"]
+    assert len(bytes.fromhex(key)) == 32
+    assert key not in json.dumps(response)
+    # A pod of which nothing comes.
+    assert response_to(review_of(pod_object(FANOUT), dryRun=True))["allowed"] is True
+    required = review_of(pod_object(FANOUT, REQUIRED))
+    assert response_to(required)["allowed"] is False
+
+
+def test_a_secret_that_cannot_be_made_is_a_warning() -> None:
+    response = response_to(review_of(pod_object(FANOUT)), keep_secret=lambda *_: "no rights")
+    assert response["allowed"] is True
+    assert response["warnings"] == ["bootseer: the key of the fan-out is in the store: no rights"]
+    assert "patch" in response
