@@ -1,14 +1,27 @@
-"""Environment snapshots: what a set-up command makes, kept once and put in place everywhere else.
+"""Environments: the result of a set-up command, captured once and restored on every other node.
 
-- `setup/`: what a set-up is and depends on, to one key; its process
-- `targets/`: the directories that a set-up makes or changes: scans, locks, users, last state
-- `capture/`, `catalogue/`: from a target to a blob and a manifest in the store; of many nodes one
-  does it, under a lease
-- `restoring/`: from a manifest to a target that is wholly there or untouched, even after a kill
-- `relocation/`: a restored environment made to work at another prefix
-- `explain`, `archive`, `commands`: what people ask of the snapshots that a store holds
+| module | content |
+|---|---|
+| `explain` | the answer to "would this set-up run, and why?" |
+| `environment` | one set-up on one node: restored, or run under a lease and captured |
+| `archive` | snapshots of existing directories, and tar archives in and out |
+| `restore` | the choice between mount, link and extraction |
+| `relocation` | an environment changed so that it works at another path |
+| `mounted`, `holder` | overlays on targets, and the process behind one |
+| `trees` | extracted trees that the node keeps; reflink copies |
+| `place` | staging, commit and recovery of files in a target |
+| `fetch` | extraction through the fetch engine |
+| `capture`, `sharing` | packing of a change; content that earlier blobs hold |
+| `diff` | differences between snapshots, packages and keys |
+| `catalogue`, `manifest` | snapshots in the store, and their format |
+| `key`, `parts`, `shown` | the key of a set-up, its encoding, words that may be shown |
+| `layers` | overlayfs upper directories |
+| `targets` | directories that a set-up changes: inference, locks, users, last state |
+| `inputs`, `python` | files and interpreter that decide the result |
+| `commands`, `shell` | set-up commands and shell scripts, read without running them |
+| `scan` | contents of a directory, and differences between two scans |
 
-Alone owns `snapshots/` in the store (docs/format/snapshot.md) and the `.bootseer-*` folders beside
-targets. Callers use `run.run_setup`, and `commands` for snapshots of plain directories. Nothing is
-imported here, so that each part costs only itself.
+No module imports one above it in this table. The package owns `snapshots/` in the store
+(docs/format/snapshot.md) and the `.bootseer-*` folders beside targets. Nothing is imported here, so
+that each part costs only itself.
 """

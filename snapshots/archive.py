@@ -1,13 +1,13 @@
-"""Snapshots as plain tar.zst files, and snapshots of any tar: `export` and `import`.
+"""Snapshots made by hand, and tar archives: `snapshot create`, `export` and `import`.
 
-Edge: files, store. An archive is hostile: its expansion is bounded, its members are read by
-`pack.tar_packing`, and what a restore would refuse is refused here. One call is one archive.
+An archive is hostile: its expansion is bounded, its members are read by `pack.tar_packing`, and
+what a restore would refuse is refused here.
 """
 
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -27,18 +27,22 @@ from bootseer.errors import (
     BootseerError,
     CorruptError,
     InvalidInputError,
+    NotFoundError,
     from_oserror,
 )
 from bootseer.linux.private_files import private_directory, private_opener
+from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
-from bootseer.snapshots.capture.capture import make_manifest, make_target
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target, is_name
-from bootseer.snapshots.setup.fingerprint import Part
-from bootseer.snapshots.targets.paths import target_path, text_of
-from bootseer.snapshots.targets.scan import STAGING_PREFIX
-from bootseer.store import Store
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.capture import Change, capture_directories, make_manifest, make_target
+from bootseer.snapshots.manifest import Manifest, Stored, Target, is_name
+from bootseer.snapshots.parts import Part
+from bootseer.snapshots.place import recover_targets
+from bootseer.snapshots.scan import STAGING_PREFIX, scan, target_path, text_of
+from bootseer.snapshots.targets import declared_targets, locked, remember
+from bootseer.store import Store, open_own_store
 
+_ROOT = Path("/")
 LIMITS = Limits()
 
 OnProgress = Callable[[int], None]
@@ -246,3 +250,29 @@ class _Expanded:
             LIMITS.check(self._read_bytes, self._expanded_bytes, "archive")
         data, self._rest = self._rest[:size], self._rest[size:]
         return data
+
+
+def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") -> Manifest:
+    """Capture existing directories as they are, and publish them under `name`, if given.
+
+    Raises: InvalidInputError, NotFoundError, BusyError where something writes to them meanwhile.
+    """
+    if name and not is_name(name):
+        raise InvalidInputError(
+            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+        )
+
+    paths = declared_targets(targets, str(Path.cwd())).paths
+    hosts = [resolve_in_root(_ROOT, path) for path in paths]
+    with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
+        recover_targets(hosts, remember(settings, _ROOT))
+        changes = []
+        for path, host in zip(paths, hosts, strict=True):
+            after = scan(host)
+            if not after:
+                raise NotFoundError(f"{host} does not exist; name an existing directory")
+            changes.append(Change(path, host, {}, after))
+        with open_own_store(settings) as store:
+            return capture_directories(
+                store, settings.cache_dir, changes, node=settings.node, name=name
+            )

@@ -1,174 +1,1322 @@
-"""What `snapshot create` and `snapshot restore` do: checks, locks, steps.
+"""Reading of a set-up's command: input files, directories, and what stays open.
 
-What only one of them needs is loaded by that one. Main thread.
+Reads the words of a command line and of its shell scripts; runs and opens nothing. The findings are
+hints: `inputs` and `targets` compare them with the file system, and the user is told what they use.
+A closed list of forms is understood. Everything else is named in `Hints.opaque`, since nobody knows
+what it reads; that is never an error. Pure.
+
+The tables: wrappers such as `sudo` and `timeout`, programs that handle files, and the tools that
+make environments (pip, uv, conda, poetry, pdm, venv).
 """
 
-import contextlib
-import os
-import threading
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
+from typing import Any
 
-from bootseer.base.shown import quoted
-from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.background import ServerProcess
-from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest, is_name
-from bootseer.snapshots.targets.lock import locked
-from bootseer.store import Store, open_own_store
+from msgspec import Struct, field
+from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from bootseer.snapshots.restoring.restore import Placed
-    from bootseer.snapshots.setup.request import Report
+from bootseer.snapshots.shell import (
+    ASSIGNMENT,
+    COMPUTED,
+    SHELLS,
+    Block,
+    Simple,
+    Token,
+    as_text,
+    base_name,
+    has_marks,
+    marks,
+    parse,
+    read_shell,
+    variable,
+)
 
-_ROOT = Path("/")
+
+class Hints(Struct, frozen=True):
+    """What the words of a set-up command tell. Paths are as written, relative ones included."""
+
+    python_words: tuple[str, ...] = ()
+    """Programs that are, or live beside, the interpreter in use: "python3", "/opt/v/bin/pip"."""
+    environment_dirs: tuple[str, ...] = ()
+    """Environments that the command makes or activates."""
+    install_dirs: tuple[str, ...] = ()
+    """Given with --target or --prefix."""
+    files: tuple[str, ...] = ()
+    """Words that may be input files or directories."""
+    link_dirs: tuple[str, ...] = ()
+    """Folders of wheels (--find-links)."""
+    uses_pip: bool = False
+    """Installs into the environment of the interpreter in use."""
+    uses_user_site: bool = False
+    """`pip install --user`."""
+    uses_uv: bool = False
+    """`uv pip`, which prefers the active environment to the interpreter on PATH."""
+    projects: tuple[tuple[str, str], ...] = ()
+    """"uv", "poetry" or "pdm", and the folder of the project whose environment it fills."""
+    uses_conda: bool = False
+    """Changes the active conda environment."""
+    names_conda_environment: bool = False
+    """Changes one that is given by its name, which only conda's settings lead to."""
+    requirement_files: tuple[str, ...] = ()
+    """The `files` that are lists of requirements or constraints."""
+    indexed_files: tuple[str, ...] = ()
+    """The `requirement_files` whose requirements are looked up in an index."""
+    requirements: tuple[str, ...] = ()
+    """Words that are looked up in an index, unless they name a file."""
+    lock_files: tuple[str, ...] = ()
+    """The `files` without which everything is looked up anew."""
+    spec_files: tuple[str, ...] = ()
+    """The `files` that are conda's lists."""
+    scripts: tuple[str, ...] = ()
+    """Files of `files` that a shell runs or reads."""
+    programs: tuple[str, ...] = ()
+    """Programs of which nothing is known; with a "/" in `files`, too."""
+    opaque: tuple[str, ...] = ()
+    """What is run without being understood, for people."""
+    tools: tuple[str, ...] = ()
+    """The tools whose settings decide: "pip", "uv", "conda"."""
+    words: tuple[str, ...] = ()
+    """Words that count if they name a file. A directory that they name does not."""
+    folders: tuple[str, ...] = ()
+    """Words that count if they name a directory. A file of that name is made by the command."""
+    tested: tuple[str, ...] = ()
+    """Files of which only it counts whether they are there, and of what kind."""
+    variables: tuple[str, ...] = ()
+    """Variables that the command takes from its environment."""
+    directories: tuple[str, ...] = ()
+    """Directories in which `scripts` and `programs` may run."""
+
+    @property
+    def runs_files(self) -> bool:
+        """Whether there are scripts or programs."""
+        return bool(self.scripts or self.programs)
 
 
-def create_snapshot(settings: Settings, targets: Sequence[str], name: str = "") -> Manifest:
-    """Capture existing directories as they are, and publish them under `name`, if given.
+_NOTHING = Hints()
 
-    Raises: InvalidInputError, NotFoundError, BusyError where something writes to them meanwhile.
-    """
-    if name and not is_name(name):
-        raise InvalidInputError(
-            f"{name!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
+
+def merged(*hints: Hints) -> Hints:
+    """What all of them say, in this order."""
+    values: dict[str, Any] = {}
+    for name in Hints.__struct_fields__:
+        found = [getattr(one, name) for one in hints]
+        is_flag = isinstance(getattr(_NOTHING, name), bool)
+        values[name] = any(found) if is_flag else tuple(dict.fromkeys(chain.from_iterable(found)))
+    return Hints(**values)
+
+
+def _joined(directory: str, path: str) -> str:
+    scheme = "file:" if path.startswith("file:") else ""
+    relative = path.removeprefix(scheme).removeprefix("//" if scheme else "")
+    return scheme + posixpath.join(directory, relative)
+
+
+def moved_to(hints: Hints, directory: str) -> Hints:
+    """The hints of a command that runs in `directory`. As "cd" may have been meant for another
+    command, files may also lie where they did."""
+    if not directory:
+        return hints
+
+    def moved(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(
+            path if ":/" in path and not path.startswith("file://.") else _joined(directory, path)
+            for path in paths
         )
-    from bootseer.snapshots.capture import capture
-    from bootseer.snapshots.restoring import staging
-    from bootseer.snapshots.setup.targets import declared_targets
-    from bootseer.snapshots.targets.scan import scan
-    from bootseer.snapshots.targets.state import remember
 
-    paths = declared_targets(targets, str(Path.cwd())).paths
-    hosts = [resolve_in_root(_ROOT, path) for path in paths]
-    with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
-        staging.recover(hosts, remember(settings, _ROOT))
-        changes = []
-        for path, host in zip(paths, hosts, strict=True):
-            after = scan(host)
-            if not after:
-                raise NotFoundError(f"{host} does not exist; name an existing directory")
-            changes.append(capture.Change(path, host, {}, after))
-        with open_own_store(settings) as store:
-            return capture.create(store, settings.cache_dir, changes, node=settings.node, name=name)
+    def both(paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*paths, *moved(paths))))
 
-
-def restore_snapshot(
-    settings: Settings,
-    key: str,
-    directory: Path | None = None,
-    *,
-    relocates: bool = False,
-    allows_system: bool = False,
-    report: "Report" = lambda sentence: None,
-    process: ServerProcess | None = None,
-) -> Manifest:
-    """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
-    returns it. What is mounted stays mounted. `report` gets where it goes, the way that was chosen
-    and why. `process`: see `early_server.early_server`.
-
-    Raises: InvalidInputError where a target is of the system (`restoring.system_folders`) and
-    `allows_system` is not set; NotFoundError, AlreadyExistsError where something else is there
-    already, CorruptError; nothing has changed then.
-    """
-    with open_own_store(settings) as store:
-        # The two take about as long, and each mostly waits: for the disk, for the store.
-        loading = threading.Thread(target=_load_restoring, daemon=True)
-        loading.start()
-        manifest = catalogue.find(store, key)
-        loading.join()
-        from bootseer.snapshots.restoring import staging
-        from bootseer.snapshots.restoring.mounting import mounted
-        from bootseer.snapshots.restoring.restore import check_base, place, restore_to
-        from bootseer.snapshots.restoring.restore_modes import Wish, restore_by_choice
-        from bootseer.snapshots.targets.scan import base_digest, scan
-        from bootseer.snapshots.targets.state import remember
-        from bootseer.snapshots.targets.target_users import check_unused
-
-        if directory is not None and relocates:
-            _restore_relocated(settings, store, manifest, directory, report)
-            catalogue.note_used(store, manifest)
-            return manifest
-        if directory is not None:
-            restore_to(
-                store,
-                manifest,
-                directory,
-                deadline_s=settings.deadline_s,
-                privileges=settings.restore_privileges,
-            )
-            catalogue.note_used(store, manifest)
-            return manifest
-        placed = place(manifest, _ROOT)
-        report(f"restoring to {', '.join(quoted(item.target.path) for item in placed)}")
-        if not allows_system:
-            _check_targets(key, placed)
-        hosts = [item.path for item in placed]
-        with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
-            note = remember(settings, _ROOT)
-            check_unused(settings.run_dir, hosts)
-            mounted.recover(settings, hosts)
-            staging.recover(hosts, note)
-            bases = {}
-            for item in placed:
-                before = scan(item.path)
-                check_base(manifest, item.target, before)
-                bases[item.target.path] = base_digest(before)
-            catalogue.note_used(store, manifest)
-            done = restore_by_choice(
-                settings,
-                store,
-                manifest,
-                placed,
-                bases,
-                Wish(settings.restore_mode, process=process),
-                on_finished=note,
-                report=report,
-            )
-            report(done.choice.sentence())
-        if sentence := manifest.outside.restored_sentence(manifest.node):
-            report(f"warning: {sentence}")
-    return manifest
-
-
-def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
-    """Raises: InvalidInputError where a target, or where it leads, is of the system."""
-    from bootseer.snapshots.restoring.system_folders import why_guarded
-
-    for item in placed:
-        for path in (Path(os.fsdecode(item.target.path)), item.path):
-            if reason := why_guarded(path, Path.home()):
-                raise InvalidInputError(
-                    f"the snapshot {key} goes to {path}, which {reason}; see what it holds with "
-                    f"`bootseer snapshot show {key} --files`, and add --system to restore it there"
+    return replace(
+        hints,
+        python_words=tuple(
+            posixpath.join(directory, word) if "/" in word else word for word in hints.python_words
+        ),
+        environment_dirs=moved(hints.environment_dirs),
+        install_dirs=moved(hints.install_dirs),
+        projects=tuple((tool, posixpath.join(directory, path)) for tool, path in hints.projects),
+        files=both(hints.files),
+        link_dirs=both(hints.link_dirs),
+        requirement_files=both(hints.requirement_files),
+        indexed_files=both(hints.indexed_files),
+        scripts=both(hints.scripts),
+        words=both(hints.words),
+        folders=both(hints.folders),
+        tested=both(hints.tested),
+        programs=tuple(
+            dict.fromkeys(
+                (
+                    *hints.programs,
+                    *(posixpath.join(directory, one) for one in hints.programs if "/" in one),
                 )
+            )
+        ),
+        directories=(directory, *moved(hints.directories)) if hints.runs_files else (),
+        lock_files=moved(hints.lock_files),
+        spec_files=moved(hints.spec_files),
+    )
 
 
-def _load_restoring() -> None:
-    with contextlib.suppress(ImportError):  # the code that needs it tells
-        import bootseer.snapshots.restoring.restore_modes
-        import bootseer.snapshots.targets.state  # noqa: F401
+# Modules of Python that read what they are given, at most.
+_OWN_MODULES = {"venv", "virtualenv", "ensurepip", "compileall", "site", "sysconfig"}
+
+# Variables of the shell for its working directory: paths are relative to that here.
+_OWN_FOLDERS = {"PWD": ".", "OLDPWD": COMPUTED}
+
+_DECLARE = {"export", "local", "declare", "readonly", "typeset"}
+
+# Variables that decide which programs run, or what these load.
+_SEARCH_VARIABLES = {
+    *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV", "IFS"),
+    *("HOME", "CDPATH", "PWD"),
+}
+
+_DEPTH_MAX = 8
+
+_COMMANDS_MAX = 5000
+
+_PATH_MAX = 4096
+
+_SPREAD_MAX = 8
+
+_STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
-def _restore_relocated(
-    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
-) -> None:
-    from bootseer.snapshots.relocation.apply import restore_relocated
-    from bootseer.snapshots.restoring import staging
-    from bootseer.snapshots.targets.state import remember
+def hints_of(command: Sequence[str]) -> Hints:
+    """What `command` says about what it reads and writes. Pure."""
+    reader = _Reader()
+    if any(has_marks(word) for word in command):
+        reader.opaque("a word with control characters")
+    else:
+        reader.run(list(command), Simple())
+    return reader.hints
 
-    # Its links are followed on the way there; what files are told is the path that was asked for.
-    path = Path(os.path.abspath(directory))
-    with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
-        staging.recover([path], remember(settings, _ROOT))
-        restore_relocated(
-            store,
-            manifest,
-            path,
-            deadline_s=settings.deadline_s,
-            privileges=settings.restore_privileges,
-            report=report,
+
+def hints_of_script(text: str) -> Hints:
+    """What a shell script says. Pure."""
+    reader = _Reader()
+    reader.script(text)
+    return reader.hints
+
+
+class _State(Struct):
+    """What holds at a place in a script."""
+
+    directory: str = ""
+    bound: set[str] = field(default_factory=set)
+    """Variables that the script has set for certain."""
+    made: set[str] = field(default_factory=set)
+    """Files that the script has made for certain, whatever was there before."""
+
+    def copy(self) -> "_State":
+        """Return a copy that changes by itself."""
+        return _State(self.directory, set(self.bound), set(self.made))
+
+
+class _Reader:
+    """Goes through a script in its order."""
+
+    def __init__(self, parent: "_Reader | None" = None) -> None:
+        self._found: list[Hints] = []
+        self._depth: int = parent._depth + 1 if parent else 0
+        self._state: _State = parent._state.copy() if parent else _State()
+        self._assigned: dict[str, list[str]] = dict(parent._assigned) if parent else {}
+        self._functions: set[str] = set(parent._functions) if parent else set()
+        self._folders: list[str] = list(parent._folders) if parent else []
+
+    @property
+    def hints(self) -> Hints:
+        """All that was found."""
+        return merged(*self._found)
+
+    def add(self, hints: Hints) -> None:
+        """Add hints of a command that runs in the present directory."""
+        if hints != _NOTHING:
+            self._found.append(hints)
+
+    def opaque(self, what: str) -> None:
+        """Add something that was not understood."""
+        self.add(Hints(opaque=(what,)))
+
+    def script(self, text: str, *, is_output_used: bool = False) -> None:
+        """Go through the text of a script."""
+        if self._depth > _DEPTH_MAX:
+            self.opaque("a script in a script in a script")
+            return
+        found = parse(text)
+        if found.odd:
+            self.opaque(found.odd)
+        if len(found.events) > _COMMANDS_MAX:
+            self.opaque("a very long shell script")
+            return
+        self._collect(found.events)
+        stack: list[tuple[Block, _State]] = []
+        is_function = False
+        chain = self._state.copy()  # after the first pipeline of a list of "&&" and "||"
+        is_certain = True
+        for event in found.events:
+            if isinstance(event, Simple):
+                event.is_output_used |= is_output_used
+                if not event.joined and not event.is_piped:
+                    self._end_chain(chain)
+                    is_certain = True
+                is_certain = is_certain and not event.joined
+                before = self._state.copy()
+                self._simple(event)
+                if event.joined == "||":
+                    before.directory = self._state.directory
+                    self._state = before
+                elif is_certain:
+                    chain = self._state.copy()
+                continue
+            self._end_chain(chain)
+            if event.kind == "function":
+                is_function = True
+            elif event.kind in ("begin", "list"):
+                kind = Block("begin", event.name) if is_function else event
+                is_function = False
+                stack.append((kind, self._state.copy()))
+            elif event.kind == "branch" and stack:
+                self._leave(stack[-1][1])
+                self._state = stack[-1][1].copy()
+            elif event.kind == "end" and stack:
+                block, before = stack.pop()
+                if block.kind == "begin":
+                    self._leave(before)
+                    self._state = before
+                elif block.name == ")":
+                    self._state = replace(before, made=self._state.made)
+            elif event.kind == "for":
+                self._state.bound.add(event.name)
+                for token in event.values or ():
+                    self._inner(token)
+                    self.add(
+                        moved_to(Hints(words=named_words(self._spread(token))), self._directory)
+                    )
+            chain = self._state.copy()
+
+    @property
+    def _directory(self) -> str:
+        return self._state.directory
+
+    def _end_chain(self, first: _State) -> None:
+        """End a list of `&&` and `||`: what only its later commands did is not certain."""
+        self._state = _State(self._state.directory, set(first.bound), set(first.made))
+
+    def _leave(self, before: _State) -> None:
+        """Leave a block that may not have run."""
+        if self._state.directory != before.directory:
+            self.opaque("a cd that may not happen")
+
+    def _collect(self, events: Iterable[Simple | Block]) -> None:
+        """Note all values that the script's variables take, and the names of its functions."""
+        for event in events:
+            if isinstance(event, Block):
+                if event.kind == "function":
+                    self._functions.add(event.name)
+                elif event.kind == "for":
+                    values = [COMPUTED] if event.values is None else [t.text for t in event.values]
+                    is_pattern = any(c in one for one in values for c in "*?[{")
+                    self._assigned.setdefault(event.name, []).extend(
+                        [*values, *([COMPUTED] if is_pattern else [])]
+                    )
+                continue
+            words = [token.text for token in event.words]
+            for text in (*(token.text for token in event.assignments), *_set_by(words)):
+                if match := ASSIGNMENT.match(text):
+                    is_whole = match[0] == f"{match[1]}="
+                    value = text[match.end() :] if is_whole else COMPUTED
+                    self._assigned.setdefault(match[1], []).append(value)
+
+    def _simple(self, event: Simple) -> None:
+        for token in event.tokens():
+            self._inner(token)
+        words = [token.text for token in event.words]
+        assignments = [token.text for token in event.assignments]
+        if words and base_name(words[0]) in _DECLARE:
+            assignments += [word for word in words[1:] if ASSIGNMENT.match(word)]
+        for text in assignments:
+            self._assign(text)
+        for token in event.reads:
+            spread = self._spread(token)
+            self._note(Hints(files=tuple(one for one in spread if COMPUTED not in one)))
+            if any(COMPUTED in one for one in spread):
+                self.opaque("a file that the shell computes")
+        self._note(Hints(words=named_words([t.text for t in event.others if not t.scripts])))
+        lists = [self._spread(token) for token in event.words]
+        count = 1
+        for values in lists:
+            count *= len(values)
+        if words and count <= _SPREAD_MAX:
+            for combination in product(*lists):
+                self.run(list(combination), event)
+        elif words:
+            self._note(Hints(words=named_words([one for values in lists for one in values])))
+            self.run([one[0] if len(one) == 1 else COMPUTED for one in lists], event)
+        if not words:
+            self._bind(match[1] for text in assignments if (match := ASSIGNMENT.match(text)))
+        else:
+            self._bind(match[1] for text in _set_by(words) if (match := ASSIGNMENT.match(text)))
+        for token in event.writes:
+            for path in self._spread(token):
+                self._made(path)
+
+    def _bind(self, names: Iterable[str]) -> None:
+        self._state.bound.update(names)
+
+    def _made(self, path: str) -> None:
+        if not path.startswith("/dev/") and COMPUTED not in path:
+            self._state.made.add(_place(self._directory, path))
+
+    def _inner(self, token: Token) -> None:
+        """Go through the scripts in a word, and note the variables that come from outside."""
+        free = [name for name in token.variables if name not in self._state.bound]
+        self.add(Hints(variables=tuple(free)))
+        for text in token.scripts:
+            inner = _Reader(self)
+            inner.script(text, is_output_used=True)
+            self.add(inner.hints)
+
+    def _spread(self, token: Token) -> list[str]:
+        """Return all values that a word may have, as far as the script tells."""
+        return self._values(token.text, ()) or [COMPUTED]
+
+    def _values(self, word: str, within: tuple[str, ...]) -> list[str]:
+        found = [word]
+        for mark, name, default in marks(word):
+            if name in _OWN_FOLDERS and name not in self._assigned:
+                found = [one.replace(mark, _OWN_FOLDERS[name]) for one in found]
+                continue
+            if not name or name not in self._assigned or name in within or len(within) > 4:
+                continue
+            values = []
+            assigned = dict.fromkeys(self._assigned[name])
+            if len(assigned) > 4 * _SPREAD_MAX:
+                return [COMPUTED]
+            for text in assigned:
+                values += self._values(text, (*within, name))
+            if name not in self._state.bound:
+                values.append(variable(name, default))
+            values = [one if not one.split()[1:] else COMPUTED for one in values]
+            found = [one.replace(mark, value) for one in found for value in dict.fromkeys(values)]
+            if len(found) > 4 * _SPREAD_MAX:
+                return [COMPUTED]
+        return list(dict.fromkeys(found))
+
+    def _assign(self, text: str) -> None:
+        """Note the files that the value of a variable names."""
+        name, _, value = text.partition("=")
+        name = name.rstrip("+")
+        values = self._values(value, (name,))
+        for one in values:
+            words = tuple(one.split())
+            if name in FILE_VARIABLES:
+                lists = Hints(files=words, requirement_files=words)
+                is_indexed = name == "PIP_REQUIREMENT"
+                self._note(replace(lists, indexed_files=words) if is_indexed else lists)
+                if COMPUTED in one:
+                    self.opaque(name)
+            elif name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
+                self._note(Hints(link_dirs=words))
+            else:
+                self._note(Hints(words=named_words(words)))
+        if name in _SEARCH_VARIABLES and not self._is_search_path(values, name):
+            self.opaque(name)
+
+    def _is_search_path(self, values: Sequence[str], name: str) -> bool:
+        """Return whether a value adds nothing but folders of environments that are made here."""
+        made = {f"{one}/bin" for found in self._found for one in found.environment_dirs}
+        parts = {part for value in values for part in value.split(":")}
+        return name == "PATH" and parts <= made | {variable(name)}
+
+    def _note(self, hints: Hints) -> None:
+        """Add hints whose paths may be made by the script itself."""
+        directory = self._directory
+        made = self._state.made
+        if made:
+            is_made = {
+                name
+                for name in (*hints.files, *hints.words, *hints.scripts, *hints.programs)
+                if _place(directory, name) in made
+            }
+            if is_made:
+                known = {
+                    *hints.requirement_files,
+                    *hints.scripts,
+                    *hints.programs,
+                    *hints.spec_files,
+                }
+                hints = replace(
+                    hints,
+                    files=_without(hints.files, is_made),
+                    words=_without(hints.words, is_made),
+                    scripts=_without(hints.scripts, is_made),
+                    programs=_without(hints.programs, is_made),
+                    requirement_files=_without(hints.requirement_files, is_made),
+                    indexed_files=_without(hints.indexed_files, is_made),
+                    folders=tuple(one for one in hints.files if one in is_made),
+                    opaque=(*hints.opaque, *sorted(known & is_made)),
+                )
+        hints = moved_to(hints, directory)
+        for folder in self._folders:
+            hints = moved_to(hints, folder)
+        self.add(hints)
+
+    def run(self, words: list[str], event: Simple) -> None:
+        """Go through one command, behind the wrappers in front of it."""
+        outer = unwrapped(words)
+        program_words = list(outer.words)
+        for text in outer.assignments:
+            self._assign(text)
+        self._note(Hints(words=named_words(outer.own_words), opaque=outer.opaque))
+        self._folders += outer.directories
+        if any(COMPUTED in one for one in outer.directories):
+            self.opaque("a directory that the shell computes")
+        if program_words:
+            self._command(program_words, event, is_wrapped=program_words != words)
+        if outer.directories:
+            del self._folders[-len(outer.directories) :]
+        if outer.written:
+            for path in outer.written:
+                self._state.made.add(_place(self._directory, path))
+
+    def _command(self, words: list[str], event: Simple, *, is_wrapped: bool) -> None:
+        program = base_name(words[0])
+        if program in ("cd", "pushd", "popd") and not is_wrapped:
+            self._change_directory(words, event)
+            return
+        if program in self._functions:
+            self._note(Hints(words=named_words(words[1:])))
+            return
+        script = _script_in(program, words)
+        if script is not None:
+            if program in SHELLS:
+                self._note(Hints(words=named_words(read_shell(words).arguments)))
+            if COMPUTED in script:
+                self.opaque(f"{program} of what the shell computes")
+            inner = _Reader(self)
+            inner.script(as_text(script), is_output_used=event.is_output_used)
+            self.add(inner.hints)
+            return
+        hints = _hints_of_simple(words, shows=not event.is_output_used)
+        self._note(hints)
+        for path in made_by(program, words[1:]):
+            self._made(path)
+
+    def _change_directory(self, words: list[str], event: Simple) -> None:
+        state = self._state
+        plain = [word for word in words[1:] if word not in ("-P", "-L", "-e", "--")]
+        if words[0] == "popd" or plain[:1] == ["-"] or event.joined == "||":
+            self.opaque(words[0])
+            return
+        folder = plain[0] if plain else variable("HOME")
+        if COMPUTED in folder:
+            self.opaque("a cd to where the shell computes")
+        elif len(state.directory) + len(folder) > _PATH_MAX:
+            self.opaque("a cd to a very long path")
+        else:
+            state.directory = posixpath.join(state.directory, folder)
+
+
+def _script_in(program: str, words: Sequence[str]) -> str | None:
+    """The text of a script among the words of a command."""
+    if program in SHELLS:
+        return read_shell(words).script
+    if program in ("su", "runuser") and "-c" in words[:-1]:
+        return words[words.index("-c") + 1]
+    if program == "eval":
+        return " ".join(words[1:])
+    if program == "trap" and len(words) > 2 and words[1] not in ("-", "-p", "-l", ""):
+        return words[1]
+    if words[0] == "-c" and len(words) > 1:
+        return words[1]  # of flock(1)
+    return None
+
+
+def _set_by(words: Sequence[str]) -> Iterator[str]:
+    """Yield the assignments, as texts, that a builtin of the shell makes."""
+    program = words[0] if words else ""
+    if program in _DECLARE:
+        yield from words[1:]
+    elif program in ("read", "mapfile", "readarray", "getopts"):
+        yield from (f"{word}={COMPUTED}" for word in words[1:] if word.isidentifier())
+    elif program == "printf" and "-v" in words[:-1]:
+        yield f"{words[words.index('-v') + 1]}={COMPUTED}"
+    elif program == "let":
+        yield from (f"{word.partition('=')[0]}={COMPUTED}" for word in words[1:])
+
+
+def _place(directory: str, path: str) -> str:
+    return posixpath.normpath(posixpath.join(directory, path))
+
+
+def _without(names: Sequence[str], others: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in others)
+
+
+def _hints_of_simple(words: Sequence[str], *, shows: bool) -> Hints:
+    program = base_name(words[0])
+    if COMPUTED in words[0]:
+        return Hints(opaque=(as_text(words[0]),), words=named_words(words[1:]))
+    if program in (".", "source"):
+        return _hints_of_source(words)
+    if program in SHELLS:
+        shell = read_shell(words)
+        named = named_words(shell.arguments)
+        if shell.file and COMPUTED not in shell.file and not shell.file.startswith(_STREAMS):
+            return Hints(files=(shell.file,), scripts=(shell.file,), words=named)
+        return Hints(opaque=(program,), words=named)
+    if PYTHON.fullmatch(program):
+        return _hints_of_python(program, words)
+    hints = _hints_of_packages(program, words)
+    if hints is None:
+        hints = hints_of_file_tool(program, words[1:], shows=shows)
+        if hints is None:
+            hints = hints_of_unknown(words[0], words[1:])
+        return hints
+    return _checked(hints, program, words)
+
+
+def _checked(hints: Hints, program: str, words: Sequence[str]) -> Hints:
+    """Hints of a tool that installs, without what only a shell can tell."""
+    what = [word for word in words[1:] if COMPUTED in word or word.startswith(_STREAMS)]
+    lists = [*hints.requirement_files, *hints.spec_files]
+    what += [one for one in lists if one in ("-", "") or ("://" in one and "file:///" not in one)]
+    if not what:
+        return hints
+    shown = "the words" if any(COMPUTED in one for one in what) else "the files"
+    return replace(hints, opaque=(*hints.opaque, f"{shown} of {program}"))
+
+
+def _hints_of_source(words: Sequence[str]) -> Hints:
+    file = words[1] if len(words) > 1 else ""
+    directory, _, rest = file.rpartition("/bin/")
+    named = named_words(words[2:])
+    if COMPUTED in file or file.startswith(_STREAMS):
+        return Hints(opaque=("a script that the shell computes",), words=named)
+    if rest == "activate" and directory:
+        return Hints(environment_dirs=(directory,))
+    return Hints(files=(file,), scripts=(file,), words=named) if file else Hints()
+
+
+def _hints_of_python(program: str, words: Sequence[str]) -> Hints:
+    module = _module(words)
+    if module is None:
+        script_words = tuple(positional(words[1:], {"-W", "-X", "-c"})[:1])
+        is_asked = {"-V", "--version"}.intersection(words)
+        shown = [base_name(as_text(one)) for one in script_words]
+        what = f"{program} -c" if "-c" in words else " ".join((program, *shown))
+        files = tuple(one for one in script_words if COMPUTED not in one and "-c" not in words)
+        read = hints_of_unknown(program, words[1:]).words
+        return Hints((words[0],), files=files, words=read, opaque=() if is_asked else (what,))
+    name, rest_words = module
+    hints = hints_of_tool(name, words[0], rest_words) if is_package_tool(name) else None
+    if hints is None:
+        is_known = name in _OWN_MODULES
+        named = named_words(rest_words)
+        return Hints((words[0],), words=named, opaque=() if is_known else (f"{program} -m {name}",))
+    return _checked(hints, name, words)
+
+
+def _hints_of_packages(program: str, words: Sequence[str]) -> Hints | None:
+    """The hints of a tool that makes or fills an environment; None for any other program."""
+    if program in PROJECT_TOOLS and (hints_or_none := hints_of_project(program, list(words))):
+        return hints_or_none
+    if program == "uv" and len(words) > 1 and words[1] in ("pip", "venv"):
+        if words[1] == "venv":
+            directories = positional(words[2:], VENV_VALUE_OPTIONS) or [".venv"]
+            return Hints(("python3",), (directories[0],), tools=("uv",))
+        hints = hints_of_tool("pip", "python3", list(words[2:]))
+        # Told which interpreter, it does not look for an active environment.
+        is_told = "--system" in words or bool(option_values(words, PYTHON_OPTIONS))
+        return replace(hints, uses_uv=not is_told, tools=("uv",))
+    if program in PROJECT_TOOLS and words[1:2] == ["run"] and len(words) > 2:
+        inner = _hints_of_simple(words[2:], shows=False)
+        # It brings the project's environment up to date before.
+        opaque = (*inner.opaque, f"{program} run")
+        return replace(inner, tools=("uv",) if program == "uv" else (), opaque=opaque)
+    return hints_of_tool(program, words[0], list(words[1:])) if is_package_tool(program) else None
+
+
+def _module(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    """("pip", arguments) of "python -I -m pip ..."; None where a script is run."""
+    for i, word in enumerate(words[1:], 1):
+        if word == "-m":
+            return (words[i + 1], list(words[i + 2 :])) if i + 1 < len(words) else None
+        if not word.startswith("-") or word == "-c":
+            return None
+    return None
+
+
+_BUILTINS = {"builtin", "nohup", "unbuffer", "catatonit", "command", "exec"}
+
+
+class _Wrapper(Struct, frozen=True):
+    """The options that a wrapper is known to have, without those that run something else."""
+
+    values: frozenset[str] = frozenset()
+    """Options that take a value."""
+    flags: frozenset[str] = frozenset()
+    own_count: int = 0
+    """How many words of its own come before the command."""
+    written: frozenset[str] = frozenset()
+    """Options whose value names a file that is written; "" for its own words."""
+    directories: frozenset[str] = frozenset()
+    """Options whose value is the directory in which the command runs."""
+
+
+def _wrapper(
+    values: str = "", flags: str = "", own: int = 0, written: str = "", directories: str = ""
+) -> _Wrapper:
+    return _Wrapper(
+        frozenset((*values.split(), *written.split(), *directories.split())),
+        frozenset(flags.split()),
+        own,
+        frozenset((*written.split(), *([""] if own else []))),
+        frozenset(directories.split()),
+    )
+
+
+_WRAPPERS = {
+    **dict.fromkeys(_BUILTINS - {"exec", "unbuffer"}, _wrapper(flags="-p")),
+    "unbuffer": _wrapper(flags="-p"),
+    "exec": _wrapper("-a", "-c -l"),
+    "setsid": _wrapper(flags="-c -f -w --ctty --fork --wait"),
+    "dumb-init": _wrapper(flags="-v -c --verbose --single-child"),
+    "tini": _wrapper("-p -e", "-s -g -v -w"),
+    "gosu": _wrapper(own=1),
+    "su-exec": _wrapper(own=1),
+    "setarch": _wrapper(flags="-R -v --addr-no-randomize --verbose", own=1),
+    "taskset": _wrapper(flags="-a -c --all-tasks --cpu-list", own=1),
+    "chrt": _wrapper(flags="-b -f -i -o -r -v --batch --fifo --idle --other --rr", own=1),
+    "time": _wrapper("-f --format", "-a -p -v --append --portability --verbose", 0, "-o --output"),
+    "nice": _wrapper("-n --adjustment"),
+    "ionice": _wrapper("-c -n --class --classdata", "-t --ignore"),
+    "stdbuf": _wrapper("-i -o -e --input --output --error"),
+    "env": _wrapper(
+        "-u --unset", "- -i -0 -v --ignore-environment --null --debug", 0, "", "-C --chdir"
+    ),
+    "sudo": _wrapper(
+        "-u -g -h -p -C -T -R -U -r -t --user --group --prompt --host",
+        "-A -b -E -H -k -n -P -S -B --preserve-env --non-interactive --set-home --stdin",
+        directories="-D --chdir",
+    ),
+    "doas": _wrapper("-u -C", "-n"),
+    "timeout": _wrapper(
+        "-k -s --kill-after --signal", "-v --verbose --foreground --preserve-status", 1
+    ),
+    "numactl": _wrapper(
+        "-N -m -C -p -i -P --cpunodebind --membind --physcpubind --preferred --interleave",
+        "-l -a --localalloc --all",
+    ),
+    "flock": _wrapper(
+        "-w -E --timeout --wait --conflict-exit-code",
+        "-n -x -e -s -u -o -F -v --nonblock --exclusive --shared --close --no-fork --verbose",
+        1,
+    ),
+    "xargs": _wrapper(
+        "-n -I -P -L -d -a -E -s --arg-file --delimiter --max-args --max-lines --max-procs",
+        "-0 -r -t -x -p -o --null --no-run-if-empty --verbose --exit --open-tty",
+    ),
+    "srun": _wrapper(
+        "-n -N -c -p -A -t -J -w -x --ntasks --nodes --cpus-per-task --partition --account --time "
+        "--job-name --nodelist --exclude --ntasks-per-node --export --gres --mem --cpu-bind --mpi",
+        "-l -u -O -s -K -k -Q -v --label --unbuffered --overlap --exclusive --quiet --exact",
+        0,
+        "-o -e --output --error",
+        "-D --chdir",
+    ),
+}
+
+
+class Unwrapped(Struct, frozen=True):
+    """A command without the wrappers in front of it."""
+
+    words: tuple[str, ...]
+    assignments: tuple[str, ...] = ()
+    """What `env` and `sudo` set for it."""
+    own_words: tuple[str, ...] = ()
+    """Words of the wrappers that may name files which they read."""
+    written: tuple[str, ...] = ()
+    """Files that the wrappers write."""
+    directories: tuple[str, ...] = ()
+    """The directories that they enter, in this order."""
+    opaque: tuple[str, ...] = ()
+    """Wrappers that were not understood."""
+
+
+def unwrapped(words: Sequence[str]) -> Unwrapped:
+    """Return the command behind `sudo`, `timeout` and their like."""
+    rest = list(words)
+    assignments: list[str] = []
+    own: list[str] = []
+    written: list[str] = []
+    directories: list[str] = []
+    opaque: list[str] = []
+    while rest:
+        name = base_name(rest[0])
+        wrapper = _WRAPPERS.get(name)
+        if wrapper is None or (name == "command" and rest[1:2] in (["-v"], ["-V"])):
+            break
+        if name == "xargs":
+            opaque.append(name)  # its input becomes words
+        rest = rest[1:]
+        while rest and rest[0].startswith("-"):
+            option, rest = rest[0], rest[1:]
+            if option == "--":
+                break
+            name_of_option, value = _option(option, wrapper)
+            if name_of_option is None:
+                opaque.append(f"{name} {option.partition('=')[0]}")
+                own.append(option)
+            elif name_of_option in wrapper.values:
+                if value is None:
+                    value, rest = (rest[0], rest[1:]) if rest else ("", rest)
+                if name_of_option in wrapper.directories:
+                    directories.append(value)
+                else:
+                    (written if name_of_option in wrapper.written else own).append(value)
+        written += rest[: wrapper.own_count]
+        rest = rest[wrapper.own_count :]
+        while name in ("env", "sudo", "doas") and rest and ASSIGNMENT.match(rest[0]):
+            assignments.append(rest.pop(0))
+    return Unwrapped(
+        tuple(rest),
+        tuple(assignments),
+        tuple(own),
+        tuple(written),
+        tuple(directories),
+        tuple(opaque),
+    )
+
+
+def _option(word: str, wrapper: _Wrapper) -> tuple[str | None, str | None]:
+    """Return (option, its value in the same word); (None, None) for an option that is not known."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        is_known = name in wrapper.values or name in wrapper.flags
+        return (name, value if equals else None) if is_known else (None, None)
+    if word[1:].isdigit() or word in wrapper.flags:  # of nice
+        return word, None
+    for i in range(1, len(word)):
+        option = f"-{word[i]}"
+        if option in wrapper.values:
+            return option, word[i + 1 :] or None
+        if option not in wrapper.flags:
+            return None, None
+    return word, None
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+# Programs whose words name nothing that they read.
+_READS_NOTHING = _set("""
+    mkdir rm rmdir touch chmod chown chgrp truncate sync echo printf true false : exit return unset
+    umask ulimit wait shift exec which type hash sleep date id whoami uname dirname basename mktemp
+    nproc deactivate hostname shopt export local readonly declare typeset read tee pwd command
+    let break continue
+    """)
+
+# Programs that show what is there: nobody knows what, where something reads it.
+_SHOWS = _set("ls du df stat ps free uptime tty file jobs readlink realpath printenv groups")
+
+_CHECKSUMS = "md5sum sha1sum sha224sum sha256sum sha384sum sha512sum b2sum cksum"
+
+# Programs that read files among their words, and the options with which they read others, too.
+_READERS: dict[str, str] = {
+    **dict.fromkeys(_set("cat head tac nl cut tr paste join comm cmp fold fmt expand"), ""),
+    **dict.fromkeys(_set("base64 od xxd hexdump strings rev column zcat bzcat xzcat"), ""),
+    **dict.fromkeys(_set(_CHECKSUMS), "-c --check"),
+    **dict.fromkeys(("grep", "egrep", "fgrep"), "-r -R -d --recursive --dereference-recursive"),
+    "tail": "-f -F --follow --retry",
+    "sort": "-o -T --output --files0-from --compress-program --temporary-directory",
+    "wc": "--files0-from",
+    "diff": "--to-file --from-file",
+    "set": "",
+}
+
+# Options of `grep` and the like that take a value, so that letters behind them are no options.
+_LETTER_VALUES = {
+    "grep": "eABCfm",
+    "egrep": "eABCfm",
+    "fgrep": "eABCfm",
+    "head": "nc",
+    "tail": "nc",
+}
+
+_TEST_FILES = _set("-e -f -d -r -w -x -s -L -h -b -c -p -S -a")
+
+_TESTS = _set(
+    "-n -z = == != =~ -eq -ne -lt -le -gt -ge ! -o && || ( ) < > -v [ [[ ] ]] -t -k -u -g"
+)
+
+_TAR_RUNS = ("-T", "--files-from", "-I", "--use-compress-program", "--to-command", "--checkpoint")
+
+# Commands of sed that read and write nothing but the stream: "1d", "/x/,$p", "s/a/b/g".
+_ADDRESS = r"(?:\d+|\$|/(?:[^/\\]|\\.)*/)"
+
+_SED_COMMAND = re.compile(
+    rf"(?:{_ADDRESS}(?:,{_ADDRESS})?)?\s*!?\s*"
+    r"(?:[dDpPqQ=]|s([/|,#:@])(?:(?!\1)[^\\]|\\.)*\1(?:(?!\1)[^\\;]|\\.)*\1[gpiI\d]*)",
+    re.DOTALL,
+)
+
+# So many options are looked at in one word, as in "-xzf".
+_LETTERS_MAX = 6
+
+# In front of "t", the folder that is copied to, as in "cp -at".
+_COPY_LETTERS = re.compile(r"-([abcdfilnprsuvxCDHLPRTZ]+)(t.*)", re.DOTALL)
+
+# Options of programs that nobody knows, and names of files, that tell that a file is written.
+_WRITTEN_OPTION = re.compile(r"--?\w*-?(o|out|output|log|logs|logfile|report|trace)(-\w+)?")
+
+_WRITTEN_NAME = re.compile(r".*\.(log|out|err|pid|lock)")
+
+_LOCK_FILE = re.compile(
+    r".*(requirements|conda|poetry|pdm|uv|versions?|package).*\.lock", re.IGNORECASE
+)
+
+
+class _Words(Struct, frozen=True):
+    """Words that are no options, and the values of options, as (option, value)."""
+
+    plain: tuple[str, ...]
+    values: tuple[tuple[str, str], ...]
+
+
+def option_values(words: Sequence[str], options: set[str]) -> list[str]:
+    """The values of `options`, given as "-r x", "-rx" or "--requirement=x"."""
+    values = []
+    for i, word in enumerate(words):
+        if word in options:
+            if i + 1 < len(words):
+                values.append(words[i + 1])
+        elif word.startswith("--") and "=" in word:
+            option, _, value = word.partition("=")
+            if option in options:
+                values.append(value)
+        elif len(word) > 2 and word[0] == "-" and word[1] != "-" and word[:2] in options:
+            values.append(word[2:])
+    return values
+
+
+def positional(words: Sequence[str], value_options: set[str]) -> list[str]:
+    """The words that are no options and no values of `value_options`."""
+    found = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word.startswith("-"):
+            skip = word in value_options
+        else:
+            found.append(word)
+    return found
+
+
+def named_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words, and parts of words, that may name a file: also "x" of "--file=x", "-fx",
+    "if=x" and "@x"."""
+    found: list[str] = []
+    for word in words:
+        if word.startswith("-") and "=" not in word:
+            found += _glued_values(word)
+            continue
+        value = word.partition("=")[2]
+        found += [] if word.startswith("-") else [word]
+        for text in (word, value):
+            found += [text.lstrip("@")] if text.startswith("@") else []
+        if value:
+            found += [value, *(value.split() if " " in value else ())]
+    return tuple(
+        dict.fromkeys(one for one in found if one and one not in (".", "..", "/", COMPUTED))
+    )
+
+
+def _glued_values(word: str) -> list[str]:
+    """What may be the value of an option in "-fx", and in "-qrx", where letters come before it."""
+    letters = re.match(rf"-[A-Za-z]{{1,{_LETTERS_MAX}}}", word)
+    return [word[at:] for at in range(2, letters.end() + 1) if word[at:]] if letters else []
+
+
+def hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -> Hints | None:
+    """Return the hints of a program of the tables; None for any other. `shows`: its output goes to
+    people."""
+    computed = any(COMPUTED in word for word in words)
+    if tool in _READS_NOTHING:
+        return Hints()
+    if tool in _SHOWS:
+        return Hints() if shows else None
+    if tool in ("test", "[", "[["):
+        return _hints_of_test(tool, words)
+    if tool in _READERS:
+        if _has_option(words, _READERS[tool].split(), _LETTER_VALUES.get(tool, "")) or computed:
+            return None
+        return Hints(words=named_words(words))
+    if tool == "uniq":
+        plain = positional(words, {"-f", "-s", "-w"})
+        return None if computed else Hints(words=tuple(plain[:1]))
+    if tool in ("cp", "mv", "ln", "install"):
+        return None if computed else _hints_of_copy(tool, words)
+    if tool == "unzip":
+        plain = positional(words, {"-d", "-x"})
+        archives = (plain[0], f"{plain[0]}.zip") if plain else ()
+        return None if computed else Hints(files=archives, words=named_words(words))
+    if tool == "tar":
+        runs = any(one.startswith(_TAR_RUNS) for one in words)
+        return None if computed or runs else _hints_of_tar(words)
+    if tool == "sed":
+        return None if computed else _hints_of_sed(words)
+    return None
+
+
+def hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
+    """Return the hints of a program of the user's. What its words mean is unknown, but it may be a
+    script of a shell, and each word that names a file may be read."""
+    read: list[str] = []
+    is_written = False
+    for word in words:
+        option = word.partition("=")[0]
+        if not (is_written and not word.startswith("-")) and not _WRITTEN_OPTION.fullmatch(option):
+            read.append(word)
+        is_written = word.startswith("-") and bool(_WRITTEN_OPTION.fullmatch(word))
+    found = tuple(
+        one
+        for one in named_words(read)
+        if not _WRITTEN_NAME.fullmatch(one) or _LOCK_FILE.fullmatch(one)
+    )
+    files = (program,) if "/" in program and not has_marks(program) else ()
+    return Hints(files=files, programs=(program,), words=found)
+
+
+def made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Return the files that a program of the tables makes anew, whatever was there."""
+    if tool == "tee":
+        return tuple(positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
+    words = _apart(words)
+    if tool in ("cp", "mv", "ln", "install") and not option_values(
+        words, {"-t", "--target-directory"}
+    ):
+        *sources, last = positional(words, {"-S", "-m", "-o", "-g"}) or [""]
+        return (last,) if len(sources) == 1 else ()
+    return ()
+
+
+def _has_option(words: Sequence[str], options: Sequence[str], letter_values: str) -> bool:
+    """Return whether a word gives one of `options`. `letter_values`: letters of options whose value
+    may follow in the same word."""
+    letters = {option[1] for option in options if len(option) == 2}
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            # An option may be abbreviated.
+            if len(name) > 2 and any(one.startswith(name) for one in options):
+                return True
+        elif word.startswith("-"):
+            for letter in word[1:]:
+                if letter in letters:
+                    return True
+                if letter in letter_values:
+                    break
+    return False
+
+
+def _hints_of_test(tool: str, words: Sequence[str]) -> Hints | None:
+    """`test -f FILE`: that a file is there decides."""
+    tested: list[str] = []
+    for i, word in enumerate(words):
+        if word in _TEST_FILES:
+            if i + 1 < len(words) and words[i + 1] not in ("]", "]]"):
+                tested.append(words[i + 1])
+        elif word.startswith("-") and word not in _TESTS and not (i and words[i - 1] in _TESTS):
+            return None
+    if any(COMPUTED in word for word in tested):
+        return None
+    return Hints(tested=tuple(tested))
+
+
+def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
+    """`cp SOURCE... TARGET`: the sources are read."""
+    words = _apart(words)
+    if tool == "install" and {"-d", "--directory"}.intersection(words):
+        return Hints()
+    values = {"-t", "--target-directory", "-S", "--suffix"}
+    values |= {"-m", "-o", "-g", "--mode", "--owner", "--group"} if tool == "install" else set()
+    plain = positional(words, values)
+    has_target = bool(option_values(words, {"-t", "--target-directory"}))
+    if not has_target and len(plain) == 1:
+        return None  # a pattern, such as "x{,.bak}"
+    sources = tuple(plain if has_target else plain[:-1])
+    return Hints(words=sources) if tool == "ln" else Hints(files=sources)
+
+
+def _apart(words: Sequence[str]) -> list[str]:
+    """Words of `cp` and the like with "-at" as "-a -t"."""
+    found: list[str] = []
+    for word in words:
+        match = _COPY_LETTERS.fullmatch(word)
+        found += [f"-{match[1]}", f"-{match[2]}"] if match else [word]
+    return found
+
+
+def _hints_of_tar(words: Sequence[str]) -> Hints:
+    """`tar -xf FILE` reads one file; all else that a word names is packed."""
+    first = words[0] if words else ""
+    extracts = "x" in first.lstrip("-") and not first.startswith("--")
+    if extracts or {"-x", "--extract", "--get"}.intersection(words):
+        return Hints(words=tuple(one for one in named_words(words) if one != first))
+    plain = positional(words[1:], {"-f", "--file", "-C", "--directory"})
+    return Hints(files=tuple(plain[1:] if "f" in first and not first.startswith("--") else plain))
+
+
+def _hints_of_sed(words: Sequence[str]) -> Hints | None:
+    """`sed 1d FILE`: only scripts are understood that touch nothing but the stream."""
+    scripts = option_values(words, {"-e", "--expression"})
+    plain = positional(words, {"-e", "--expression", "-f", "--file", "-l"})
+    if option_values(words, {"-f", "--file"}):
+        return None
+    if not scripts:
+        scripts, plain = plain[:1], plain[1:]
+    for script in scripts:
+        at = 0
+        while at < len(script):
+            match = _SED_COMMAND.match(script, at)
+            if match is None:
+                return None
+            at = match.end()
+            while at < len(script) and script[at] in "; \n\t":
+                at += 1
+    return Hints(words=tuple(plain))
+
+
+PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
+
+_PIP = re.compile(r"pip(\d+(\.\d+)?)?")
+
+# Options of pip, uv, conda and friends whose value is a file that decides what is installed.
+_FILE_OPTIONS = {
+    "-r",
+    "--requirement",
+    "--requirements",
+    "-c",
+    "--constraint",
+    "--constraints",
+    "--build-constraint",
+    "--override",
+    "-f",
+    "--file",
+    "-e",
+    "--editable",
+}
+
+_REQUIREMENT_OPTIONS = {"-r", "--requirement", "--requirements"}
+
+_LINKS_OPTIONS = {"-f", "--find-links"}
+
+# Options of `pip install` that take a value which is no requirement.
+_PIP_VALUE_OPTIONS = {
+    "-i",
+    "--index-url",
+    "--extra-index-url",
+    "--cache-dir",
+    "--log",
+    "--python",
+    "-p",
+    "--root",
+    "--src",
+    "--platform",
+    "--python-version",
+    "--implementation",
+    "--abi",
+    "--timeout",
+    "--retries",
+    "--proxy",
+    "--trusted-host",
+    "--cert",
+    "--report",
+    "--no-binary",
+    "--only-binary",
+    "--progress-bar",
+    "--upgrade-strategy",
+    "--config-settings",
+    "-C",
+    "--target",
+    "-t",
+    "--prefix",
+    "--find-links",
+    "--group",
+}
+
+# Options of `venv` and `virtualenv` that take a value.
+VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
+
+# Options of uv's and pip's installers that name an interpreter, or its environment.
+PYTHON_OPTIONS = {"-p", "--python"}
+
+# Variables with files, separated by blanks, which pip and uv read like those that options name.
+FILE_VARIABLES = (
+    "PIP_REQUIREMENT",
+    "PIP_CONSTRAINT",
+    "PIP_BUILD_CONSTRAINT",
+    "UV_CONSTRAINT",
+    "UV_BUILD_CONSTRAINT",
+    "UV_OVERRIDE",
+)
+
+# Tool -> lock file, commands that fill the project's environment, options that name the project.
+PROJECT_TOOLS = {
+    "uv": ("uv.lock", {"sync", "add", "remove"}, {"--project", "--directory"}),
+    "poetry": (
+        "poetry.lock",
+        {"install", "sync", "add", "update", "remove"},
+        {"-C", "--directory", "-P", "--project"},
+    ),
+    "pdm": ("pdm.lock", {"install", "sync", "add", "update", "remove"}, {"-p", "--project"}),
+}
+
+_LOCKED_VERBS = {"sync", "install"}
+
+_UPGRADES = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
+
+_CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
+
+_CONDA_READS_NOTHING = {"list", "info", "clean", "search", "compare", "deactivate"}
+
+_TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
+
+_KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | VENV_VALUE_OPTIONS
+
+# conda's own list, where `conda env` is given none.
+_CONDA_LISTS = ("environment.yml", "environment.yaml")
+
+_PIP_INSTALLS = {"install", "sync"}
+
+_PIP_READS_NOTHING = {"list", "check", "freeze", "show", "cache", "config", "debug", "inspect"}
+
+
+def _is_local(requirement: str) -> bool:
+    return requirement.startswith((".", "/", "file:")) or requirement.endswith((".whl", ".tar.gz"))
+
+
+def hints_of_project(tool: str, words: list[str]) -> Hints | None:
+    """The hints of "uv sync" and its like; None for a command that fills no project's
+    environment."""
+    lock, verbs, options = PROJECT_TOOLS[tool]
+    if not verbs.intersection(positional(words[1:], options)[:1]):
+        return None
+    folder = (option_values(words, options) or [""])[-1]
+    files = tuple(posixpath.join(folder, name) for name in (lock, "pyproject.toml"))
+    # Without that, the project itself is only pointed to.
+    copied = (folder or ".",) if "--no-editable" in words else ()
+    verb, *added = positional(words[1:], options)
+    version = (posixpath.join(folder, ".python-version"),) if tool == "uv" else ()
+    is_locked = verb in _LOCKED_VERBS and not _UPGRADES.intersection(words)
+    hints = Hints(
+        ("python3",),
+        files=(*files, *copied),
+        words=(*version, *named_words(words[1:])),
+        link_dirs=tuple(option_values(words, _LINKS_OPTIONS)) if tool == "uv" else (),
+        # A lock file says all; where there is none yet, `requirements` are the project's.
+        requirements=() if is_locked else (f"what {tool} {verb} asks for", *added),
+        lock_files=files[:1] if verb in _LOCKED_VERBS else (),
+        tools=("uv",) if tool == "uv" else (),
+    )
+    if "--active" in words:
+        return replace(hints, uses_uv=True)
+    # "-g" is the Python on PATH, "--venv" one of pdm's own.
+    elsewhere = tool == "pdm" and {"-g", "--global", "--venv"}.intersection(words)
+    return replace(hints, projects=() if elsewhere else ((tool, folder),))
+
+
+def is_package_tool(tool: str) -> bool:
+    """Return whether `hints_of_tool` knows a tool."""
+    return bool(_PIP.fullmatch(tool)) or tool in _TOOLS
+
+
+def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
+    """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
+    # Options that are in no table may name files.
+    odd = [word for word in words if word.startswith("-") and not _is_known(word)]
+    # Of several letters the last may have its value behind it.
+    with_value = _FILE_OPTIONS | _PIP_VALUE_OPTIONS
+    odd += [one for one in words if re.match("-[A-Za-z]{2}", one) and one[:2] not in with_value]
+    hints = _hints_of_tool(tool, program, words)
+    return replace(hints, words=named_words(words if hints.opaque else odd))
+
+
+def _is_known(option: str) -> bool:
+    name = option.partition("=")[0]
+    return name in _KNOWN or (not option.startswith("--") and option[:2] in _KNOWN)
+
+
+def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
+    if tool in ("venv", "virtualenv"):
+        directories = positional(words, VENV_VALUE_OPTIONS)
+        interpreter = option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []
+        return Hints((interpreter[0] if interpreter else program,), tuple(directories))
+    if _PIP.fullmatch(tool):
+        if not {"install", "sync", "uninstall"}.intersection(words):
+            verb = (positional(words, _PIP_VALUE_OPTIONS) or [""])[0]
+            is_closed = not verb or verb in _PIP_READS_NOTHING
+            return Hints((program,), opaque=() if is_closed else (f"{tool} {verb}",))
+        links = option_values(words, _LINKS_OPTIONS)
+        options = _FILE_OPTIONS - _LINKS_OPTIONS
+        skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
+        lists = option_values(words, options - {"-e", "--editable"})
+        groups = option_values(words, {"--group"})
+        projects = [one.rpartition(":")[0] or "pyproject.toml" for one in groups]
+        indexed = option_values(words, _REQUIREMENT_OPTIONS)
+        named = [*option_values(words, {"-e", "--editable"}), *positional(words, skipped)]
+        named = [word for word in named if word not in ("install", "sync", "uninstall")]
+        if "sync" in words:
+            lists, indexed = [*lists, *named], [*indexed, *named]
+        asks = bool(_PIP_INSTALLS.intersection(words)) and "--no-index" not in words
+        has_deps = "--no-deps" not in words
+        asked = [one for one in named if has_deps or not _is_local(one)]
+        places = option_values(words, {"-t", "--target", "--prefix"})
+        environments = []
+        for python in option_values(words, PYTHON_OPTIONS):
+            if PYTHON.fullmatch(base_name(python)):
+                program = python
+            elif "/" in python:
+                environments.append(python)
+        return Hints(
+            python_words=(program,),
+            environment_dirs=tuple(environments),
+            install_dirs=tuple(places),
+            files=tuple(dict.fromkeys((*lists, *named, *projects))),
+            link_dirs=tuple(links),
+            uses_pip=not places,
+            uses_user_site="--user" in words,
+            requirement_files=tuple(lists),
+            indexed_files=tuple(indexed) if asks else (),
+            requirements=(*asked, *groups) if asks and "sync" not in words else (),
+            tools=("pip",),
         )
+    if tool in ("conda", "mamba", "micromamba"):
+        prefixes = option_values(words, {"-p", "--prefix"})
+        changes = bool(_CONDA_VERBS.intersection(words[:1]))
+        # A new one without -p has a name, on the command line or in environment.yml.
+        is_named = bool(option_values(words, {"-n", "--name"})) or "create" in words[:2]
+        verbs = [word for word in words if not word.startswith("-")][:1]
+        opaque = " ".join((tool, *verbs))
+        lists = option_values(words, {"-f", "--file"})
+        if not lists and {"create", "update"}.intersection(words[1:2]) and words[0] == "env":
+            lists = list(_CONDA_LISTS)
+        options = _FILE_OPTIONS | {"-p", "--prefix", "-n", "--name", "-c", "--channel"}
+        specs = [one for one in positional(words, options) if one not in _CONDA_VERBS]
+        return Hints(
+            environment_dirs=tuple(prefixes),
+            files=tuple(dict.fromkeys((*option_values(words, _FILE_OPTIONS), *lists))),
+            requirements=tuple(specs) if changes and "--offline" not in words else (),
+            spec_files=tuple(lists) if changes and "--offline" not in words else (),
+            opaque=() if changes or _CONDA_READS_NOTHING.intersection(verbs) else (opaque,),
+            tools=("conda",),
+            uses_conda=changes and not prefixes and not is_named,
+            names_conda_environment=changes and not prefixes and is_named,
+        )
+    raise ValueError(f"{tool} is not in the tables")

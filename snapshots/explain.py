@@ -1,6 +1,6 @@
-"""Why a set-up would run, or would not: its parts, its snapshot, and the nearest one there is.
+"""Explanation of a set-up: its parts, its snapshot, and the nearest snapshot in the store.
 
-Looks at machine and store, and changes nothing. Stateless; any thread.
+Reads machine and store, and changes nothing. Stateless; any thread.
 """
 
 from msgspec import Struct
@@ -8,16 +8,19 @@ from msgspec.structs import replace
 
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.age import age_of, is_too_old, settled_max_age
-from bootseer.snapshots.catalogue.compare import nearest
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.catalogue.part_differences import Difference, compare_parts
-from bootseer.snapshots.reuse import key_in_place, mounts_in_place
-from bootseer.snapshots.setup.fingerprint import Part, base_part_name
-from bootseer.snapshots.setup.request import Report, Request, Resolved, resolve
-from bootseer.snapshots.targets.paths import text_of
-from bootseer.snapshots.targets.scan import NOTHING, base_digest, scan
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.diff import Difference, compare_parts, nearest
+from bootseer.snapshots.environment import (
+    age_of,
+    is_too_old,
+    key_in_place,
+    mounts_in_place,
+    settled_max_age,
+)
+from bootseer.snapshots.key import Report, Request, Resolved, resolve
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.parts import Part, base_part_name
+from bootseer.snapshots.scan import NOTHING, base_digest, scan, text_of
 from bootseer.store import open_store
 
 IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
@@ -51,7 +54,7 @@ class Explanation(Struct, frozen=True):
 def explain_setup(settings: Settings, request: Request, report: Report) -> Explanation:
     """What `run_setup` would do now. Changes nothing.
 
-    Raises: as `request.resolve`; UnavailableError, CorruptError, DeadlineError of the store.
+    Raises: as `key.resolve`; UnavailableError, CorruptError, DeadlineError of the store.
     """
     resolved = resolve(request, report)
     max_age_s = settled_max_age(settings.snapshot_max_age_s, is_open=resolved.is_open)

@@ -19,7 +19,7 @@ from bench.model import Workspace
 from bench.site import FarSide, far_side, listening
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
-from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots import catalogue
 from bootseer.store import open_backend, open_store
 from testbed.line import Line
 from testbed.needs import require

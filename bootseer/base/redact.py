@@ -4,7 +4,7 @@ Alone decides what is a secret there: in a URL the user name and password; in a 
 a name that says so, an Authorization header, what has a token's known form, and every known value:
 what a variable of this process with such a name holds, and the logins that this process has used.
 What of a set-up's command is shown is decided elsewhere, by a list of what is shown
-(`snapshots.setup.shown_words`). Reads nothing but the environment. Any thread.
+(`snapshots.shown`). Reads nothing but the environment. Any thread.
 """
 
 import collections

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bootseer.launch.caches.commands import Explained, Listed
     from bootseer.launch.caches.finding import Job, Wish
     from bootseer.launch.caches.records import Record
-    from bootseer.snapshots.catalogue.manifest import Manifest
+    from bootseer.snapshots.manifest import Manifest
 
 _KEEP = click.option(
     "--keep", "kept", metavar="DIR", multiple=True, help="A directory that `run --keep` keeps."
@@ -80,7 +80,7 @@ def show(key: str, files: bool, as_json: bool) -> None:
     from bootseer.launch.caches.commands import find_generation
     from bootseer.launch.caches.records import read_record
     from bootseer.launch.caches.restoring import tree_files
-    from bootseer.snapshots.catalogue.catalogue import load_tree
+    from bootseer.snapshots.catalogue import load_tree
 
     with open_current_store() as store:
         manifest = find_generation(store, key)

@@ -191,7 +191,7 @@ def _with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
 
 def _directories(kept: tuple[str, ...]) -> tuple[str, ...]:
     """Those that `--keep` names. Raises: InvalidInputError."""
-    from bootseer.snapshots.targets.paths import target_path
+    from bootseer.snapshots.scan import target_path
 
     directories = tuple(text for text in kept if text not in ("auto", "off"))
     for text in directories:

@@ -5,7 +5,7 @@ from bootseer.prefetch.bundle.links import CONTENT as BUNDLES
 from bootseer.prefetch.bundle.links import FORMATS as IMAGES
 from bootseer.profile.stored import FOLDER as STARTS
 from bootseer.profile.stored import start_of
-from bootseer.snapshots.catalogue.links import FORMATS as SNAPSHOTS
+from bootseer.snapshots.catalogue import FORMATS as SNAPSHOTS
 from bootseer.store.objects.records import TREES, USES, Format
 
 FORMATS = (

@@ -20,7 +20,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container.container_start import Container
-    from bootseer.snapshots.targets.upper_layer import Layers
+    from bootseer.snapshots.layers import Layers
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -93,7 +93,7 @@ def container_layers(container: "Container") -> "Layers":
     """Returns the layers of the root of a container that was entered."""
     from bootseer.prefetch.cache.kept_indexes import read_kept_tree
     from bootseer.prefetch.resolve.mount import MountedImage
-    from bootseer.snapshots.targets.upper_layer import Layers
+    from bootseer.snapshots.layers import Layers
 
     image = container.image
     tree = None

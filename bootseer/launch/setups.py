@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bootseer.prefetch.container.container_start import Container
     from bootseer.settings.config import Settings
-    from bootseer.snapshots.setup.request import Request
+    from bootseer.snapshots.key import Request
     from bootseer.timeline.recorder import Span, Timeline
 
 
@@ -38,10 +38,10 @@ def set_up(
 ) -> None:
     """Make the targets of one set-up of `job`; `span` is its stage, above `timeline`.
 
-    Raises: what `snapshots.run.run_setup` raises.
+    Raises: what `snapshots.environment.run_setup` raises.
     """
-    from bootseer.snapshots.run import run_setup
-    from bootseer.snapshots.setup.request import Request, run_plainly
+    from bootseer.snapshots.environment import run_setup
+    from bootseer.snapshots.key import Request, run_plainly
 
     request = Request(
         command=command,

@@ -9,7 +9,7 @@ from pathlib import Path
 from bootseer.blob.tree import Tree
 from bootseer.linux import namespaces
 from bootseer.served.covers import mount_layers
-from bootseer.snapshots.targets.upper_layer import Layers
+from bootseer.snapshots.layers import Layers
 
 
 @contextlib.contextmanager

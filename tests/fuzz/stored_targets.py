@@ -21,10 +21,10 @@ from bootseer.profile.model.analysis import StartModel
 from bootseer.profile.model.graph import StartGraph
 from bootseer.profile.stored import pack, unpack
 from bootseer.profile.views.document import analysis_document
-from bootseer.snapshots.catalogue import manifest_codec
-from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored
-from bootseer.snapshots.catalogue.manifest import Target as SnapshotTarget
-from bootseer.snapshots.setup.fingerprint import Part, fingerprint
+from bootseer.snapshots import manifest as manifests
+from bootseer.snapshots.manifest import Manifest, Outside, Stored
+from bootseer.snapshots.manifest import Target as SnapshotTarget
+from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.store.objects import lease, uses
 from bootseer.timeline import otlp
 from tests.fuzz import samples
@@ -56,7 +56,7 @@ def _manifest() -> Any:
         version="0.1.0",
         outside=outside,
     )
-    return json.loads(manifest_codec.encode(whole))
+    return json.loads(manifests.encode(whole))
 
 
 @st.composite
@@ -76,12 +76,12 @@ def _manifests(draw: st.DrawFn) -> bytes:
 
 
 def _read_manifest(data: bytes) -> None:
-    found = manifest_codec.decode(data)
+    found = manifests.decode(data)
     for target in found.targets:
         assert target.path.startswith(b"/")
         for path in (target.path[1:], *target.deletions):
             assert not {b"", b".", b".."} & set(path.split(b"/"))
-    manifest_codec.encode(found)
+    manifests.encode(found)
 
 
 def _layout() -> bytes:

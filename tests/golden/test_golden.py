@@ -15,7 +15,7 @@ from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
 from bootseer.prefetch.record import trace
 from bootseer.prefetch.warm import record as warm
-from bootseer.snapshots.catalogue import manifest_codec
+from bootseer.snapshots.manifest import decode, encode
 from bootseer.store.objects import lease, uses
 
 _FOLDER = Path(__file__).parent
@@ -45,7 +45,7 @@ _AGAIN: dict[str, Callable[[bytes], bytes]] = {
     "relatives.json": lambda d: bundle_reuse.FORM.encode(bundle_reuse.FORM.decode(d, "x")),
     "use.json": lambda d: uses.FORM.encode(uses.FORM.decode(d, "x")),
     "lease.json": _lease,
-    "manifest.json": lambda d: manifest_codec.encode(manifest_codec.decode(d)),
+    "manifest.json": lambda d: encode(decode(d)),
     "tree.index": lambda d: index.encode(index.decode(d)),
 }
 

@@ -22,13 +22,12 @@ from bootseer.errors import (
     UnsupportedError,
 )
 from bootseer.settings.config import Settings
-from bootseer.snapshots import archive
-from bootseer.snapshots.archive import export_snapshot, import_archive
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import archive, catalogue
+from bootseer.snapshots.archive import create_snapshot, export_snapshot, import_archive
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import Store, open_store
 from testbed.images.building import Member, tar_of
 from testbed.needs import require

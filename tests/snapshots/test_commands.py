@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from bootseer.cli import main
 from bootseer.launch.job import setup_command
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Outside
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.manifest import Outside
 from bootseer.store import open_store
 from testbed.waiting import wait_for
 

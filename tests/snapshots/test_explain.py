@@ -11,21 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.compare import nearest
-from bootseer.snapshots.catalogue.manifest import Manifest, Stored, Target
-from bootseer.snapshots.catalogue.manifest_codec import encode
-from bootseer.snapshots.catalogue.part_differences import compare_parts
-from bootseer.snapshots.explain import (
-    IN_PLACE,
-    RESTORE,
-    RUN,
-    Explanation,
-    explain_setup,
-)
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.diff import compare_parts, nearest
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.explain import IN_PLACE, RESTORE, RUN, Explanation, explain_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.manifest import Manifest, Stored, Target, encode
+from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

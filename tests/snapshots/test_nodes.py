@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.settings.config import Settings
-from bootseer.snapshots import run as run_module
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.run import SetupResult, run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots import environment as run_module
+from bootseer.snapshots.environment import SetupResult, run_setup
+from bootseer.snapshots.key import Request
 from bootseer.store import Store, open_store
 from bootseer.store.objects import lease
 from testbed.trees import describe, differences

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
 from bootseer.store import open_store
 from testbed.needs import MissingError
 from testbed.trees import describe, differences, make_zoo

@@ -1,7 +1,7 @@
 """What lstat shows of a name, as bytes of one length: all that a change of it would change.
 
 Of a directory only mode, user and group: the rest is as its names are. Alone owns the layout, which
-`targets.tree_fingerprint` hashes. Stateless.
+`snapshots.scan` hashes. Stateless.
 """
 
 import os

@@ -30,8 +30,8 @@ def export(key: str, file: Path, as_json: bool) -> None:
     set-up changed in them, are absolute without the leading "/"; what it removed is not in it.
     """
     from bootseer.base.progress import Progress
+    from bootseer.snapshots import catalogue
     from bootseer.snapshots.archive import export_snapshot, is_plain
-    from bootseer.snapshots.catalogue import catalogue
 
     if str(file) == "-":
         raise click.UsageError("FILE is the name of a file; nothing is exported to stdout.")
@@ -98,8 +98,8 @@ def fetch(key: str, as_json: bool) -> None:
     KEY is a fingerprint, its start, or a name.
     """
     from bootseer.prefetch.streams.fetching import fetch_tree
-    from bootseer.snapshots.catalogue import catalogue
-    from bootseer.snapshots.restoring.mounting.lazy_mount import have_index, name_of
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.mounted import have_index, name_of
 
     settings = current_settings()
     with open_current_store() as store:

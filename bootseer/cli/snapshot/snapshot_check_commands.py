@@ -20,7 +20,7 @@ from bootseer.cli.output import (
 from bootseer.errors import CorruptError
 
 if TYPE_CHECKING:
-    from bootseer.snapshots.catalogue.compare import Comparison
+    from bootseer.snapshots.diff import Comparison
 
 
 @click.command(epilog="Example: bootseer snapshot diff base-env 3f2a91 --packages")
@@ -35,8 +35,8 @@ def diff(before: str, after: str | None, packages_only: bool, as_json: bool) -> 
     host where A belongs. Files are compared by content, mode, owner, link and extended attributes,
     not by time.
     """
-    from bootseer.snapshots.catalogue import catalogue
-    from bootseer.snapshots.catalogue.compare import compare, disk_view, snapshot_view
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.diff import compare, disk_view, snapshot_view
 
     with open_current_store() as store:
         first = catalogue.find(store, before)
@@ -121,8 +121,8 @@ def verify(keys: tuple[str, ...], every: bool, quick: bool, as_json: bool) -> No
     next set-up that would use it.
     """
     from bootseer.base.progress import Progress
-    from bootseer.snapshots.catalogue import catalogue
-    from bootseer.snapshots.catalogue.verify import Verifier
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.catalogue import Verifier
 
     if every == bool(keys):
         raise click.UsageError("Give the snapshots to check, or --all.")

@@ -29,7 +29,7 @@ from bootseer.cli.snapshot.snapshot_output import mode_option, summary
 
 if TYPE_CHECKING:
     from bootseer.blob.tree import Inode
-    from bootseer.snapshots.catalogue.manifest import Manifest
+    from bootseer.snapshots.manifest import Manifest
 
 
 _ELSEWHERE = {
@@ -56,7 +56,7 @@ def snapshot() -> None:
 @json_option
 def create(targets: tuple[str, ...], name: str, as_json: bool) -> None:
     """Capture existing directories as they are."""
-    from bootseer.snapshots.commands import create_snapshot
+    from bootseer.snapshots.archive import create_snapshot
 
     manifest = create_snapshot(current_settings(), targets, name)
     if as_json:
@@ -105,7 +105,7 @@ def restore(
     A directory that exists must be empty, or be as it was before the set-up. The snapshot says
     where it goes: that is printed first.
     """
-    from bootseer.snapshots.restoring.mounting.early_server import early_server
+    from bootseer.snapshots.restore import early_server
 
     if relocates and directory is None:
         raise click.UsageError("--relocate needs --to DIR.")
@@ -117,7 +117,7 @@ def restore(
     with contextlib.ExitStack() as stack:
         # A mount waits for its server, which loads while we do.
         process = None if directory is not None else stack.enter_context(early_server(settings))
-        from bootseer.snapshots.commands import restore_snapshot
+        from bootseer.snapshots.restore import restore_snapshot
 
         manifest = restore_snapshot(
             settings,
@@ -140,7 +140,7 @@ def restore(
 @json_option
 def unmount(directory: Path, lazy: bool, as_json: bool) -> None:
     """Take off a snapshot that is mounted on DIRECTORY; what was written there is gone."""
-    from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
+    from bootseer.snapshots.mounted import unmount_snapshot
 
     is_covered = unmount_snapshot(current_settings(), directory, lazy=lazy)
     if as_json:
@@ -161,7 +161,7 @@ def unmount(directory: Path, lazy: bool, as_json: bool) -> None:
 def list_(sort: str, as_json: bool) -> None:
     """List the snapshots in the store, with their sizes and ages."""
     from bootseer.base.shown import shown_age
-    from bootseer.snapshots.catalogue.catalogue import list_all
+    from bootseer.snapshots.catalogue import list_all
 
     with open_current_store() as store:
         manifests = [one for one in list_all(store) if not one.cache]
@@ -205,7 +205,7 @@ def list_(sort: str, as_json: bool) -> None:
 @json_option
 def show(key: str, files: bool, as_json: bool) -> None:
     """Show what a snapshot was made from and what it holds."""
-    from bootseer.snapshots.catalogue import catalogue
+    from bootseer.snapshots import catalogue
 
     with open_current_store() as store:
         manifest = catalogue.find(store, key)
@@ -240,7 +240,7 @@ def show(key: str, files: bool, as_json: bool) -> None:
         ),
     )
     if not manifest.is_verified:
-        from bootseer.snapshots.catalogue.verify import NO_DIGEST
+        from bootseer.snapshots.catalogue import NO_DIGEST
 
         say(NO_DIGEST)
     if sentence := manifest.outside.restored_sentence(manifest.node):

@@ -9,7 +9,7 @@ from bootseer.cli.output import human_time
 from bootseer.settings.config import RESTORE_MODES
 
 if TYPE_CHECKING:
-    from bootseer.snapshots.catalogue.manifest import Manifest
+    from bootseer.snapshots.manifest import Manifest
 
 
 mode_option = click.option(

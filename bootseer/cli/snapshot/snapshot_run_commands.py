@@ -26,7 +26,7 @@ from bootseer.settings.config import Settings
 
 if TYPE_CHECKING:
     from bootseer.snapshots.explain import Explanation
-    from bootseer.snapshots.setup.request import Request
+    from bootseer.snapshots.key import Request
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # Behind its first word everything belongs to the command, "--" or not.
@@ -83,7 +83,7 @@ def _set_up_options(command: _F) -> _F:
 def _request(options: dict[str, Any]) -> tuple[Settings, "Request"]:
     """The request that the parameters of `_set_up_options` make, which are taken out of
     `options`."""
-    from bootseer.snapshots.setup.request import Request
+    from bootseer.snapshots.key import Request
 
     settings = current_settings()
     options["command"] = _command(options["command"])
@@ -137,7 +137,7 @@ def run(wait_s: float, mode: str | None, dry_run: bool, as_json: bool, **options
         _tell(settings, request, as_json)
         return
     from bootseer.launch.signals import StoppedError, StopSignals, end_by
-    from bootseer.snapshots.run import run_setup
+    from bootseer.snapshots.environment import run_setup
 
     try:
         # What the command has started ends, too, and the lease is given back.

@@ -14,7 +14,7 @@ from bootseer.errors import InvalidInputError, PermissionDeniedError
 from bootseer.fuse.striped.mounted.options import parse_options
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.settings.values import parse_size
-from bootseer.snapshots.catalogue.manifest import is_name
+from bootseer.snapshots.manifest import is_name
 
 _START = ("job", "submission", "attempt", "rank")
 _SIZE_DEFAULT = "10GiB"

@@ -22,11 +22,11 @@ from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.folders import VOLUME
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.admission import admit_tree
-from bootseer.snapshots.catalogue.manifest import Manifest, Target
-from bootseer.snapshots.restoring.mounting.lazy_mount import have_index, name_of
-from bootseer.snapshots.targets.paths import text_of
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import admit_tree
+from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.snapshots.mounted import have_index, name_of
+from bootseer.snapshots.scan import text_of
 from bootseer.store import open_own_store
 
 _log = logging.getLogger(__name__)

@@ -13,12 +13,11 @@ from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
 from bootseer.launch.caches.records import Record, read_record, records
 from bootseer.launch.caches.restoring import generation
 from bootseer.settings.config import Settings
+from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import import_target
-from bootseer.snapshots.capture.capture import make_manifest
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.compare import nearest
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.catalogue.part_differences import Difference, compare_parts
+from bootseer.snapshots.capture import make_manifest
+from bootseer.snapshots.diff import Difference, compare_parts, nearest
+from bootseer.snapshots.manifest import Manifest
 from bootseer.store import Store
 
 

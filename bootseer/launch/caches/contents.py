@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.launch.caches.units import File, unit_of
-from bootseer.snapshots.targets.scan import Entry, Scan, open_below, scan
+from bootseer.snapshots.scan import Entry, Scan, open_below, scan
 
 _log = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from bootseer.launch.caches.machine import compiler_parts, cpu_parts, gpu_parts,
 from bootseer.launch.caches.packages import Python, python_of
 from bootseer.launch.caches.records import own_folder
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue.manifest import CACHE
-from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.snapshots.setup.place import Place
-from bootseer.snapshots.targets.paths import target_path
+from bootseer.snapshots.manifest import CACHE
+from bootseer.snapshots.parts import Part, fingerprint
+from bootseer.snapshots.python import Place
+from bootseer.snapshots.scan import target_path
 
 if TYPE_CHECKING:
-    from bootseer.snapshots.setup.interpreter import Runner
+    from bootseer.snapshots.python import Runner
 
 _INSIDE = "/run/bootseer/caches"
 """Where a container sees the folders that we name. Not where they are on the host: a user other

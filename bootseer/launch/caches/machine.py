@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from bootseer.linux.processes import kill_child, reap, wait_readable
 from bootseer.linux.root_paths import find_program, resolve_in_root
-from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.parts import Part
 
 if TYPE_CHECKING:
-    from bootseer.snapshots.setup.interpreter import Runner
-from bootseer.snapshots.setup.place import Place
+    from bootseer.snapshots.python import Runner
+from bootseer.snapshots.python import Place
 
 _log = logging.getLogger(__name__)
 

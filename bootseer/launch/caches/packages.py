@@ -15,8 +15,8 @@ from msgspec import Struct
 from bootseer.errors import BootseerError
 from bootseer.launch.caches.known import ALL_PACKAGES, data_cache_path
 from bootseer.linux.root_paths import find_program, resolve_in_root
-from bootseer.snapshots.catalogue.packages import package_of
-from bootseer.snapshots.setup.place import Place
+from bootseer.snapshots.diff import package_of
+from bootseer.snapshots.python import Place
 
 _PYTHON = re.compile(r"python(\d+(\.\d+t?)?)?")
 _FOLDERS = ("lib*/python3*/site-packages", "lib/python3*/dist-packages")

@@ -17,9 +17,9 @@ from bootseer.launch.caches.finding import Cache
 from bootseer.launch.caches.restoring import bring_in, generation, tree_files
 from bootseer.launch.caches.units import new_units, of_start, within
 from bootseer.settings.config import Settings
-from bootseer.snapshots.capture.capture import Change, capture, make_manifest
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest, Target
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.capture import Change, capture, make_manifest
+from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.store import LeaseWatch, Store
 from bootseer.store.objects.lease import LeaseRenewal
 

@@ -23,13 +23,13 @@ from bootseer.launch.caches.units import by_unit
 from bootseer.linux.private_files import make_directory
 from bootseer.linux.removal import remove_tree
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.admission import admit_tree
-from bootseer.snapshots.catalogue.manifest import Manifest, Target
-from bootseer.snapshots.restoring.merge import move_into
-from bootseer.snapshots.restoring.restore import fetch_tree
-from bootseer.snapshots.targets.lock import locked
-from bootseer.snapshots.targets.scan import STAGING_PREFIX, scan
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import admit_tree
+from bootseer.snapshots.fetch import fetch_tree
+from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.snapshots.place import move_into
+from bootseer.snapshots.scan import STAGING_PREFIX, scan
+from bootseer.snapshots.targets import locked
 from bootseer.store import Store
 
 _STAGING = os.fsdecode(STAGING_PREFIX) + "cache"

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from bootseer.base.documents import Count, Form, PathBytes, Sha256, parse
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.index.records import LAYER_FORM
-from bootseer.snapshots.catalogue.manifest_codec import decode
+from bootseer.snapshots.manifest import decode
 from testbed.bounded import run_bounded
 
 

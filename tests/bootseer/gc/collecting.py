@@ -25,10 +25,10 @@ from bootseer.prefetch.publish.hot_build import add_trace
 from bootseer.prefetch.record.file_rows import TracedFile
 from bootseer.prefetch.record.trace import Access, Trace
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.verify import Verifier
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import Verifier
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
 from bootseer.store import Store, open_store
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import index

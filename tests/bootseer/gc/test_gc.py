@@ -21,8 +21,9 @@ from bootseer.prefetch.index.catalogue import (
     read_tree,
 )
 from bootseer.prefetch.index.chains import publish_chain_index
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import open_store
 from bootseer.store.objects.uses import IN_USE_S, note_use, use_key
 from testbed.mounts.image_mounts import mounted, settings_at

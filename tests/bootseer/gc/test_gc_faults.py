@@ -27,8 +27,8 @@ from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import Rules
 from bootseer.launch.formats import FORMATS
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import create_snapshot
 from bootseer.store import FileInfo, Store, Writer, open_store
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects import lease

@@ -5,8 +5,7 @@ import stat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.snapshots.capture.diff import Diff, diff
-from bootseer.snapshots.targets.scan import Entry, Scan
+from bootseer.snapshots.scan import Diff, Entry, Scan, diff
 
 _ENTRIES = st.builds(
     Entry,

@@ -17,11 +17,9 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
 from bootseer.linux import namespaces
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.snapshots.capture import layered_scan
-from bootseer.snapshots.capture.diff import diff
-from bootseer.snapshots.capture.layered_scan import scan_after, scan_before
-from bootseer.snapshots.targets.scan import Scan, base_digest, scan
-from bootseer.snapshots.targets.upper_layer import Layers
+from bootseer.snapshots import layers as layered_scan
+from bootseer.snapshots.layers import Layers, scan_after, scan_before
+from bootseer.snapshots.scan import Scan, base_digest, diff, scan
 from testbed.mounts.overlays import overlay as overlay_over
 from testbed.needs import require
 

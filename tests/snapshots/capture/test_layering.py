@@ -17,17 +17,15 @@ from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
+from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import export_snapshot
-from bootseer.snapshots.capture.capture import Change, capture, make_manifest
-from bootseer.snapshots.capture.layering import RULE, Place, Rule, bytecode_then, choose_blobs
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import EARLIER_MAX, Manifest, Target
-from bootseer.snapshots.catalogue.manifest_codec import decode, encode
-from bootseer.snapshots.catalogue.verify import Verifier
-from bootseer.snapshots.restoring.fetch import plan_frames
-from bootseer.snapshots.restoring.restore import fetch_tree
-from bootseer.snapshots.setup.fingerprint import Part
-from bootseer.snapshots.targets.scan import scan
+from bootseer.snapshots.capture import Change, capture, make_manifest
+from bootseer.snapshots.catalogue import Verifier
+from bootseer.snapshots.fetch import fetch_tree, plan_frames
+from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
+from bootseer.snapshots.parts import Part
+from bootseer.snapshots.scan import scan
+from bootseer.snapshots.sharing import RULE, Place, Rule, bytecode_then, choose_blobs
 from bootseer.store import Store, open_store
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.snapshots.capture import outside
-from bootseer.snapshots.capture.outside import changed_since, now_ns, usual_places
-from bootseer.snapshots.catalogue.manifest import Outside
-from bootseer.snapshots.commands import restore_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import capture as outside
+from bootseer.snapshots.capture import changed_since, now_ns, usual_places
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.manifest import Outside
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 
@@ -159,7 +159,7 @@ def test_what_others_write_is_no_change_of_the_set_up(tmp_path: Path) -> None:
 def test_the_output_of_the_set_up_is_no_change_of_it(tmp_path: Path) -> None:
     output = tmp_path / "what-the-job-says"
     program = (
-        "from bootseer.snapshots.capture.outside import changed_since\n"
+        "from bootseer.snapshots.capture import changed_since\n"
         f"print(changed_since(0, [{str(tmp_path)!r}], []).paths)"
     )
     with output.open("wb") as file:

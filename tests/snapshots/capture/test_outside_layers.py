@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.snapshots.capture import outside_layers
-from bootseer.snapshots.capture.outside_layers import OutsideLayers
-from bootseer.snapshots.targets.upper_layer import Layers
+from bootseer.snapshots import capture as outside_layers
+from bootseer.snapshots.capture import OutsideLayers
+from bootseer.snapshots.layers import Layers
 from testbed.mounts.overlays import overlay
 from testbed.needs import require
 

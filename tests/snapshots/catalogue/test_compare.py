@@ -9,13 +9,13 @@ import pytest
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.compare import Comparison, compare, disk_view, snapshot_view
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.catalogue.verify import Verifier
-from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.catalogue import Verifier
+from bootseer.snapshots.diff import Comparison, compare, disk_view, snapshot_view
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.manifest import Manifest
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

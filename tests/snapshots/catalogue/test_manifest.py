@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
-from bootseer.snapshots.catalogue.manifest import Manifest, Outside, Stored, Target
-from bootseer.snapshots.catalogue.manifest_codec import decode, encode
-from bootseer.snapshots.setup.fingerprint import Part, fingerprint
-from bootseer.snapshots.targets.paths import target_path
+from bootseer.snapshots.manifest import Manifest, Outside, Stored, Target, decode, encode
+from bootseer.snapshots.parts import Part, fingerprint
+from bootseer.snapshots.scan import target_path
 
 _PARTS = (Part("command", '["x"]'), Part("salt", ""))
 _MANIFEST = Manifest(

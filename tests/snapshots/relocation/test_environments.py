@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
 from testbed.needs import MissingError
 from testbed.trees import describe, differences
 from testbed.wheels import make_wheel

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.conda_channel import BUILT_AT, make_environment, make_package
 from testbed.needs import require
 from testbed.trees import describe, differences

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import AlreadyExistsError, InvalidInputError
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.needs import MissingError
 from testbed.trees import describe, differences
 from testbed.wheels import make_wheel

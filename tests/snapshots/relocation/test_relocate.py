@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.relocation.contents import Prefix, prefix_of
-from bootseer.snapshots.relocation.plan import Brought, relocate_file, stale_bytecode
-from bootseer.snapshots.relocation.records import (
+from bootseer.snapshots.relocation import (
+    Brought,
     Placeholder,
+    Prefix,
     placeholders_of,
+    prefix_of,
+    relocate_file,
     relocated_conda_record,
     relocated_record,
+    stale_bytecode,
     written,
 )
 from testbed.paths import REPOSITORY

@@ -12,11 +12,9 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.restoring import fetch, restore
-from bootseer.snapshots.restoring.fetch import FrameSource, plan_frames
-from bootseer.snapshots.restoring.restore import fetch_tree
+from bootseer.snapshots import catalogue, fetch
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.fetch import FrameSource, fetch_tree, find_local_blobs, plan_frames
 from bootseer.store import Store, open_store
 from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.attempt import Attempt
@@ -159,8 +157,8 @@ def test_a_store_on_a_disk_of_this_node_is_read_as_files(
 ) -> None:
     store, _, tree, _ = packed
     if not is_near:
-        monkeypatch.setattr(restore, "LOCAL_KINDS", frozenset())
-    elif restore.find_local_blobs(store, tree) is None:
+        monkeypatch.setattr(fetch, "LOCAL_KINDS", frozenset())
+    elif find_local_blobs(store, tree) is None:
         raise MissingError("the tests' folder is on a file system that counts as far")
     (manifest,) = catalogue.list_all(store)
     (target,) = manifest.targets

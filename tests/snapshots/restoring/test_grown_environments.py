@@ -17,14 +17,13 @@ from bootseer.gc.plan import make_plan
 from bootseer.gc.retention import Rules
 from bootseer.launch.formats import FORMATS
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.catalogue.manifest_codec import decode, encode
-from bootseer.snapshots.catalogue.verify import Verifier
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.restoring.restore import fetch_tree
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import Verifier
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.fetch import fetch_tree
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.manifest import Manifest, decode, encode
+from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import Store, open_store
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.mounts.sweeping import sweep

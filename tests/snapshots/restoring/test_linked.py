@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from bootseer.errors import BusyError, UnsupportedError
 from bootseer.settings.config import Settings, load_settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.restoring.linking import hard_links
-from bootseer.snapshots.restoring.linking.node_trees import NodeTrees, is_whole
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots import trees as hard_links
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.trees import NodeTrees, halves, is_whole
 from bootseer.store import open_store
 from testbed.needs import MissingError, require
 from testbed.trees import describe, differences, make_zoo
@@ -133,12 +133,12 @@ def test_killed_while_blocks_are_shared(reflinking: Path) -> None:
 
 
 def test_of_a_large_tree_another_process_links_to_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hard_links, "usable_cpus", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(hard_links, "may_fork", lambda: True)
     files = [(b"", [0, 1]), (b"a", [4]), (b"b", list(range(5, 8)))]
-    assert hard_links.halves(files) == (files, [])
+    assert halves(files) == (files, [])
     monkeypatch.setattr(hard_links, "SHARED_NAMES", 6)
-    assert hard_links.halves(files) == (files[:2], files[2:])
+    assert halves(files) == (files[:2], files[2:])
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["one-process", "another-process"])

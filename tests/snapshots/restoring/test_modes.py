@@ -4,11 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.settings.config import RESTORE_MODES
-from bootseer.snapshots.restoring.modes import (
+from bootseer.snapshots.mounted import LINK, MOUNT
+from bootseer.snapshots.restore import (
     EXTRACT,
     HARDLINK,
-    LINK,
-    MOUNT,
     OVERLAY,
     REFLINK,
     SMALL_BYTES,

@@ -17,9 +17,10 @@ from bootseer.linux.processes import start_time
 from bootseer.served.covers import covers
 from bootseer.served.folders import live_mounts, mounts_dir
 from bootseer.settings.config import Settings
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode

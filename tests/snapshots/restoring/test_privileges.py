@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from bootseer.errors import PermissionDeniedError
 from bootseer.settings.config import Settings
-from bootseer.snapshots.capture import capture
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
+from bootseer.snapshots import capture
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.mounted import unmount_snapshot
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.needs import require
 from testbed.users import NOBODY, as_ordinary_user
 from tests.snapshots.conftest import MakeNode

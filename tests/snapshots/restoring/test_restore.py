@@ -20,10 +20,11 @@ from bootseer.errors import (
 )
 from bootseer.linux.removal import remove_tree
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import open_store
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.conftest import MakeNode

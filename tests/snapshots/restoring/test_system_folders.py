@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Manifest
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.restoring.system_folders import why_guarded
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.place import why_guarded
+from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
 
-from bootseer.snapshots.setup.reading.command import hints_of
+from bootseer.snapshots.commands import hints_of
 
 
 def told(

@@ -6,14 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.base.redact import without_users
-from bootseer.snapshots.setup.fingerprint import (
-    Part,
-    command_part,
-    fingerprint,
-    secret_part,
-    variable_parts,
-)
-from bootseer.snapshots.setup.request import Request, resolve
+from bootseer.snapshots.key import Request, resolve
+from bootseer.snapshots.parts import Part, command_part, fingerprint, secret_part, variable_parts
 from testbed.wheels import make_wheel
 
 _PARTS = st.lists(st.builds(Part, st.text(max_size=8), st.text(max_size=8)), max_size=6)

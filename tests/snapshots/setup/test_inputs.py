@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, SetupFailedError
-from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.explain import explain_setup
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request, Resolved, resolve
+from bootseer.snapshots.key import Request, Resolved, resolve
 from bootseer.store import open_store
 from tests.snapshots.conftest import MakeNode
 

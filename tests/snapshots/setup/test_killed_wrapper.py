@@ -10,10 +10,10 @@ import pytest
 
 from bootseer.errors import BusyError
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
-from bootseer.snapshots.targets.lock import locked
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.targets import locked
 from bootseer.store import open_store
 from testbed.mounts.snapshot_mounts import WAIT_S
 from testbed.waiting import wait_for

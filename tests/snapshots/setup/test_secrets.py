@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.explain import explain_setup
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.fingerprint import Part, command_part, secret_part, variable_parts
-from bootseer.snapshots.setup.request import Request, Resolved, resolve
+from bootseer.snapshots.key import Request, Resolved, resolve
+from bootseer.snapshots.parts import Part, command_part, secret_part, variable_parts
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.secret_commands import COMMANDS, SECRET, SECRETS
 

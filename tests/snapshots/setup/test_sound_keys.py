@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.snapshots.setup.reading.command import hints_of
-from bootseer.snapshots.setup.request import Request, Resolved, resolve
+from bootseer.snapshots.commands import hints_of
+from bootseer.snapshots.key import Request, Resolved, resolve
 from testbed.needs import MissingError
 
 # Ours answers at once about itself, a shim of pyenv's runs ten Pythons.

@@ -5,18 +5,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
-from bootseer.snapshots.setup import interpreter as asking
-from bootseer.snapshots.setup.interpreter import (
-    Interpreter,
-    find_python,
-    parse,
-    probe,
-    remembered,
-)
-from bootseer.snapshots.setup.place import Place
-from bootseer.snapshots.setup.reading.command import hints_of
-from bootseer.snapshots.setup.request import Request, resolve, run_plainly
-from bootseer.snapshots.setup.targets import declared_targets, infer_targets
+from bootseer.snapshots import python as asking
+from bootseer.snapshots.commands import hints_of
+from bootseer.snapshots.key import Request, resolve, run_plainly
+from bootseer.snapshots.python import Interpreter, Place, find_python, parse, probe, remembered
+from bootseer.snapshots.targets import declared_targets, infer_targets
 
 
 def _interpreter(prefix: str, base: str) -> Interpreter:

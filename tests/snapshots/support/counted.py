@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.key import Request
 
 
 def counted_request(tmp_path: Path, script: str = "", **options: object) -> Request:

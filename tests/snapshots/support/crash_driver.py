@@ -20,10 +20,10 @@ from bootseer.served.cover_users import has_users
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
 from bootseer.settings.config import Settings, load_settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import open_store
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.mounts.sweeping import sweep

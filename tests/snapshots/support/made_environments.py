@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from bootseer.settings.config import Settings
-from bootseer.snapshots.commands import restore_snapshot
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.needs import MissingError
 from testbed.trees import describe, differences
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from bootseer.base.documents import to_builtins
 from bootseer.served.covers import cover_at
 from bootseer.settings.config import Settings
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
 from testbed.mounts.snapshot_mounts import WAIT_S
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
@@ -20,8 +20,8 @@ _JOB = """
 import json, sys
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_builtins
-from bootseer.snapshots.setup.request import Request
-from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.environment import run_setup
 settings, command, targets = json.loads(sys.argv[1])
 request = Request(command=command, targets=targets)
 result = run_setup(from_builtins(settings, Settings), request, until_exit=True)

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from bootseer.errors import AlreadyExistsError
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.support.crash_driver import no_leftovers, points_of, run_in_child, settings_of
 

@@ -14,9 +14,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
 from bootseer.store import open_store
 from testbed.trees import describe, differences, make_zoo
 from tests.snapshots.support.crash_driver import no_leftovers, points_of, run_in_child, settings_of

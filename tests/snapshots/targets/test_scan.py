@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError
-from bootseer.snapshots.targets.scan import base_digest, scan
+from bootseer.snapshots.scan import base_digest, scan
 from testbed.trees import describe, make_zoo
 
 

@@ -31,7 +31,7 @@ from bootseer.served.folders import (
     write_state,
 )
 from bootseer.settings.config import Settings
-from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots.archive import create_snapshot
 from testbed.mounts.fuse_mount import clear_mount
 from testbed.mounts.image_mounts import index, settings_at
 from testbed.mounts.sweeping import sweep

@@ -25,7 +25,7 @@ from bootseer.linux import mount_table
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import MountState, live_mounts
 from bootseer.settings.config import Settings
-from bootseer.snapshots.commands import create_snapshot
+from bootseer.snapshots.archive import create_snapshot
 from testbed.mounts.image_mounts import TIMEOUT_S, settings_at
 from testbed.needs import require
 from testbed.paths import REPOSITORY

@@ -9,7 +9,7 @@ from bootseer.launch.caches.publishing import Published, Since, publish
 from bootseer.launch.caches.records import Restored
 from bootseer.launch.caches.restoring import restore
 from bootseer.settings.config import Settings, load_settings
-from bootseer.snapshots.setup.fingerprint import Part
+from bootseer.snapshots.parts import Part
 from bootseer.store import open_own_store
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.launch.caches.records import IN_PLACE, MISS, RESTORED
-from bootseer.snapshots.catalogue import catalogue
+from bootseer.snapshots import catalogue
 from bootseer.store import open_own_store
 from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY

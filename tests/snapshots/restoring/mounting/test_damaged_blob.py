@@ -9,10 +9,10 @@ import pytest
 from bootseer.blob.keys import blob_key
 from bootseer.prefetch.cache.damage import is_damage_known
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.mounted import unmount_snapshot
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import outside
 from testbed.mounts.snapshot_mounts import wait_gone

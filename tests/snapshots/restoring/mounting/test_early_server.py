@@ -11,8 +11,8 @@ import pytest
 from bootseer.__main__ import is_mounting
 from bootseer.served.folders import live_mounts, log_path
 from bootseer.settings.config import Settings
-from bootseer.snapshots.commands import create_snapshot
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.sweeping import sweep
 from testbed.paths import REPOSITORY
 from tests.snapshots.conftest import MakeNode
@@ -47,11 +47,11 @@ _UNWANTED = (
     *(
         "bootseer.fuse.kernel.server",
         "bootseer.prefetch.serve.worker",
-        "bootseer.snapshots.capture.capture",
+        "bootseer.snapshots.capture",
     ),
     *(
         "bootseer.snapshots.relocation",
-        "bootseer.snapshots.execution",
+        "bootseer.snapshots.environment",
         "bootseer.transfer.engine",
     ),
 )
@@ -121,7 +121,7 @@ def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
         unmount_snapshot(node, target)
     finally:
         sweep(tmp_path, node)
-    assert "bootseer.snapshots.commands" in loaded
+    assert "bootseer.snapshots.restore" in loaded
     assert not [name for name in loaded if f"{name}.".startswith(tuple(f"{u}." for u in _UNWANTED))]
 
 

@@ -14,10 +14,11 @@ from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.control import ask
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.run import run_setup
-from bootseer.snapshots.setup.request import Request
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.key import Request
+from bootseer.snapshots.mounted import unmount_snapshot
+from bootseer.snapshots.restore import restore_snapshot
 from testbed.mounts.image_mounts import outside
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.trees import describe, differences, make_zoo

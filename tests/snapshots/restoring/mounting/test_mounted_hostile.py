@@ -11,9 +11,10 @@ from bootseer.blob.keys import index_key
 from bootseer.errors import CorruptError
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
-from bootseer.snapshots.catalogue import catalogue
-from bootseer.snapshots.catalogue.manifest import Stored
-from bootseer.snapshots.commands import create_snapshot, restore_snapshot
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.archive import create_snapshot
+from bootseer.snapshots.manifest import Stored
+from bootseer.snapshots.restore import restore_snapshot
 from bootseer.store import open_store
 from testbed.mounts.sweeping import sweep
 from testbed.waiting import wait_for

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import mounts_dir
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.snapshot_mounts import WAIT_S, servers, wait_gone
 from testbed.users import as_ordinary_user, give
 from tests.snapshots.conftest import MakeNode

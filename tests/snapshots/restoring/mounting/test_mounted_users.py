@@ -18,9 +18,9 @@ from bootseer.served.cover_users import add_user, join
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts, take_lock
 from bootseer.settings.config import Settings
-from bootseer.snapshots.restoring.mounting import mounted
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.run import SetupResult, run_setup
+from bootseer.snapshots import mounted
+from bootseer.snapshots.environment import SetupResult, run_setup
+from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.image_mounts import outside
 from testbed.mounts.snapshot_mounts import can_reflink, servers, wait_gone
 from testbed.needs import MissingError
@@ -217,7 +217,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     code = (
         "import os, signal\n"
         "from bootseer.cli import main\n"
-        "from bootseer.snapshots.restoring.mounting import mounted\n"
+        "from bootseer.snapshots import mounted\n"
         f"mounted.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.snapshots.restoring.mounting.mounted import unmount_snapshot
-from bootseer.snapshots.run import run_setup
+from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.mounted import unmount_snapshot
 from testbed.mounts.snapshot_mounts import WAIT_S, wait_gone
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import captured, small

@@ -1,0 +1,500 @@
+"""Capture of a set-up's result: packed into a blob and published.
+
+`capture` packs the difference between two scans of a target. Nothing is visible before the
+manifest, which is published last; an interrupted capture leaves unnamed temporary files, which go
+with the process, and blobs that no manifest names.
+
+`look_outside` and `OutsideLayers` name files outside of the targets that changed while the set-up
+ran, as a hint for people. On a host that is a bounded look at the usual places: the kernel sets a
+file's ctime at every change, and nobody can set it back. In a container the upper layer of its root
+tells.
+"""
+
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from msgspec import Struct, field
+
+import bootseer
+from bootseer.base.progress import Progress
+from bootseer.base.redact import redact
+from bootseer.blob.index import codec as index
+from bootseer.blob.pack.packing import Others, pack_directory
+from bootseer.blob.tree import Tree
+from bootseer.errors import BootseerError, from_oserror
+from bootseer.linux.private_files import private_directory
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import privileged, publish, publish_target
+from bootseer.snapshots.layers import WHITEOUT, Layers, Written, written
+from bootseer.snapshots.manifest import (
+    NOTHING_OUTSIDE,
+    OUTSIDE_PATHS_MAX,
+    Manifest,
+    Outside,
+    Stored,
+    Target,
+)
+from bootseer.snapshots.parts import Part, fingerprint
+from bootseer.snapshots.scan import Scan, diff, text_of
+from bootseer.snapshots.sharing import RULE, Rule, find_others
+from bootseer.store import Store
+from bootseer.store.paths import local_root
+
+logger = logging.getLogger(__name__)
+
+
+class Change(Struct, frozen=True):
+    """A target before and after the set-up."""
+
+    path: bytes
+    """Absolute, as the job sees it."""
+    host: Path
+    before: Scan
+    after: Scan
+    identities: Mapping[bytes, tuple[int, int]] = field(default_factory=dict)
+    """See `pack_directory`."""
+
+
+def capture(
+    store: Store,
+    cache_dir: Path,
+    change: Change,
+    *,
+    base: Target | None = None,
+    rule: Rule = RULE,
+    replace: bool = False,
+) -> Target:
+    """Pack one target's difference into the store. Not visible as a snapshot yet.
+
+    `base`: an earlier snapshot of the same directory; what its blobs have is not stored again,
+    where that pays by `rule`. Raises: BusyError where something still writes to the target;
+    NoSpaceError; UnavailableError.
+    """
+    difference = diff(change.before, change.after)
+    paths = [path for path in difference.packed_paths() if not is_device(change, path)]
+    others = Others()
+    if base is not None:
+        others = find_others(store, base, change.host, change.after, paths, rule)
+    try:
+        folder = private_directory(cache_dir / "snapshots")
+        # Without a name: it goes with the process, however that ends.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            tree, blob = _pack(change, paths, cast(BinaryIO, file), others)
+            if inodes := privileged(tree):
+                logger.warning(
+                    "%d files in %s have set-user-ID or set-group-ID bits or capabilities: nodes "
+                    "restore these with BOOTSEER_RESTORE_PRIVILEGES=on only",
+                    len(inodes),
+                    text_of(change.path),
+                )
+            encoded = index.encode(tree)
+            stored = Stored(index.digest(encoded), len(encoded))
+            data = Path(f"/proc/self/fd/{file.fileno()}")
+            publish_target(store, blob, data, stored, encoded, replace=replace)
+    except BootseerError:
+        raise
+    except OSError as error:
+        what = f"capture {text_of(change.path)} by way of {cache_dir / 'snapshots'}"
+        raise from_oserror(error, what) from error
+    whole = len(change.before) <= 1
+    return make_target(change.path, tree, blob, stored, whole=whole, deletions=difference.deleted)
+
+
+def make_target(
+    path: bytes,
+    tree: Tree,
+    blob: Stored,
+    stored: Stored,
+    *,
+    whole: bool,
+    deletions: tuple[bytes, ...],
+) -> Target:
+    """What a manifest says of a tree that is in the store as `blob` and, encoded, as `stored`."""
+    return Target(
+        path=path,
+        whole=whole,
+        blob=blob,
+        index=stored,
+        deletions=deletions,
+        file_count=tree.name_count,
+        content_bytes=sum(
+            tree.columns.size_bytes[number]
+            for number in range(tree.inode_count)
+            if stat.S_ISREG(tree.columns.mode[number])
+        ),
+        earlier=tuple(Stored(one.digest, one.size_bytes) for one in tree.blobs[1:]),
+    )
+
+
+def is_device(change: Change, path: bytes) -> bool:
+    """Extractions refuse devices: one of them would make the whole snapshot useless."""
+    mode = change.after[path].mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        logger.warning("the device node %s is left out", text_of(change.path + b"/" + path))
+        return True
+    return False
+
+
+def _pack(
+    change: Change, paths: Sequence[bytes], file: BinaryIO, others: Others
+) -> tuple[Tree, Stored]:
+    total = sum(
+        change.after[path].size_bytes
+        for path in paths
+        if stat.S_ISREG(change.after[path].mode) and path not in others.files
+    )
+    with Progress(f"packing {text_of(change.path)}", total) as progress:
+        tree = pack_directory(
+            change.host,
+            file,
+            paths=paths,
+            others=others,
+            identities=change.identities,
+            on_progress=progress.advance,
+        )
+    file.flush()
+    blob = tree.blobs[0]
+    return tree, Stored(blob.digest, blob.size_bytes)
+
+
+def make_manifest(
+    parts: Sequence[Part],
+    targets: Sequence[Target],
+    *,
+    setup_ns: int,
+    node: str,
+    name: str = "",
+    outside: Outside = NOTHING_OUTSIDE,
+) -> Manifest:
+    """The manifest of captured targets."""
+    shown = tuple(redact(path) for path in outside.paths[:OUTSIDE_PATHS_MAX])
+    return Manifest(
+        fingerprint=fingerprint(parts),
+        parts=tuple(sorted(parts)),
+        targets=tuple(targets),
+        created_ns=time.time_ns(),
+        setup_ns=setup_ns,
+        node=node,
+        name=name,
+        version=bootseer.__version__,
+        outside=Outside(
+            paths=shown, is_complete=outside.is_complete, path_count=len(outside.paths)
+        ),
+    )
+
+
+def capture_directories(
+    store: Store, cache_dir: Path, changes: Sequence[Change], *, node: str, name: str = ""
+) -> Manifest:
+    """Capture existing directories as they are, and publish them; keyed by what they hold."""
+    targets = [capture(store, cache_dir, change) for change in changes]
+    parts = [Part("kind", "created from directories")]
+    for target in targets:
+        shown = text_of(target.path)
+        parts.append(Part(f"target {shown}", target.index.digest))
+    manifest = make_manifest(parts, targets, setup_ns=0, node=node, name=name)
+    publish(store, manifest)
+    return manifest
+
+
+# The clock that file times are taken from, some milliseconds behind the other (linux/time.h).
+_CLOCK_REALTIME_COARSE = 5
+
+_LOOK_S = 1.5
+
+_LOOK_SHORT_S = 0.1
+
+# Only where something was found.
+_OPEN_LOOK_S = 0.3
+
+NAMES_MAX = 200_000
+
+# The likeliest first: what comes after the bounds are reached is not looked at.
+_SYSTEM = (
+    "/usr/local",
+    "/etc",
+    "/opt",
+    "/usr/bin",
+    "/usr/sbin",
+    "/var/lib/dpkg",
+    "/var/lib/rpm",
+    "/usr/lib",
+    "/usr/share",
+)
+
+_HOME = (".local", ".config", ".conda", "bin")
+
+# Caches and logs, which no job misses.
+IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
+
+_CACHE_VARIABLES = (
+    "PIP_CACHE_DIR",
+    "UV_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "CONDA_PKGS_DIRS",
+    "POETRY_CACHE_DIR",
+    "PDM_CACHE_DIR",
+)
+
+IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
+
+
+def now_ns() -> int:
+    """The time that a change now would get."""
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+
+
+def usual_places(environ: Mapping[str, str], directory: str) -> list[str]:
+    """Where set-ups write: the working directory, environments, the home, the system."""
+    home = environ.get("HOME", "")
+    places = [directory, environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", "")]
+    if home:
+        places += [os.path.join(home, name) for name in _HOME]
+    return [place for place in (*places, *_SYSTEM) if place.startswith("/") and place != "/"]
+
+
+def own_places(settings: Settings) -> list[Path]:
+    """What Bootseer itself writes."""
+    places = [settings.cache_dir, settings.run_dir, settings.timeline_dir]
+    try:
+        places.append(local_root(settings.store_url))
+    except BootseerError:
+        pass  # not on this host
+    return places
+
+
+def caches(environ: Mapping[str, str], directory: str) -> list[Path]:
+    """Returns the folders in which the tools were told to keep their caches."""
+    places = [environ.get(name, "") for name in _CACHE_VARIABLES]
+    return [Path(directory, place) for place in places if place]
+
+
+def changed_since(
+    since_ns: int,
+    places: Iterable[str],
+    ignored: Iterable[Path],
+    *,
+    until_ns: int | None = None,
+    job_id: str = "",
+    look_s: float = _LOOK_S,
+) -> Outside:
+    """The names in `places` that changed at `since_ns` or later, but for `ignored` directories, and
+    for what others than the set-up write: what changed after `until_ns` as well, where this
+    process's output goes, the output of Slurm's job `job_id`, what a process has open to write.
+
+    Never raises: what cannot be read is left out.
+    """
+    end = time.monotonic() + look_s
+    output = {_identity(f"/proc/self/fd/{number}") for number in (1, 2)}
+    until_ns = time.time_ns() if until_ns is None else until_ns
+    skipped = {*IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
+    seen: set[tuple[int, int]] = set()
+    found = []
+    count = 0
+    stack = [os.path.realpath(place) for place in places][::-1]
+    while stack:
+        folder = stack.pop()
+        if folder in skipped or any(folder.startswith(f"{path}/") for path in skipped):
+            continue
+        own = _identity(folder)
+        if own is None or own in seen:
+            continue
+        seen.add(own)
+        for path, info in _entries(folder):
+            count += 1
+            if path in skipped:
+                continue
+            if stat.S_ISDIR(info.st_mode):
+                # Its own times move with its entries, which are looked at.
+                if info.st_dev == own[0]:
+                    stack.append(path)
+            elif (
+                since_ns <= info.st_ctime_ns <= until_ns
+                and not path.endswith((".pyc", ".log"))
+                and (info.st_dev, info.st_ino) not in output
+                and not _is_job_output(os.path.basename(path), job_id)
+            ):
+                found.append(path)
+        if count > NAMES_MAX or time.monotonic() > end:
+            return Outside(paths=_not_open(found), is_complete=False)
+    return Outside(paths=_not_open(found), is_complete=True)
+
+
+def _is_job_output(name: str, job_id: str) -> bool:
+    """Whether a file is what Slurm writes a job's output to: through a pipe, so that the job does
+    not have it open. "slurm-%j.out", or another name with the number in it."""
+    if name.startswith("slurm-") and name.endswith(".out"):
+        return True
+    return bool(job_id) and job_id in name and name.endswith((".out", ".err", ".txt"))
+
+
+def _not_open(paths: Sequence[str]) -> tuple[str, ...]:
+    """The paths that no process has open to write, as far as we may see that. Sorted."""
+    left = set(paths)
+    end = time.monotonic() + _OPEN_LOOK_S
+    for folder in _process_folders() if left else ():
+        if time.monotonic() > end:
+            break
+        try:
+            for number in os.listdir(f"{folder}/fd"):
+                if (path := os.readlink(f"{folder}/fd/{number}")) in left:
+                    text = Path(f"{folder}/fdinfo/{number}").read_text(encoding="ascii")
+                    flags = int(text.partition("flags:")[2].split()[0], 8)
+                    if flags & os.O_ACCMODE != os.O_RDONLY:
+                        left.discard(path)
+        except (OSError, ValueError, IndexError):
+            continue  # gone, or somebody else's
+    return tuple(sorted(left))
+
+
+def _process_folders() -> list[str]:
+    try:
+        return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
+
+
+def _identity(folder: str) -> tuple[int, int] | None:
+    try:
+        info = os.stat(folder)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name not in IGNORED_NAMES:
+                    yield entry.path, entry.stat(follow_symlinks=False)
+    except OSError:
+        return  # gone, or not ours to read
+
+
+def look_outside(
+    settings: Settings,
+    since_ns: int,
+    setup_s: float,
+    environ: Mapping[str, str],
+    directory: str,
+    targets: Sequence[Path],
+) -> Outside:
+    """What changed outside of `targets` since a set-up began in `directory` on this host, which
+    took `setup_s` and ends now: a short one is not worth a long look."""
+    return changed_since(
+        since_ns,
+        usual_places(environ, directory),
+        [*targets, *own_places(settings), *caches(environ, directory)],
+        until_ns=time.time_ns(),
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        look_s=min(_LOOK_S, _LOOK_SHORT_S + setup_s / 20),
+    )
+
+
+_TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
+
+_IGNORED = {os.fsencode(name) for name in IGNORED_NAMES}
+
+Writings = Mapping[bytes, Written]
+
+"""What is in the upper layer, by its path below the root."""
+
+
+class OutsideLayers:
+    """Made before the command is run."""
+
+    def __init__(
+        self, layers: Layers, environ: Mapping[str, str], directory: str, targets: Iterable[Path]
+    ) -> None:
+        """`targets` as they lie on this host; the rest as the command sees it."""
+        self._layers = layers
+        self._ignored = {*_TEMPORARY, *map(os.fsencode, IGNORED_PATHS)}
+        for place in caches(environ, directory):
+            try:
+                path = resolve_in_root(layers.root, os.fsencode(place))
+            except (BootseerError, OSError):
+                continue
+            self._ignored.add(self._inside(path))
+        self._ignored.update(map(self._inside, targets))
+        self._before, self._is_whole = self._written()
+
+    def changed(self) -> Outside:
+        """What has changed since. Never raises: what cannot be read is left out."""
+        if not self._is_whole:
+            return Outside(is_complete=False)
+        after, is_whole = self._written()
+        paths = changed_paths(self._before, after, self._lower, is_whole=is_whole)
+        return Outside(paths=tuple(sorted(map(os.fsdecode, paths))), is_complete=is_whole)
+
+    def _inside(self, path: Path) -> bytes:
+        below = os.fsencode(path.relative_to(self._layers.root.absolute()))
+        return b"/" if below == b"." else b"/" + below
+
+    def _written(self) -> tuple[Writings, bool]:
+        return written(self._layers.upper, self._is_ignored, names_max=NAMES_MAX)
+
+    def _is_ignored(self, path: bytes) -> bool:
+        return (
+            b"/" in self._ignored
+            or b"/" + path in self._ignored
+            or path.rpartition(b"/")[2] in _IGNORED
+            or path.endswith((b".pyc", b".log"))
+        )
+
+    def _lower(self, path: bytes) -> os.stat_result | None:
+        try:
+            return os.lstat(os.path.join(os.fsencode(self._layers.lower), path))
+        except OSError:
+            return None
+
+
+def changed_paths(
+    before: Writings,
+    after: Writings,
+    lower: Callable[[bytes], os.stat_result | None],
+    *,
+    is_whole: bool = True,
+) -> list[bytes]:
+    """Absolute paths of what is new, changed or gone. `lower`: what was there at first.
+
+    A directory is named where it is gone, new and empty, of another mode or owner, or new in
+    another's place; what was in it is not named then. `is_whole`: `after` holds everything.
+    """
+    found = []
+    # Below these nothing of the lower layer shows.
+    replaced: set[bytes] = set()
+    for path, now in after.items():
+        is_hidden = path.rpartition(b"/")[0] in replaced
+        if stat.S_ISDIR(now.mode) and (is_hidden or now.is_opaque):
+            replaced.add(path)
+        then = before.get(path)
+        if now == then:
+            continue
+        if not stat.S_ISDIR(now.mode) or _is_news(now, then, None if is_hidden else lower(path)):
+            found.append(b"/" + path)
+    if is_whole:
+        gone = {path for path in before.keys() - after.keys() if before[path] != WHITEOUT}
+        found += [b"/" + path for path in gone if path.rpartition(b"/")[0] not in gone]
+    return found
+
+
+def _is_news(now: Written, then: Written | None, lower: os.stat_result | None) -> bool:
+    """Whether a directory is worth a word, besides what is in it."""
+    if then is not None and then != WHITEOUT:
+        return now[:4] != then[:4]
+    if lower is None or then is not None:
+        # What is in it tells.
+        return now.is_empty
+    return (
+        now.is_opaque
+        or not stat.S_ISDIR(lower.st_mode)
+        or (now.mode, now.uid, now.gid) != (lower.st_mode, lower.st_uid, lower.st_gid)
+    )

@@ -1,1 +1,0 @@
-"""What a set-up changed: looks before and after, and the snapshot made of the difference."""

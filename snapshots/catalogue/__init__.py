@@ -1,1 +1,0 @@
-"""Snapshots in the store: manifests, names, verification, comparison, export and import."""

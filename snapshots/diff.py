@@ -1,0 +1,332 @@
+"""Differences: between two snapshots, a snapshot and the disk, or the parts of two keys.
+
+Packages are told by the names of files alone: installers of Python packages leave `NAME-
+VERSION.dist-info` (older ones `.egg-info`), conda leaves `conda-meta/NAME-VERSION-BUILD.json`.
+Everything but `snapshot_view` and `disk_view` is pure.
+"""
+
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.blob.tree import Inode, Tree
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.snapshots.catalogue import load_tree
+from bootseer.snapshots.manifest import Manifest
+from bootseer.snapshots.parts import SECRETS, Part
+from bootseer.snapshots.scan import NOTHING, STAGING_PREFIX
+from bootseer.store import Store
+
+_TOLD_MAX = 3
+
+
+class Difference(Struct, frozen=True):
+    """One part that is not as it was."""
+
+    part: str
+    stored: str | None
+    """Its value in the stored snapshot; None where that has no such part."""
+    now: str | None
+    note: str
+    """What that means, in plain words, or empty."""
+
+
+def compare_parts(stored: Iterable[Part], now: Iterable[Part]) -> tuple[Difference, ...]:
+    """Return the parts that differ, sorted by name. Pure.
+
+    The part of the secrets is salted with the others, but those of what was in the targets. So it
+    is among the differences only where these are equal, or one side has no such part.
+    """
+    before = {part.name: part.value for part in stored}
+    after = {part.name: part.value for part in now}
+    names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if SECRETS in before.keys() & after.keys() and any(
+        name != SECRETS and not name.startswith("before ") for name in names
+    ):
+        names = [name for name in names if name != SECRETS]
+    return tuple(
+        Difference(name, before.get(name), after.get(name), _note(name, before, after))
+        for name in names
+    )
+
+
+def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
+    stored, now = before.get(name), after.get(name)
+    kind, _, what = name.partition(" ")
+    if kind == "target":
+        return "another list of targets"
+    if stored is None:
+        return "decides the result now, did not then"
+    if now is None:
+        return "decided the result then, does not now"
+    if name == "interpreter":
+        return _interpreter_note(stored, now)
+    if kind == "before":
+        if now == NOTHING:
+            return f"{what} is missing or empty now"
+        return f"{what} holds something {'already' if stored == 'nothing' else 'else'}"
+    return {
+        "input": "its contents have changed",
+        "exists": "it is there, or is of another kind",
+        "wheels": "other wheels lie there",
+        "env": "the variable has another value",
+        SECRETS: "a declared variable or a hidden word has another value",
+        "command": "the command is another one",
+        "image": "the image is another one",
+        "salt": "the salt is another one",
+        "installation": "Python lies in another place",
+        "settings": "these settings are others",
+        "directory": "the working directory is another one",
+    }.get(kind, "")
+
+
+def _interpreter_note(stored: str, now: str) -> str:
+    """ "implementation version abi": which of them differ."""
+    before, after = stored.split(), now.split()
+    if len(before) < 2 or len(after) < 2 or before[0] != after[0]:
+        return "another interpreter"
+    if before[1].split(".")[:2] == after[1].split(".")[:2]:
+        if before[2:] == after[2:] and before[1] != after[1]:
+            return f"only the patch version differs: {before[1]} then, {after[1]} now"
+        return "another ABI"
+    return f"another version of Python: {before[1]} then, {after[1]} now"
+
+
+def in_words(differences: Sequence[Difference]) -> str:
+    """Return the differences in one line, the first few of many."""
+    told = [f"{one.part} ({one.note})" if one.note else one.part for one in differences[:_TOLD_MAX]]
+    more = len(differences) - len(told)
+    return "; ".join(told) + (f"; and {more} more" if more else "")
+
+
+_EGG_PYTHON = re.compile(r"-py\d+(\.\d+)?$")
+
+_SEPARATORS = re.compile(r"[-_.]+")
+
+
+class Package(Struct, frozen=True, order=True):
+    """A package, whatever its version. Names are as PEP 503 normalises them."""
+
+    kind: str
+    """"python" or "conda"."""
+    name: str
+
+
+class PackageChange(Struct, frozen=True):
+    """A package that is not the same in both."""
+
+    package: Package
+    before: str | None
+    """Its version, or versions where there are several environments; None: it is not there."""
+    after: str | None
+
+
+def package_of(path: bytes, is_directory: bool) -> tuple[Package, str] | None:
+    """The package and version that a name in an environment stands for, if any."""
+    folder, _, last = path.rpartition(b"/")
+    text = last.decode("utf-8", "backslashreplace")
+    if folder.rpartition(b"/")[2] == b"conda-meta" and text.endswith(".json"):
+        name, version, _ = [*text.removesuffix(".json").rsplit("-", 2), "", ""][:3]
+        return (Package("conda", name.lower()), version) if name and version else None
+    if text.endswith(".dist-info") and is_directory:
+        stem = text.removesuffix(".dist-info")
+    elif text.endswith(".egg-info"):
+        stem = _EGG_PYTHON.sub("", text.removesuffix(".egg-info"))
+    else:
+        return None
+    name, _, version = stem.rpartition("-")
+    # Without a version: an editable install, or an egg-info beside its sources.
+    return (Package("python", normal_name(name)), version) if name and version else None
+
+
+def normal_name(name: str) -> str:
+    """As PEP 503 has it: "Foo.Bar" is "foo-bar"."""
+    return _SEPARATORS.sub("-", name).lower()
+
+
+def packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
+    """The versions of all packages in some trees; several of one package are joined by ", "."""
+    found: dict[Package, set[str]] = {}
+    for tree in trees:
+        for path, number in tree.walk():
+            if path.endswith((b"-info", b".json")):
+                package = package_of(path, stat.S_ISDIR(tree.mode(number)))
+                if package is not None:
+                    found.setdefault(package[0], set()).add(package[1])
+    return {package: ", ".join(sorted(versions)) for package, versions in found.items()}
+
+
+def compare_packages(
+    before: Mapping[Package, str], after: Mapping[Package, str]
+) -> tuple[PackageChange, ...]:
+    """What differs, sorted."""
+    return tuple(
+        PackageChange(package, before.get(package), after.get(package))
+        for package in sorted({*before, *after})
+        if before.get(package) != after.get(package)
+    )
+
+
+ADDED, REMOVED, CHANGED = "added", "removed", "changed"
+
+
+class View(Struct, frozen=True):
+    """Directories, each as a tree."""
+
+    trees: Mapping[bytes, Tree]
+    """The trees of the targets by absolute path."""
+    deletions: frozenset[bytes] = frozenset()
+    """Absolute paths that a set-up removed."""
+    partial: frozenset[bytes] = frozenset()
+    """Targets of which only a difference is known: what they lack may be there all the same, as
+    far as a view that has everything is concerned."""
+
+
+class FileChange(Struct, frozen=True):
+    """A name that is not the same in both."""
+
+    path: bytes
+    """Absolute."""
+    kind: str
+    """ADDED, REMOVED or CHANGED."""
+    what: tuple[str, ...] = ()
+    """What differs where something CHANGED: content, kind, mode, owner, target (of a link),
+    attributes, deletion."""
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+
+class Comparison(Struct, frozen=True):
+    """All that differs, sorted."""
+
+    packages: tuple[PackageChange, ...]
+    files: tuple[FileChange, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.packages and not self.files
+
+
+def snapshot_view(store: Store, manifest: Manifest) -> View:
+    """A snapshot. Raises: as `catalogue.load_tree`."""
+    return View(
+        {target.path: load_tree(store, target) for target in manifest.targets},
+        frozenset(
+            target.path + b"/" + path for target in manifest.targets for path in target.deletions
+        ),
+        frozenset(target.path for target in manifest.targets if not target.whole),
+    )
+
+
+def disk_view(manifest: Manifest, directory: Path | None = None) -> View:
+    """What lies on this host where the snapshot belongs, or, of a snapshot of one directory, in
+    `directory`. All contents are read.
+
+    Raises: NotFoundError, PermissionDeniedError; InvalidInputError for a `directory` and a
+    snapshot of several.
+    """
+    from bootseer.blob.pack.packing import tar_directory  # here: all others compare trees
+
+    paths = [target.path for target in manifest.targets]
+    if directory is not None and len(paths) != 1:
+        raise InvalidInputError(
+            f"a snapshot of {len(paths)} directories cannot be compared with one; leave it out to "
+            "compare with what is on disk"
+        )
+    trees = {}
+    for path in paths:
+        host = directory or resolve_in_root(Path("/"), path)
+        if not host.is_dir():
+            raise NotFoundError(f"{host} is not there to be compared; `snapshot restore` makes it")
+        try:
+            trees[path] = tar_directory(host, lambda data: None, one_file_system=True)
+        except OSError as error:
+            raise from_oserror(error, f"read {host}") from error
+    return View(trees)
+
+
+def compare(before: View, after: View) -> Comparison:
+    """What differs between two views. Times do not count. Pure."""
+    then, now = _entries(before), _entries(after)
+    unknown_before, unknown_after = before.partial - after.partial, after.partial - before.partial
+    changes = []
+    for path in sorted({*then, *now}):
+        if then.get(path, now.get(path)) is None and (path in now) != (path in then):
+            # Removed by the one's set-up: the same as not being there at all, if that is known.
+            if _is_below(path, before.partial & after.partial):
+                changes.append(FileChange(path, CHANGED, ("deletion",)))
+        elif path not in now:
+            if not _is_below(path, unknown_after):
+                changes.append(FileChange(path, REMOVED, (), _size(then[path])))
+        elif path not in then:
+            if not _is_below(path, unknown_before):
+                changes.append(FileChange(path, ADDED, (), 0, _size(now[path])))
+        elif what := _differences(then[path], now[path]):
+            sizes = _size(then[path]), _size(now[path])
+            changes.append(FileChange(path, CHANGED, what, *sizes))
+    packages = compare_packages(
+        packages_in(before.trees.values()), packages_in(after.trees.values())
+    )
+    if unknown_before or unknown_after:
+        packages = tuple(change for change in packages if change.before and change.after)
+    return Comparison(packages, tuple(changes))
+
+
+def _is_below(path: bytes, targets: frozenset[bytes]) -> bool:
+    return any(path == target or path.startswith(target + b"/") for target in targets)
+
+
+def _entries(view: View) -> dict[bytes, Inode | None]:
+    """Absolute path -> what is there; None: a set-up has removed it."""
+    found: dict[bytes, Inode | None] = dict.fromkeys(view.deletions)
+    for top, tree in view.trees.items():
+        for path, number in tree.walk():
+            if not path.startswith(STAGING_PREFIX) and b"/" + STAGING_PREFIX not in path:
+                found[top + b"/" + path if path else top] = tree.inode(number)
+    return found
+
+
+def _size(inode: Inode | None) -> int:
+    return inode.size_bytes if inode is not None and stat.S_ISREG(inode.mode) else 0
+
+
+def _differences(before: Inode | None, after: Inode | None) -> tuple[str, ...]:
+    if before is None or after is None:
+        return () if before is after else ("deletion",)
+    if stat.S_IFMT(before.mode) != stat.S_IFMT(after.mode):
+        return ("kind",)
+    pairs = (
+        ("content", _content(before), _content(after)),
+        ("mode", before.mode, after.mode),
+        ("owner", (before.uid, before.gid), (after.uid, after.gid)),
+        ("target", before.link_target, after.link_target),
+        ("attributes", before.xattrs, after.xattrs),
+        ("device", before.rdev, after.rdev),
+    )
+    return tuple(name for name, one, other in pairs if one != other)
+
+
+def _content(inode: Inode) -> object:
+    """What tells a file's content. One that is mostly holes has no digest: its size and time."""
+    if not stat.S_ISREG(inode.mode):
+        return None
+    return inode.digest or (inode.size_bytes, inode.mtime_ns)
+
+
+def nearest(parts: Sequence[Part], manifests: Iterable[Manifest]) -> Manifest | None:
+    """Returns the snapshot that differs least from `parts`: one of the same command and targets if
+    there is any, then with the fewest parts that differ, then the newest. Pure."""
+    wanted = {part.name: part.value for part in parts}
+
+    def distance(manifest: Manifest) -> tuple[bool, bool, int, int]:
+        stored = {part.name: part.value for part in manifest.parts}
+        names = {name for name, _ in wanted.items() ^ stored.items()}
+        is_other_target = any(name.startswith("target ") for name in names)
+        return ("command" in names, is_other_target, len(names), -manifest.created_ns)
+
+    return min(manifests, key=distance, default=None)

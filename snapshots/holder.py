@@ -1,0 +1,59 @@
+"""Process behind a linked snapshot or a job's own view, started by `mounted.hold`.
+
+It keeps the node's extracted tree, if there is one, for as long as an overlay shows it, and removes
+what was written when the overlay is gone.
+"""
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.base.documents import from_line
+from bootseer.errors import from_oserror
+from bootseer.linux.processes import ProcessId
+from bootseer.served.background import Report
+from bootseer.served.cover_users import stay_while_covered
+from bootseer.served.folders import MountState
+from bootseer.served.life import living, run_server
+from bootseer.settings.config import Settings
+from bootseer.snapshots.trees import NodeTrees
+
+
+class HolderPlan(Struct, frozen=True):
+    """What a holder is to do: a line of JSON on its standard input."""
+
+    settings: Settings
+    state: MountState
+    state_dir: Path
+    launcher: ProcessId
+    """The process that makes the overlay."""
+
+
+def _hold(line: bytes, report: Report) -> None:
+    plan = from_line(line, HolderPlan)
+    # As an exception it cleans up.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        # Before it hears that we are ready: it may have finished and be gone a moment later.
+        launcher = plan.launcher.open()
+    except OSError as error:
+        raise from_oserror(error, f"watch process {plan.launcher.pid}") from error
+    digest = plan.state.index_digest
+    with (
+        living(plan.state_dir, plan.state),
+        NodeTrees(plan.settings).held(digest) if digest else contextlib.nullcontext(),
+    ):
+        if report.send_ready():
+            stay_while_covered(plan.state_dir, launcher)
+
+
+def main() -> int:
+    """The exit code: 0 after the overlay is off."""
+    return run_server("the holder of a linked snapshot", _hold)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,924 @@
+"""Inputs of a set-up: files that decide its result, as digests in the key.
+
+Inputs are what the user declared and what the command names: files, directories, wheels,
+requirement files with what they include, shell scripts with what they name, and settings of pip, uv
+and conda. Credentials in URLs do not count. Paths are the job's: relative ones start at its working
+directory, and all are resolved inside its root. Reads files, runs and changes nothing.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+from msgspec import Struct
+
+from bootseer.base.redact import HIDDEN, secret_values, without_users
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.snapshots.commands import Hints, hints_of_script, merged, moved_to
+from bootseer.snapshots.parts import Part, Public
+from bootseer.snapshots.python import Place
+from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
+from bootseer.snapshots.shown import shown_values
+
+# The limits for files that were not declared: a word of the command may happen to name a data set.
+GUESSED_BYTES_MAX = 256 * 1024 * 1024
+
+# Of a word of which nobody knows whether it is read. The key is open then, mostly.
+WORD_BYTES_MAX = 16 * 1024 * 1024
+
+_GUESSED_FILES_MAX = 20_000
+
+_GUESSED_NAMES_MAX = 200_000
+
+_READ_BYTES = 1024 * 1024
+
+# A wheel ends with its directory, and that with the checksum of RECORD, which has the digests of
+# all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
+_END_BYTES = 16 * 1024
+
+# Of a folder of wheels, so many ends are read, and so many names counted.
+WHEELS_READ_MAX = 4096
+
+_WHEELS_NAMED_MAX = 100_000
+
+# On a share each wheel costs a question or three; threads ask them side by side.
+_THREADS_MAX = 16
+
+_THREADS_FROM = 64
+
+# In a source tree these change by themselves.
+_IGNORED = {".git", "__pycache__", ".venv", ".tox", ".mypy_cache", ".ruff_cache"}
+
+# What installing a project writes into it, beside these files.
+_BUILT = {"build", "dist"}
+
+_PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
+
+
+class InputDigest(Struct, frozen=True):
+    """What stands for an input in the key."""
+
+    value: str
+    is_rough: bool = False
+    """It was too large to be read: of what lies beyond the bounds only names, sizes, ends count."""
+
+
+def bytes_digest(data: bytes) -> InputDigest:
+    """Returns the digest of a file's content that is in memory."""
+    return InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
+
+
+def file_digest(path: Path, *, limit_bytes: int | None = None) -> InputDigest:
+    """The digest of a file's content. Of one beyond the limit its size and its end count.
+
+    Raises: OSError.
+    """
+    size_bytes = path.stat().st_size
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        found = bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
+        return InputDigest(f"end {found.value}", is_rough=True)
+    return InputDigest(_content_digest(path))
+
+
+def _content_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return "sha256:" + digest.hexdigest()
+
+
+def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputDigest:
+    """Over names, modes and contents, but for the folders `without`, which the set-up makes.
+
+    `limited`: a guessed directory, which is bounded, and in which what builds of a project leave
+    beside its files does not count. Raises: OSError.
+    """
+    digest = hashlib.sha256()
+    file_count = size_bytes = 0
+    is_rough = False
+    for directory, folders, names in os.walk(top):
+        ignored = _IGNORED | _BUILT if limited and _PROJECT_FILES.intersection(names) else _IGNORED
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in ignored
+            and not name.endswith(".egg-info")
+            and os.path.join(directory, name) not in without
+        )
+        for name in sorted(names):
+            if name.endswith(".pyc"):
+                continue
+            path = Path(directory, name)
+            info = path.lstat()
+            file_count += 1
+            size_bytes += info.st_size
+            is_rough = is_rough or (
+                limited and (file_count > _GUESSED_FILES_MAX or size_bytes > GUESSED_BYTES_MAX)
+            )
+            if stat.S_ISREG(info.st_mode):
+                content = f"size {info.st_size}" if is_rough else _content_digest(path)
+            elif stat.S_ISLNK(info.st_mode):
+                content = "link " + os.readlink(path)
+            else:
+                continue
+            relative = os.fsencode(path.relative_to(top))
+            data = os.fsencode(content)
+            mode = info.st_mode & 0o111
+            digest.update(b"%d:%b,%d,%d:%b," % (len(relative), relative, mode, len(data), data))
+        if limited and file_count > _GUESSED_NAMES_MAX:
+            break
+    return InputDigest("sha256:" + digest.hexdigest(), is_rough)
+
+
+def wheels_digest(path: Path) -> InputDigest:
+    """The digest of a folder of wheels: names, sizes and ends, which tell a build from another of
+    its version. Of a very large folder it is rough. Raises: OSError."""
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in entries)
+    is_rough = len(names) > WHEELS_READ_MAX
+    read, named = names[:WHEELS_READ_MAX], names[WHEELS_READ_MAX:_WHEELS_NAMED_MAX]
+    folder = str(path)
+    if len(names) < _THREADS_FROM:
+        lines = [_wheel_line(folder, name) for name in read]
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # here: hardly anybody has so many
+
+        with ThreadPoolExecutor(_THREADS_MAX) as pool:
+            lines = list(pool.map(lambda name: _wheel_line(folder, name), read))
+            lines += pool.map(lambda name: _wheel_line(folder, name, has_end=False), named)
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line)
+    return InputDigest("sha256:" + digest.hexdigest(), is_rough)
+
+
+def _wheel_line(folder: str, name: str, *, has_end: bool = True) -> bytes:
+    """What counts of one file in a folder of wheels. Raises: OSError."""
+    path = Path(folder, name)
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return b""  # a link to nothing
+    if not stat.S_ISREG(status.st_mode):
+        return b""
+    line = os.fsencode(name)
+    end = _end(path) if has_end else b""
+    return b"%d:%b,%d,%d:%b," % (len(line), line, status.st_size, len(end), end)
+
+
+def _end(path: Path) -> bytes:
+    """The last bytes of a file; of one that cannot be read, none."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            return file.read(_END_BYTES)
+    except OSError:
+        return b""
+
+
+_COMMENT = re.compile(r"(^|\s+)#.*$")
+
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
+
+# Long options may be abbreviated.
+_INCLUDE = re.compile(
+    rf"(?P<option>-r|--req[a-z]*|-c|--con[a-z]*)(?:\s+|=|(?<=-[rc]))(?P<file>{_VALUE})"
+)
+
+_LINKS = re.compile(rf"(?:-f|--fi[a-z-]*)(?:\s+|=|(?<=-f))(?P<place>{_VALUE})")
+
+_EDITABLE = re.compile(rf"(?:-e|--ed[a-z]*)(?:\s+|=|(?<=-e))(?P<place>{_VALUE})")
+
+# A project or an archive on this host: "./project[extra]", "name @ file:///wheel", "a-1.0.whl".
+_LOCAL = re.compile(
+    r"(?:[\w.,\[\]-]+\s*@\s*)?(?P<path>file:[^\s;#\[]+|[^\s;#\[@:]*/[^\s;#\[]*|\.)"
+    r"|(?P<archive>[^\s;#\[@:/]+\.(?:whl|zip|tar|tgz|tbz|txz|tlz|tar\.(?:gz|bz2|xz|lzma|lz)))(?=[\s;#\[]|$)"
+)
+
+# pip replaces these by the variables' values.
+_VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+_EXACT = re.compile(
+    r"[A-Za-z0-9][\w.-]*\s*(?:\[[^\]]*\])?\s*\(?(?:===?)\s*[^\s*,;=]+\s*\)?(?:[;\s]|$)"
+    r"|[\w.:-]+=[^=*\s]+=[^=*\s]+$"  # of conda, with the build
+)
+
+# A commit of a repository, or a file with its digest: the same for ever.
+_FIXED_URL = re.compile(r"://\S*(?:@[0-9a-f]{40}(?:[#\s;&]|$)|#\S*(?:sha256|sha384|sha512)=)")
+
+
+class Requirements(Struct, frozen=True):
+    """What one file says."""
+
+    text: str
+    """Without what makes no difference: comments, blank lines, and, where every version is exact,
+    the order."""
+    includes: tuple[tuple[str, bool], ...]
+    """Files, and whether they are constraints."""
+    links: tuple[str, ...]
+    """Places of wheels (--find-links)."""
+    local: tuple[str, ...]
+    """Paths of projects and archives."""
+    requirements: tuple[str, ...]
+    """All others."""
+    variables: tuple[str, ...]
+    """Whose values are put in."""
+    uses_index: bool
+
+
+def local_path(text: str) -> str:
+    """A place on this host as a path, also where it is a file URL."""
+    if not text.startswith("file:"):
+        return text
+    path = text.removeprefix("file:")
+    if path.startswith("//"):
+        host, slash, rest = path[2:].partition("/")
+        # What stands for the host may also be the beginning of a path that is filled in.
+        path = ("" if host == "localhost" else host) + slash + rest
+    return unquote(path)
+
+
+def read_requirements(text: str) -> Requirements:
+    """What the file with this text says; any text may come."""
+    # As pip: lines are joined before comments go.
+    lines = text.removeprefix("\ufeff").replace("\\\n", " ").splitlines()
+    lines = [_COMMENT.sub("", line) if "#" in line else line for line in lines]
+    lines = [" ".join(line.split()) for line in lines]
+    lines = [line for line in lines if line]
+    options = [line for line in lines if line.startswith("-")]
+    others = [line for line in lines if not line.startswith("-")]
+    includes, links, local, requirements = [], [], [], []
+    for line in lines:
+        is_option = line.startswith("-")
+        if is_option and (match := _INCLUDE.match(line)):
+            includes.append((_unquoted(match["file"]), "-c" in match["option"]))
+        elif is_option and (match := _LINKS.match(line)):
+            links.append(local_path(_unquoted(match["place"])))
+        elif is_option and (match := _EDITABLE.match(line)):
+            # Behind its name, too: "name @ file:...".
+            place = re.sub(r"^[^/]*@(?=file:)", "", _unquoted(match["place"]))
+            if "://" in place and not place.startswith("file:"):
+                requirements.append(line)
+            else:
+                local.append(local_path(re.split(r"[\[#]", place, maxsplit=1)[0]))
+        elif not is_option and (match := _LOCAL.match(line)):
+            local.append(local_path(match["path"] or match["archive"]))
+        elif not is_option:
+            requirements.append(line)
+    # Of several options of one kind the order may count, and of ranges pip's search begins with the
+    # first; options hold for the whole file.
+    if all(map(is_exact, others)):
+        lines = [*options, *sorted(others)]
+    return Requirements(
+        text="".join(f"{line}\n" for line in lines),
+        includes=tuple(includes),
+        links=tuple(links),
+        local=tuple(local),
+        requirements=tuple(requirements),
+        variables=tuple(sorted(set(_VARIABLE.findall(text)))),
+        uses_index="--no-index" not in options,
+    )
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if value[0] in "'\"" else value
+
+
+def is_exact(requirement: str) -> bool:
+    """Whether a requirement always means the same archive, if its index never changes one."""
+    return bool(_EXACT.match(requirement) or _FIXED_URL.search(requirement))
+
+
+def name_of(requirement: str) -> str:
+    """A requirement's name, normalised (PEP 503), or the requirement itself."""
+    match = _NAME.match(requirement)
+    return re.sub(r"[-_.]+", "-", match[0]).lower() if match else requirement
+
+
+def open_requirements(requirements: Iterable[str], constraints: Iterable[str]) -> list[str]:
+    """Returns the names that may mean another version tomorrow, though constraints hold."""
+    exact = {name_of(line) for line in constraints if is_exact(line)}
+    found = (name_of(one) for one in requirements if not is_exact(one))
+    return sorted({name for name in found if name not in exact})
+
+
+def folderless_names(lists: Sequence[str], part_names: Sequence[str]) -> dict[str, str]:
+    """What stands in the key for the paths of requirement files: their names, so that the same
+    requirements in another folder have the same key. Pip records nowhere where such a file lay.
+
+    Those that would meet another input's name keep their paths.
+    """
+    names = [(path, path.rpartition("/")[2]) for path in lists if "/" in path]
+    counts = Counter(name for _, name in names)
+    return {
+        path: name
+        for path, name in names
+        if counts[name] == 1 and f"input {name}" not in part_names and name
+    }
+
+
+def shared_part_name(part_name: str, names: Mapping[str, str]) -> str:
+    """A part's name with what `folderless_names` gave."""
+    kind, _, path = part_name.partition(" ")
+    return f"{kind} {names.get(path, path)}" if kind == "input" else part_name
+
+
+def with_names(word: str, names: Mapping[str, str]) -> str:
+    """A word of a command, or a script, with the paths in it replaced likewise."""
+    for path, name in names.items():
+        plain = name.replace("\\", r"\\")  # as a template of re.sub
+        word = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w./-])", plain, word)
+    return word
+
+
+TOOLS = ("pip", "uv", "conda")
+
+_BYTES_MAX = 1024 * 1024
+
+# Options of pip that say how it works, not what it installs.
+_PIP_INDIFFERENT = {
+    *("cache-dir", "no-cache-dir", "timeout", "retries", "progress-bar", "quiet", "verbose", "log"),
+    *("disable-pip-version-check", "no-color", "no-input", "proxy", "cert", "client-cert"),
+    *("root-user-action", "require-virtualenv", "keyring-provider", "trusted-host", "debug"),
+    *("no-python-version-warning", "no-warn-script-location", "no-warn-conflicts", "exists-action"),
+    *("default-timeout", "format", "resume-retries", "use-feature"),
+}
+
+# Options of pip whose values are requirements, paths, URLs and switches.
+_PIP_SHOWN = {
+    *("index-url", "extra-index-url", "find-links", "no-index", "pre", "no-binary", "only-binary"),
+    *("prefer-binary", "constraint", "requirement", "target", "prefix", "root", "user", "no-deps"),
+    *("upgrade", "upgrade-strategy", "platform", "python-version", "implementation", "abi", "src"),
+    *("no-build-isolation", "require-hashes", "no-compile", "break-system-packages", "editable"),
+}
+
+_TRUE = {"1", "true", "yes", "y", "t", "on"}
+
+
+def settings_parts(
+    place: Place,
+    tools: Collection[str],
+    environ: Mapping[str, str],
+    prefix: str,
+    outputs: Sequence[bytes],
+) -> Public:
+    """Parts for the files with settings of `tools` that are there; `prefix`: of the interpreter.
+    Files in `outputs`, the targets, are what the set-up makes. Never raises."""
+    parts: dict[str, Part] = {}
+    secrets: list[str] = []
+    for tool, path in _candidates(place, tools, environ, prefix):
+        absolute = os.fsencode(os.path.normpath(place.absolute(path)))
+        text = _read(place, path)
+        if not text or any(absolute.startswith(output + b"/") for output in outputs):
+            continue
+        value = None
+        if tool == "pip":
+            value, found = _pip_options(text, secret_values(environ))
+            secrets += found
+        elif path.endswith("pyproject.toml"):
+            value = _uv_table(text)
+        else:
+            value = bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value
+        if value:
+            name = f"settings {_shown(path, environ)}"
+            parts.setdefault(name, Part(name, value))
+    return Public(tuple(sorted(parts.values())), tuple(secrets))
+
+
+def _shown(path: str, environ: Mapping[str, str]) -> str:
+    """A path that is the same for all users."""
+    home = environ.get("HOME", "").rstrip("/")
+    return f"~{path[len(home) :]}" if home and path.startswith(f"{home}/") else path
+
+
+def _candidates(
+    place: Place, tools: Collection[str], environ: Mapping[str, str], prefix: str
+) -> Iterator[tuple[str, str]]:
+    """(tool, path) of every file that may be there."""
+    home = environ.get("HOME", "").rstrip("/")
+    config = environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
+    shared = [one for one in environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if one]
+    if "pip" in tools and environ.get("PIP_CONFIG_FILE") != os.devnull:
+        site = dict.fromkeys(filter(None, (prefix, environ.get("VIRTUAL_ENV", ""))))
+        named = filter(None, [environ.get("PIP_CONFIG_FILE", "")])
+        for path in (
+            *(f"{folder}/pip/pip.conf" for folder in shared),
+            "/etc/pip.conf",
+            f"{home}/.pip/pip.conf",
+            f"{config}/pip/pip.conf",
+            *(f"{folder}/pip.conf" for folder in site),
+            *named,
+        ):
+            yield "pip", path
+    if "uv" in tools and environ.get("UV_NO_CONFIG", "").lower() not in _TRUE:
+        folders = [place.directory]
+        while folders[-1] not in ("/", ""):
+            folders.append(os.path.dirname(folders[-1]))
+        for path in (
+            *filter(None, [environ.get("UV_CONFIG_FILE", "")]),
+            *(os.path.join(folder, "uv.toml") for folder in folders),
+            *(os.path.join(folder, "pyproject.toml") for folder in folders),
+            f"{config}/uv/uv.toml",
+            *(f"{folder}/uv/uv.toml" for folder in shared),
+            "/etc/uv/uv.toml",
+        ):
+            yield "uv", path
+    if "conda" in tools:
+        roots = filter(None, (environ.get("CONDA_ROOT", ""), environ.get("CONDA_PREFIX", "")))
+        for path in (
+            "/etc/conda/.condarc",
+            "/etc/conda/condarc",
+            *(f"{root}/{name}" for root in roots for name in (".condarc", "condarc")),
+            *(f"{config}/conda/{name}" for name in (".condarc", "condarc")),
+            *(f"{home}/{name}" for name in (".conda/.condarc", ".condarc", ".mambarc")),
+            *filter(None, (environ.get("CONDARC", ""), environ.get("MAMBARC", ""))),
+        ):
+            yield "conda", path
+
+
+def _read(place: Place, path: str) -> str:
+    try:
+        file = place.host(path)
+        if not file.is_file() or file.stat().st_size > _BYTES_MAX:
+            return ""
+        return file.read_text(encoding="utf-8", errors="surrogateescape")
+    except (OSError, InvalidInputError):
+        return ""
+
+
+def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...]]:
+    """What decides, as JSON, and its secrets; a digest of what pip would refuse."""
+    import configparser  # here: most nodes have no such file
+
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(text)
+        options = {
+            f"{section}.{option}": " ".join(parser.get(section, option).split())
+            for section in sorted(parser.sections())
+            for option in sorted(parser.options(section))
+            if option.replace("_", "-") not in _PIP_INDIFFERENT
+        }
+    except configparser.Error:
+        return bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value, ()
+    secrets: list[str] = []
+    for name, value in options.items():
+        if name.rpartition(".")[2].replace("_", "-") in _PIP_SHOWN:
+            options[name], found = shown_values(value, known)
+            secrets += found
+        else:
+            options[name] = HIDDEN
+            secrets.append(value)
+    return json.dumps(options, ensure_ascii=True) if options else "", tuple(secrets)
+
+
+def _uv_table(text: str) -> str:
+    """A digest of a project's `[tool.uv]`, or nothing."""
+    if "tool.uv" not in text:
+        return ""
+    import tomllib  # here: most set-ups have none
+
+    try:
+        table = tomllib.loads(text).get("tool", {}).get("uv", {})
+        data = without_users(json.dumps(table, sort_keys=True, default=str))
+    except (tomllib.TOMLDecodeError, AttributeError, RecursionError):
+        data = text
+    return bytes_digest(data.encode("utf-8", "surrogateescape")).value if data != "{}" else ""
+
+
+_REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
+
+_SCRIPT_BYTES_MAX = 1024 * 1024
+
+_GLOB_FILES_MAX = 1000
+
+_PATH_BYTES_MAX = 4096
+
+# How many words are looked at that may name a file.
+_WORDS_MAX = 2000
+
+_REQUIREMENTS = (".txt", ".in", ".pip")
+
+_FILE_URL = re.compile(r"(?:^|[@=+\s])(file:[^#]*)")
+
+_EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
+
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+
+# What lies there is made by the kernel, and another at each look.
+_KERNEL_FOLDERS = ("/proc/", "/sys/", "/dev/")
+
+# Files that hold a secret or change by themselves. A digest in the key would tell of the first.
+_PRIVATE = re.compile(
+    r"(^|/)(\.netrc|\.pgpass|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)|authorized_keys)$"
+    r"|(^|/)\.(ssh|gnupg|aws|docker|kube)/|\.(pem|key|p12|pfx|keytab|jks)$"
+    r"|(^|/)[^/]*(passw|secret|token(?!iz)|credential)[^/]*$",
+    re.IGNORECASE,
+)
+
+# Packages of a lock file that lie on this host: of uv, pdm and poetry.
+_LOCKED_PATH = re.compile(
+    r"(?m)\b(?:directory|path)\s*=\s*\"(?!\.\")|^\s*type\s*=\s*\"(?:directory|file)\""
+)
+
+# The folder of a script, as scripts ask for it.
+_OWN_FOLDER = re.compile(
+    r"\$\(\s*(?:cd\s+)?\"?\$?\(?\s*dirname\s+(?:--\s+)?\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?\s*\)?"
+    r"\"?(?:\s*&&\s*pwd(?:\s+-P)?)?\s*\)|\$\{0%/\*\}"
+)
+
+
+class Inputs(Struct, frozen=True):
+    """What a set-up reads, and what of that cannot be told."""
+
+    parts: tuple[Part, ...]
+    found: tuple[str, ...]
+    """Inputs that were not declared."""
+    open_requirements: tuple[str, ...]
+    """What means something else when an index has something else."""
+    opaque: tuple[str, ...]
+    """What is run without being understood."""
+    rough: tuple[str, ...]
+    """Inputs of which not all was read."""
+    variables: tuple[str, ...]
+    """Whose values requirement files take in."""
+    tools: frozenset[str]
+    """Whose settings decide."""
+    lists: tuple[str, ...]
+    """Files of requirements among the inputs that were not declared."""
+    free: tuple[str, ...]
+    """Variables that the command and its scripts take from their environment."""
+    scripts: tuple[str, ...] = ()
+    """The texts of scripts that the command runs."""
+
+
+def collect_inputs(
+    place: Place,
+    declared: Iterable[str],
+    hints: Hints,
+    outputs: Sequence[bytes],
+    environ: Mapping[str, str] | None = None,
+    find: Callable[[str], str | None] = lambda program: None,
+) -> Inputs:
+    """Parts for every input file, and the names of those found without being declared.
+
+    What lies in `outputs`, the targets, is an input only when it is declared. `find` gives the path
+    of a program.
+
+    Raises: NotFoundError for a declared file that is missing, or another error of reading it.
+    A file that the command only seems to name is left out when it does not exist.
+    """
+    collector = _Collector(place, outputs, environ or {}, find)
+    for name in declared:
+        collector.add(name, is_declared=True)
+    collector.follow(hints)
+    return collector.collected()
+
+
+class _Collector:
+    def __init__(
+        self,
+        place: Place,
+        outputs: Sequence[bytes],
+        environ: Mapping[str, str],
+        find: Callable[[str], str | None],
+    ) -> None:
+        self._place = place
+        self._outputs = outputs
+        self._environ = environ
+        self._find = find
+        self._parts: dict[str, Part] = {}
+        self._found: list[str] = []
+        self._has_directory = False
+        self._requirements: list[str] = []
+        self._constraints: list[str] = []
+        self._open: list[str] = []
+        self._opaque: list[str] = []
+        self._rough: list[str] = []
+        self._variables: set[str] = set()
+        self._scripts: dict[str, str] = {}
+        self._tools: set[str] = set()
+        self._lists: list[str] = []
+        self._lines: dict[str, Requirements] = {}
+        self._free: set[str] = set()
+        self._guessed_bytes = 0
+        self._word_count = 0
+
+    def collected(self) -> Inputs:
+        parts = sorted(self._parts.values())
+        if self._has_directory:
+            # A project that is installed from its source may record where that lies.
+            parts.append(Part("directory", self._place.directory))
+        return Inputs(
+            tuple(parts),
+            tuple(self._found),
+            (*self._open, *open_requirements(self._requirements, self._constraints)),
+            tuple(dict.fromkeys(self._opaque)),
+            tuple(self._rough),
+            tuple(sorted(self._variables)),
+            frozenset(self._tools),
+            tuple(self._lists),
+            tuple(sorted(self._free)),
+            tuple(self._scripts.values()),
+        )
+
+    def follow(self, hints: Hints) -> None:
+        """Adds what hints name, as far as it exists."""
+        self._opaque += hints.opaque
+        self._tools.update(hints.tools)
+        self._free.update(hints.variables)
+        for name in hints.files:
+            is_list = name in hints.requirement_files
+            paths = self._expanded(_requirement_path(name))
+            if _FILE_URL.search(name) and not any(map(self._exists, paths)):
+                self._opaque.append(as_text(name))  # in a form of which the path is not understood
+            for path in paths:
+                self.add(path, is_list=is_list, is_indexed=name in hints.indexed_files)
+        for name in hints.link_dirs:
+            for path in self._expanded(local_path(name)):
+                self._add_links(path)
+        self._follow_all(hints)
+        # A list that is not there yet is made by the set-up, and may say anything.
+        there = {base_name(name) for name in hints.requirement_files if self._is_there(name)}
+        lists = [name for name in hints.requirement_files if base_name(name) not in there]
+        self._opaque += [as_text(name) for name in lists if not ("://" in name or COMPUTED in name)]
+        for name in hints.lock_files:
+            text = self._text(name, _REQUIREMENTS_BYTES_MAX)
+            # Packages that lie beside the project are not in the key.
+            self._open += [name] if text is None or _LOCKED_PATH.search(text) else []
+        for name in hints.spec_files:
+            text = self._text(name, _REQUIREMENTS_BYTES_MAX)
+            self._open += [] if text is not None and "@EXPLICIT" in text else [name]
+        for word in hints.requirements:
+            path = _requirement_path(word)
+            is_local = ("/" in word or path in (".", "..")) and self._exists(path)
+            # Whose own requirements are looked up.
+            if COMPUTED not in word:
+                (self._open if is_local else self._requirements).append(as_text(word))
+        self._look_at_words(hints)
+
+    def _follow_all(self, hints: Hints) -> None:
+        """Adds scripts and programs. One of them may lie in any directory that a `cd` names."""
+        odd: dict[str, str] = {}
+        known: set[str] = set()
+        for name in hints.scripts:
+            for path in self._expanded(name) or [name]:
+                is_read = self._follow_script(path, hints.directories, is_shell=True)
+                known |= {base_name(path)} if is_read else set()
+                odd.setdefault(base_name(path), path)
+        for name in hints.programs:
+            found = self._expanded(name) if "/" in name else [self._find(name) or name]
+            for path in found or [name]:
+                is_read = self._follow_script(path, hints.directories, is_shell=False)
+                known |= {base_name(path)} if is_read else set()
+                odd.setdefault(base_name(path), name)
+        self._opaque += [as_text(odd[name]) for name in odd if name not in known]
+
+    def _is_there(self, name: str) -> bool:
+        return any(self._exists(path) for path in self._expanded(name))
+
+    def _look_at_words(self, hints: Hints) -> None:
+        """Adds the files that words name which nothing else tells the meaning of."""
+        names = [(name, True) for name in hints.words] + [(name, False) for name in hints.folders]
+        self._word_count += len(names) + len(hints.tested)
+        if self._word_count > _WORDS_MAX:
+            self._opaque.append(f"a command of more than {_WORDS_MAX} words")
+            return
+        for name, is_file in names:
+            for path in self._expanded(_requirement_path(name)):
+                self.add(path, wanted=stat.S_IFREG if is_file else stat.S_IFDIR)
+        for name in hints.tested:
+            for path in self._expanded(name):
+                self._test(path)
+
+    def _test(self, name: str) -> None:
+        """Adds that a file is there, and of what kind."""
+        if self._is_output(name) or "\0" in name or not name:
+            return
+        try:
+            status = self._place.host(name).stat()
+        except (OSError, InvalidInputError):
+            return
+        size = "" if stat.S_ISDIR(status.st_mode) or status.st_size else " empty"
+        value = f"{stat.filemode(status.st_mode)}{size}"
+        self._parts.setdefault(f"exists {name}", Part(f"exists {name}", value))
+
+    def add(
+        self,
+        name: str,
+        *,
+        is_declared: bool = False,
+        is_list: bool = False,
+        is_indexed: bool = False,
+        wanted: int = 0,
+    ) -> None:
+        """Adds a file or a directory. `is_list`: of requirements or constraints; `is_indexed`:
+        which are looked up; `wanted`: the only type that counts."""
+        if name in self._parts or "://" in name or "\0" in name or not name:
+            return
+        if not is_declared and self._is_output(name):
+            return
+        try:
+            path = self._place.host(name)
+            mode = path.stat().st_mode
+        except (OSError, InvalidInputError) as error:
+            if is_declared:
+                raise NotFoundError(f"the input {name} cannot be read: {error}") from error
+            if isinstance(error, PermissionError):
+                self._opaque.append(name)
+            return
+        if not is_declared and self._is_left_out(name, mode, wanted):
+            return
+        try:
+            if stat.S_ISDIR(mode):
+                tops = {str(resolve_in_root(self._place.root, one)) for one in self._outputs}
+                digest = tree_digest(path, tops, limited=not is_declared)
+                self._has_directory = True
+            elif stat.S_ISREG(mode):
+                limit_bytes = WORD_BYTES_MAX if wanted else GUESSED_BYTES_MAX
+                limit = None if is_declared else limit_bytes
+                digest = self._digest(name, path, is_list=is_list, limit_bytes=limit)
+            else:
+                return
+        except OSError as error:
+            if is_declared:
+                raise from_oserror(error, f"read the input {name}") from error
+            self._opaque.append(name)  # of another user: who runs the command may read it
+            return
+        self._parts[name] = Part(f"input {name}", digest.value)
+        if not is_declared:
+            self._found.append(name)
+            self._lists += [name] if is_list else []
+        if digest.is_rough:
+            self._rough.append(name)
+        if name in self._lines:
+            self._follow_list(name, self._lines[name], is_indexed=is_indexed)
+
+    def _is_left_out(self, name: str, mode: int, wanted: int) -> bool:
+        """Tell whether a word that names something of this mode is no input."""
+        if wanted and stat.S_IFMT(mode) != wanted:
+            return True
+        absolute = os.path.normpath(self._place.absolute(name))
+        is_unstable = absolute.startswith(_KERNEL_FOLDERS) or not (
+            stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+        )
+        # What a tool is known to read as a list, a script or an archive is no secret.
+        is_private = wanted == stat.S_IFREG and _PRIVATE.search(absolute)
+        if is_unstable or is_private:
+            self._opaque += [] if absolute == os.devnull else [name]
+            return True
+        return False
+
+    def _digest(
+        self, name: str, path: Path, *, is_list: bool, limit_bytes: int | None
+    ) -> InputDigest:
+        if is_list or name.endswith(_REQUIREMENTS):
+            text = self._text(name, _REQUIREMENTS_BYTES_MAX)
+            if text is not None:
+                # Credentials change more often than what an index serves.
+                public = without_users(text)
+                found = self._lines[name] = read_requirements(public)
+                text = found.text if is_list else public
+                return bytes_digest(text.encode("utf-8", "surrogateescape"))
+        if limit_bytes is not None:
+            self._guessed_bytes += path.stat().st_size
+            if self._guessed_bytes > GUESSED_BYTES_MAX:
+                limit_bytes = 0
+        return file_digest(path, limit_bytes=limit_bytes)
+
+    def _text(self, name: str, bytes_max: int) -> str | None:
+        """A file's text; None where it is none, too large, or cannot be read."""
+        try:
+            path = self._place.host(name)
+            if not path.is_file() or path.stat().st_size > bytes_max:
+                return None
+            return path.read_text(encoding="utf-8", errors="surrogateescape")
+        except (OSError, InvalidInputError):
+            return None
+
+    def _is_output(self, name: str) -> bool:
+        path = os.fsencode(os.path.normpath(self._place.absolute(name)))
+        return any((path + b"/").startswith(output + b"/") for output in self._outputs)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            return self._place.host(name).exists()
+        except (OSError, InvalidInputError):
+            return False
+
+    def _expanded(self, name: str) -> list[str]:
+        """A path as a shell would read it: with the home, variables and patterns filled in; none
+        where that cannot be told."""
+        name = filled(name, self._environ)
+        if name.startswith("~/"):
+            name = self._environ.get("HOME", "~") + name[1:]
+        if has_marks(name) or "\0" in name or not name or len(name) > _PATH_BYTES_MAX:
+            return []
+        if "://" in name or self._exists(name):
+            return [name]
+        if name.startswith("~"):
+            self._opaque.append(name)  # the home of another user
+            return []
+        if _BRACES.search(name):
+            return [path for one in self._without_braces(name) for path in self._expanded(one)]
+        if not ("*" in name or "?" in name or "[" in name):
+            return [name]
+        fixed, _, pattern = re.split(r"[*?\[]", name)[0].rpartition("/")
+        pattern = name[len(fixed) + 1 :] if fixed or name.startswith("/") else name
+        try:
+            top = self._place.host(fixed or ("/" if name.startswith("/") else "."))
+            found = sorted(path.relative_to(top) for path in top.glob(pattern))
+        except (OSError, ValueError, InvalidInputError, NotImplementedError):
+            return []
+        if len(found) > _GLOB_FILES_MAX:
+            self._opaque.append(name)
+        found = found[:_GLOB_FILES_MAX]
+        return [os.path.join(fixed, path) if fixed else str(path) for path in found]
+
+    def _without_braces(self, name: str) -> list[str]:
+        """The words that a shell makes of one with `{a,b}`."""
+        found = [name]
+        while match := _BRACES.search(found[0]):
+            inner = match[1].split(",")
+            if len(found) * len(inner) > _GLOB_FILES_MAX:
+                self._opaque.append(name)
+                return []
+            texts = found
+            found = []
+            for text in texts:
+                # The same place in all of them: they differ in front of it.
+                each = _BRACES.search(text)
+                if each is not None:
+                    before, after = text[: each.start()], text[each.end() :]
+                    found += [f"{before}{one}{after}" for one in each[1].split(",")]
+        return found
+
+    def _follow_list(self, name: str, found: Requirements, *, is_indexed: bool) -> None:
+        """Adds what a requirements file includes. Any text file may pass here: no errors."""
+        is_indexed = is_indexed and found.uses_index
+        self._constraints += found.requirements
+        self._variables.update(found.variables)
+        if is_indexed:
+            self._requirements += found.requirements
+        directory = name.rpartition("/")[0]
+        for included, is_constraint in found.includes:
+            # pip takes these relative to the including file,
+            included = local_path(included)
+            path = included if included.startswith("/") else os.path.join(directory, included)
+            self._opaque += [included] if "://" in included else []
+            self.add(path, is_list=True, is_indexed=is_indexed and not is_constraint)
+        for place in found.links:
+            # also these if it is there, else from the working directory,
+            relative = os.path.join(directory, place)
+            self._add_links(relative if directory and self._exists(relative) else place)
+        for path in found.local:
+            # and local projects relative to the working directory.
+            self.add(path)
+            self._open += [path] if is_indexed else []
+
+    def _follow_script(self, name: str, directories: Sequence[str], *, is_shell: bool) -> bool:
+        """Adds a script and, if it is a shell's, what it names; False where that cannot be told."""
+        text = self._text(name, _SCRIPT_BYTES_MAX)
+        first = (text or "").partition("\n")[0]
+        if text is None or not (is_shell or first.startswith("#!")):
+            return False
+        self.add(name)
+        if not is_shell and not SHELLS.intersection(map(base_name, first[2:].split())):
+            return False
+        if name not in self._scripts:
+            self._scripts[name] = text
+            folder = name.rpartition("/")[0] or "."
+            hints = hints_of_script(_OWN_FOLDER.sub(lambda match: folder, text))
+            for directory in directories:
+                hints = merged(hints, moved_to(hints, directory))
+            self.follow(hints)
+        return True
+
+    def _add_links(self, name: str) -> None:
+        if "://" in name or "\0" in name or name in self._parts:
+            return
+        try:
+            digest = wheels_digest(self._place.host(name))
+        except (OSError, InvalidInputError):
+            return  # pip says what is wrong with it
+        self._parts[name] = Part(f"wheels {name}", digest.value)
+        self._found.append(name)
+        self._rough += [name] if digest.is_rough else []
+
+
+def _requirement_path(word: str) -> str:
+    """The path in a requirement of a command line, if it is one of this host; else any text."""
+    if match := _FILE_URL.search(word):
+        word = local_path(match[1])
+    return _EXTRAS.sub("", word)

@@ -1,0 +1,398 @@
+"""Set-ups and their keys: everything that decides what a set-up makes.
+
+`resolve` reads inputs, interpreter and settings, infers the targets, and lists the parts of the
+key. What was in the targets before is added by `Resolved.key`. Reads the machine, changes nothing.
+"""
+
+import contextlib
+import math
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from bootseer.base.redact import HIDDEN, redact, without_users
+from bootseer.errors import InvalidInputError, UnsupportedError
+from bootseer.linux.processes import KILLED_S, wait_readable
+from bootseer.linux.root_paths import find_program
+from bootseer.linux.scripts import RunOptions, as_script
+from bootseer.snapshots.commands import FILE_VARIABLES, Hints, hints_of
+from bootseer.snapshots.inputs import (
+    TOOLS,
+    Inputs,
+    collect_inputs,
+    folderless_names,
+    settings_parts,
+    shared_part_name,
+    with_names,
+)
+from bootseer.snapshots.layers import Layers
+from bootseer.snapshots.parts import (
+    Part,
+    base_part_name,
+    command_part,
+    decides,
+    fingerprint,
+    hidden_words,
+    secret_part,
+    variable_parts,
+)
+from bootseer.snapshots.python import (
+    Place,
+    Runner,
+    find_python,
+    find_uv_environment,
+    probe,
+    remembered,
+)
+from bootseer.snapshots.scan import NOTHING, text_of
+from bootseer.snapshots.shell import filled
+from bootseer.snapshots.shown import hide_atoms, is_known_program
+from bootseer.snapshots.targets import declared_targets, infer_targets, shown_paths
+
+Report = Callable[[str], None]
+
+"""Gets one sentence for people at a time."""
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_TRUE = {"1", "true", "yes", "y", "t", "on"}
+
+# That say where and for whom something runs.
+_USUAL_VARIABLES = {
+    *("HOME", "PATH", "PWD", "OLDPWD", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "LANG"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "BOOTSEER_IMAGE", "PS1", "UID", "EUID", "PPID", "OSTYPE"),
+    # Shells set these themselves.
+    *("BASH_SOURCE", "BASH_VERSION", "FUNCNAME", "LINENO", "SECONDS", "PIPESTATUS", "IFS", "REPLY"),
+    *("OPTARG", "OPTIND"),
+}
+
+_SHOWN_MAX = 5
+
+_FOUND_MAX = 50
+
+# Of a program whose output is read. Nothing that is asked here says as much.
+_OUTPUT_BYTES_MAX = 1024 * 1024
+
+
+def run_plainly(
+    args: Sequence[str], /, **options: Unpack[RunOptions]
+) -> "subprocess.CompletedProcess[bytes]":
+    """The runner of a set-up on this host itself. Output that is piped is bounded, and with a
+    timeout everything is. Raises: OSError; TimeoutExpired."""
+    try:
+        return _run(args, options)
+    except OSError as error:
+        env = options.get("env")
+        path = None if env is None else env.get("PATH")
+        script = as_script(error, args, search_path=path, directory=options.get("cwd") or "")
+        if script is None:
+            raise
+        return _run(script, options)
+
+
+def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProcess[bytes]":
+    timeout_s = options.get("timeout")
+    others = {name: value for name, value in options.items() if name != "timeout"}
+    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    process = subprocess.Popen(args, **others)  # type: ignore[call-overload]
+    output = None
+    try:
+        if process.stdout is not None:
+            output = _read_output(process.stdout.fileno(), args, end)
+            process.stdout.close()  # who has more to say is ended by that
+        wait_s = None if timeout_s is None else max(0.0, end - time.monotonic())
+        code = process.wait(wait_s)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            # One that hangs in the kernel, on a share that is away, would not end either.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
+        if process.stdout is not None:
+            process.stdout.close()
+    return subprocess.CompletedProcess(args, code, output, None)
+
+
+def _read_output(descriptor: int, args: Sequence[str], end: float) -> bytes:
+    """Read to the end, or to a bound, after which nobody reads on. Raises: TimeoutExpired."""
+    found = bytearray()
+    while len(found) < _OUTPUT_BYTES_MAX:
+        left_s = None if end == math.inf else end - time.monotonic()
+        if not wait_readable([descriptor], left_s):
+            raise subprocess.TimeoutExpired(args, 0.0)
+        piece = os.read(descriptor, 64 * 1024)
+        if not piece:
+            break
+        found += piece
+    return bytes(found)
+
+
+class Request(Struct, frozen=True):
+    """A set-up command and what the user said about it."""
+
+    command: Sequence[str]
+    targets: Sequence[str] = ()
+    """Directories that it makes or changes; none: inferred."""
+    inputs: Sequence[str] = ()
+    """Files and directories that decide its result, besides those that the command names."""
+    variables: Sequence[str] = ()
+    """Environment variables that decide its result."""
+    salt: str = ""
+    """Another salt, another snapshot."""
+    base: str = ""
+    """Digest of the image that it runs in; empty: BOOTSEER_IMAGE."""
+    root: Path = field(default_factory=lambda: Path("/"))
+    """Where the job's "/" lies on this host."""
+    scratch: Path | None = None
+    """A folder that goes with another root than this host's."""
+    layers: Layers | None = None
+    """The layers of the root, if it is an overlay."""
+    directory: str = ""
+    """Where the command runs, inside the root; empty: here, or "/" of another root."""
+    environ: Mapping[str, str] | None = None
+    """The command's environment; None: this process's."""
+    runner: Runner = run_plainly
+    """Runs it inside the root."""
+
+
+class Resolved(Struct, frozen=True):
+    """A request of which everything is known but what was in the targets before."""
+
+    targets: tuple[bytes, ...]
+    parts: tuple[Part, ...]
+    unknown: tuple[str, ...] = ()
+    """What may decide the result and is not in the key, in a few words each."""
+    is_open: bool = False
+    """Whether the same set-up may give something else another day."""
+
+    def all_parts(self, bases: Mapping[bytes, str]) -> list[Part]:
+        """Returns all parts, with those of what was in each target (`scan.base_digest`)."""
+        return [*self.parts, *(Part(base_part_name(t), bases[t]) for t in self.targets)]
+
+    def all_unknown(self, bases: Mapping[bytes, str]) -> tuple[str, ...]:
+        """What is not in the key, with what was in each target."""
+        filled = [text_of(target) for target in self.targets if bases[target] != NOTHING]
+        return (*self.unknown, *unknown_before(filled))
+
+    def key(self, bases: Mapping[bytes, str]) -> str:
+        """The fingerprint."""
+        return fingerprint(self.all_parts(bases))
+
+
+def working_directory(request: Request) -> str:
+    """Returns the directory in which the command runs, as the command sees it."""
+    if request.directory:
+        return request.directory
+    return str(Path.cwd()) if request.root == Path("/") else "/"
+
+
+def _words(text: str) -> list[str]:
+    """Splits the list in a variable, which pip separates by blanks and uv by commas."""
+    return text.replace(",", " ").split()
+
+
+def resolve(request: Request, report: Report, known: Path | None = None) -> Resolved:
+    """Find out what decides the result, and say what was not declared. `known`: a folder where it
+    is remembered what interpreters of this host say of themselves.
+
+    Raises: InvalidInputError where a declaration cannot be used; NotFoundError for a declared
+    input that is missing; UnsupportedError where no target can be inferred.
+    """
+    if not request.command:
+        raise InvalidInputError("there is no set-up command; write it behind --")
+    check_declared(request.inputs)
+    check_variables(request.variables)
+    environ = os.environ if request.environ is None else request.environ
+    directory = working_directory(request)
+    place = Place(request.root, directory)
+    hints = _with_values(hints_of(request.command), environ)
+    if hints.uses_uv and not hints.environment_dirs:
+        found_environment = find_uv_environment(place, environ)
+        if found_environment is not None:
+            words = (f"{found_environment}/bin/python", *hints.python_words)
+            hints = replace(hints, environment_dirs=(found_environment,), python_words=words)
+    python = find_python(place, hints.python_words, environ.get("PATH") or _PATH)
+    interpreter = None
+    if python is not None:
+        env = None if request.environ is None else dict(request.environ)
+        cwd = request.directory or None
+        ask = partial(probe, python, request.runner, cwd=cwd, env=env)
+        if known is not None and request.root == Path("/"):
+            interpreter = remembered(known, python, environ, ask)
+        else:
+            interpreter = ask()
+    if request.targets:
+        targets = declared_targets(request.targets, directory)
+    else:
+        try:
+            targets = infer_targets(hints, interpreter, environ, directory)
+        except InvalidInputError as error:
+            raise UnsupportedError(f"{error}; name the targets with --target DIR") from error
+        report(f"targets: {shown_paths(targets.paths)} ({targets.reason})")
+    for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
+        hints = replace(hints, link_dirs=(*hints.link_dirs, *_words(environ.get(name, ""))))
+    for name in FILE_VARIABLES:
+        lists = environ.get(name, "").split()
+        hints = replace(
+            hints,
+            files=(*hints.files, *lists),
+            requirement_files=(*hints.requirement_files, *lists),
+        )
+    find = partial(
+        find_program,
+        request.root,
+        search_path=environ.get("PATH") or _PATH,
+        directory=directory,
+    )
+    inputs = collect_inputs(
+        place,
+        request.inputs,
+        hints,
+        targets.paths,
+        environ,
+        find,
+    )
+    if inputs.found:
+        found = _some(inputs.found, _FOUND_MAX)
+        report(f"inputs named in the command or the environment: {found}")
+    # What is not understood may use any of them.
+    tools = TOOLS if inputs.opaque else inputs.tools
+    prefix = interpreter.prefix if interpreter else ""
+    settings = settings_parts(place, tools, environ, prefix, targets.paths)
+    shared = folderless_names(inputs.lists, [part.name for part in inputs.parts])
+    command = command_part([with_names(word, shared) for word in request.command], environ)
+    declared = (*request.variables, *inputs.variables)
+    variables = variable_parts(environ, declared)
+    base = request.base or environ.get("BOOTSEER_IMAGE", "")
+    parts = [
+        *command.parts,
+        *(Part(shared_part_name(part.name, shared), part.value) for part in inputs.parts),
+        *settings.parts,
+        *variables.parts,
+        *(interpreter.parts() if interpreter else ()),
+        Part("machine", os.uname().machine),
+        Part("image", without_users(base)),
+        Part("salt", request.salt),
+        *(Part(f"target {text_of(path)}", "") for path in targets.paths),
+    ]
+    parts += secret_part(parts, (*command.secrets, *variables.secrets, *settings.secrets))
+    return Resolved(
+        targets.paths,
+        tuple(sorted(parts)),
+        tuple(
+            unknown(_shown_inputs(inputs, request.command, environ, place, find), environ, declared)
+        ),
+        is_open(inputs, environ, declared),
+    )
+
+
+def _shown_inputs(
+    inputs: Inputs,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    place: Place,
+    find: Callable[[str], str | None],
+) -> Inputs:
+    """Return the inputs for sentences about them: without the words that are hidden in the command
+    and its scripts, but for programs and files that are here."""
+    hidden = hidden_words(command, inputs.scripts, environ)
+
+    def shown(name: str) -> str:
+        is_computed = re.search(r"\$\{\w+[^\w}]|\$\(|`", name)
+        return HIDDEN if is_computed else redact(hide_atoms(name, hidden))
+
+    def is_here(word: str) -> bool:
+        if is_known_program(word) or find(word) is not None:
+            return True
+        try:
+            return place.host(word).exists()
+        except (OSError, InvalidInputError):
+            return False
+
+    def shown_call(name: str) -> str:
+        return redact(hide_atoms(name, hidden, is_here))
+
+    return replace(
+        inputs,
+        opaque=tuple(dict.fromkeys(map(shown_call, inputs.opaque))),
+        open_requirements=tuple(map(shown, inputs.open_requirements)),
+    )
+
+
+def _with_values(hints: Hints, environ: Mapping[str, str]) -> Hints:
+    """Fill in variables where a hint says in which directory something lies."""
+
+    def values(words: Iterable[str]) -> tuple[str, ...]:
+        return tuple(filled(word, environ) for word in words)
+
+    return replace(
+        hints,
+        python_words=values(hints.python_words),
+        environment_dirs=values(hints.environment_dirs),
+        install_dirs=values(hints.install_dirs),
+        projects=tuple((tool, filled(folder, environ)) for tool, folder in hints.projects),
+    )
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Raises: InvalidInputError for what no environment variable is called."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise InvalidInputError(
+                f"{name.partition('=')[0]!r} is not the name alone of an environment variable; "
+                "--env takes a name, and the value is the one that the variable has"
+            )
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Raises: InvalidInputError for a name that no file can have."""
+    for name in names:
+        if not name or "\0" in name:
+            raise InvalidInputError(f"{name!r} is not the name of an input file")
+
+
+def is_open(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str]) -> bool:
+    """Whether the same set-up may give something else another day: not all that decides is in the
+    key. `declared`: the variables that are."""
+    return any(True for _ in unknown(inputs, environ, declared))
+
+
+def unknown(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str]) -> Iterator[str]:
+    """All that is not in the key, as far as one can tell, in a few words each. `declared`: the
+    variables that are."""
+    if names := _looked_up(inputs, environ):
+        yield f"which versions an index has of {_some(names)}"
+    if inputs.opaque:
+        yield f"what {_some(inputs.opaque)} may read or download"
+    if inputs.rough:
+        yield f"all of {_some(inputs.rough)} (names, sizes and ends count)"
+    free = set(inputs.free).difference(declared, _USUAL_VARIABLES)
+    if free := {name for name in free if not decides(name)}:
+        yield f"the values of {_some(sorted(free))} (--env makes them count)"
+
+
+def unknown_before(targets: Sequence[str]) -> Iterator[str]:
+    """What is not in the key of targets that hold something before the set-up."""
+    if targets:
+        yield f"the contents of what {_some(targets)} held before (names, types and sizes count)"
+
+
+def _looked_up(inputs: Inputs, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What has no exact version, unless variables keep pip and uv from an index, or from what is
+    new there."""
+    values = (environ.get(name, "") for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"))
+    is_fixed = any(value.lower() in _TRUE for value in values) or environ.get("UV_EXCLUDE_NEWER")
+    return () if is_fixed else inputs.open_requirements
+
+
+def _some(names: Sequence[str], shown_max: int = _SHOWN_MAX) -> str:
+    more = len(names) - shown_max
+    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,780 @@
+"""Snapshots shown on their targets by overlays: on the host, in a container, in an own view.
+
+A process keeps the tree below an overlay: a server of `prefetch` that fetches files as they are
+read (`mount_snapshot`), or a holder of an extracted tree (`link_snapshot`). The overlay goes onto
+the target in one step and makes it writable; then it gets its first user. A process that is killed
+before that leaves an overlay without users: the process behind the overlay watches its maker and
+takes it off, and so does the next run (`recover_mounts`).
+
+The caller holds the locks of the targets. Main thread: `enter_own_view` changes the mount
+namespace.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import repeat
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.base.documents import Form, to_line
+from bootseer.blob.tree import Tree
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    CorruptError,
+    InvalidInputError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.fuse.kernel.unmount import detach, is_disconnected
+from bootseer.linux import mount_table, namespaces
+from bootseer.linux.private_files import (
+    make_private_directory,
+    read_private_file,
+    write_private_file,
+)
+from bootseer.linux.processes import ProcessId
+from bootseer.prefetch.cache.damage import check_known_damage, is_damage_known
+from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
+from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServeOptions
+from bootseer.prefetch.serve.start_server import Serving, begin_serving
+from bootseer.served.background import (
+    ServerProcess,
+    begin_server,
+    end_early,
+)
+from bootseer.served.cover_users import (
+    add_user,
+    is_others_only,
+    join,
+    only_lingers,
+    other_users,
+    sweep_covers,
+    take_off_all_unused,
+)
+from bootseer.served.covers import Cover, cover_at, covers, mount_layers, source_of, uncover
+from bootseer.served.ending import give_up
+from bootseer.served.folders import LINK as HOLDER
+from bootseer.served.folders import MountState, mounts_dir, new_mount_dir, read_state, wait_released
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import (
+    admit_tree,
+    decode_tree,
+    find_cut_blob,
+    load_tree,
+    read_encoded_tree,
+)
+from bootseer.snapshots.layers import is_opaque
+from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.snapshots.place import OnFinished, Placed, is_entered
+from bootseer.snapshots.scan import scan, text_of
+from bootseer.snapshots.targets import was_empty
+from bootseer.snapshots.trees import NodeTrees
+from bootseer.store import Store
+
+logger = logging.getLogger(__name__)
+MOUNT = "mount"
+LINK = "link"
+_RECORD = "snapshot.json"
+
+_END_S = 10.0
+
+
+class Mounted(Struct, frozen=True):
+    """A target on which a snapshot is mounted, as its mount's folder has it."""
+
+    target: str
+    fingerprint: str
+    base: str
+    """What was there before (`scan.base_digest`)."""
+    scratch: str
+    """The folder that takes what is written to the mount."""
+    file_count: int
+    mode: str
+    """The mode of restoring (`modes`) that put it there."""
+    ready_name: str
+
+
+_FORM: Form[Mounted] = Form(type=Mounted, versions=(1,), size_max=64 * 1024)
+
+
+class MountedTree(Struct, frozen=True):
+    """A tree that is mounted or linked, ready to be shown on a target by an overlay.
+
+    The process behind `state_dir` keeps the tree for as long as the overlay is there.
+    """
+
+    state_dir: Path
+    """The mount's folder."""
+    tree: Path
+    ready_name: str = ""
+    """The name for BOOTSEER_READY_SOCKETS, where a start is recorded."""
+
+
+def cover_all(
+    settings: Settings,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    trees: Sequence[MountedTree],
+    bases: Mapping[bytes, str],
+    *,
+    mode: str,
+    until_exit: bool,
+) -> None:
+    """Shows `trees` on their targets; finished when this returns.
+
+    The caller has found that they fit on what lies there (`bases`). With `until_exit` they go when
+    this process ends, otherwise they stay until `unmount_snapshot`. On an error nothing is mounted.
+    Raises: UnsupportedError and other BootseerErrors.
+    """
+    with ExitStack() as undo:
+        for item, one in zip(placed, trees, strict=True):
+            record = Mounted(
+                target=str(item.path),
+                fingerprint=manifest.fingerprint,
+                base=bases[item.target.path],
+                scratch=str(scratch_of(settings, one.state_dir)),
+                file_count=item.target.file_count,
+                mode=mode,
+                ready_name=one.ready_name,
+            )
+            _cover(item, one, record, privileges=settings.restore_privileges)
+            undo.callback(_uncover, item.path, one.state_dir.name)
+        for one in trees:
+            # From here on it is finished, and stays.
+            add_user(one.state_dir, os.getpid() if until_exit else None)
+        undo.pop_all()
+
+
+def scratch_of(settings: Settings, state_dir: Path) -> Path:
+    """Returns the folder that takes what is written to a mount."""
+    return settings.cache_dir / "containers" / state_dir.name
+
+
+def _cover(item: Placed, tree: MountedTree, record: Mounted, *, privileges: bool) -> None:
+    try:
+        # By now a process lives that will remove it.
+        make_private_directory(Path(record.scratch))
+        item.path.mkdir(parents=True, exist_ok=True)
+        write_private_file(tree.state_dir / _RECORD, _FORM.encode(record))
+    except OSError as error:
+        raise from_oserror(error, f"prepare the mount on {item.path}") from error
+    cover_target(
+        tree.tree,
+        item.path,
+        Path(record.scratch),
+        is_difference=not item.target.whole,
+        deletions=item.target.deletions,
+        source=source_of(tree.state_dir.name),
+        privileges=privileges,
+    )
+
+
+def _uncover(path: Path, identity: str) -> None:
+    cover = cover_at(path)
+    if cover is not None and cover.id == identity:
+        with contextlib.suppress(BootseerError):
+            uncover(cover)
+
+
+# ---- what is mounted already ------------------------------------------------------------------
+def recover_mounts(settings: Settings, hosts: Iterable[Path]) -> None:
+    """Take off what dead servers, and runs that were killed, have left on `hosts` or above them.
+
+    Raises: BusyError where something has been mounted on top of it.
+    """
+    sweep_covers(settings.run_dir)
+    paths = {cover.path for cover in covers()}
+    for path in paths.intersection(above for host in hosts for above in (host, *host.parents)):
+        while (cover := cover_at(path)) is not None:
+            state_dir = mounts_dir(settings.run_dir) / cover.id
+            if not state_dir.is_dir() or os.path.isdir(state_dir / "users"):
+                break
+            logger.warning("taking off %s, left by a run that was killed", path)
+            uncover(cover)
+
+
+def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Exception) -> bool:
+    """`recover`, after a failure on `hosts`; False where that had another cause than the end of a
+    server. One that is being killed still holds its lock for moments. Raises: as `recover`."""
+    if not is_disconnected(error):
+        return False
+    for cover in filter(None, map(cover_at, hosts)):
+        wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S)
+    recover_mounts(settings, hosts)
+    return True
+
+
+class Found(Struct, frozen=True):
+    """A cover, and what is known of it."""
+
+    cover: Cover
+    record: Mounted
+
+
+def find_mounted(settings: Settings, host: Path) -> Found | None:
+    """The snapshot that is mounted on `host`, if nothing was written there since but bytecode."""
+    cover = cover_at(host)
+    if cover is None:
+        return None
+    record = _read(settings, cover)
+    if record is None or record.target != str(host) or _is_touched(record):
+        return None
+    return Found(cover, record)
+
+
+def keep_mounted(settings: Settings, found: Iterable[Found], *, until_exit: bool) -> bool:
+    """Keep what `find_mounted` found for this process, too, or for all times. False where it is
+    going just now."""
+    user = os.getpid() if until_exit else None
+    return all(join(mounts_dir(settings.run_dir) / one.cover.id, one.cover, user) for one in found)
+
+
+def take_off_lingering(settings: Settings, hosts: Iterable[Path]) -> bool:
+    """Take off what lingers on `hosts` since jobs that have ended; whether anything did. Raises:
+    BootseerError."""
+    found = False
+    for path in hosts:
+        while (cover := cover_at(path)) and only_lingers(mounts_dir(settings.run_dir) / cover.id):
+            uncover(cover)
+            found = True
+    return found
+
+
+def drop_damaged(settings: Settings, found: Iterable[Found]) -> bool:
+    """Whether a mount's server has found its blobs damaged; such mounts are off then, unless other
+    jobs use them."""
+    is_damaged = False
+    for one in found:
+        state_dir = mounts_dir(settings.run_dir) / one.cover.id
+        state = read_state(state_dir)
+        if state is None or not is_damage_known(settings.cache_dir, state.index_digest):
+            continue
+        is_damaged = True
+        logger.warning("what is mounted on %s is damaged in the store", one.cover.path)
+        if not other_users(state_dir):
+            uncover(one.cover)
+    return is_damaged
+
+
+def _read(settings: Settings, cover: Cover) -> Mounted | None:
+    return read_private_file(mounts_dir(settings.run_dir) / cover.id / _RECORD, _FORM)
+
+
+def _is_touched(record: Mounted) -> bool:
+    """Whether anything but bytecode and the directories above it was written."""
+    upper = Path(record.scratch) / "upper"
+    try:
+        written = scan(upper)
+    except BootseerError:
+        return True
+    return any(
+        is_opaque(os.path.join(os.fsencode(upper), path))
+        if stat.S_ISDIR(entry.mode)
+        else not path.endswith(b".pyc")
+        for path, entry in written.items()
+        if path
+    )
+
+
+def _way_out(path: Path) -> str:
+    """What to do where something at `path` is in use: perhaps by this very process."""
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+        if f" {path}/" in maps:
+            return (
+                "the Python that runs this command lies in it: unmount it with --lazy, which takes "
+                "effect when this command ends, or with a Bootseer that lies elsewhere"
+            )
+    return "end the processes that use it, or unmount it with --lazy"
+
+
+def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> bool:
+    """Take the snapshot off `directory`; what was written there is gone. Returns whether another
+    one is below it: a set-up that found something written has mounted on top of that.
+
+    `lazy`: also while files in it are open; they live on until they are closed.
+    Raises: InvalidInputError where none is mounted; BusyError where files in it are open.
+    """
+    path = mount_table.absolute(directory)
+    cover = cover_at(path)
+    if cover is None:
+        # It may be called by a symbolic link, as the target was. What is mounted is never a link.
+        cover = cover_at(path.resolve())
+    if cover is None:
+        raise InvalidInputError(f"no snapshot is mounted on {path}")
+    try:
+        uncover(cover, lazy=lazy)
+    except BusyError as error:
+        raise BusyError(f"{error}; {_way_out(cover.path)}") from error
+    if not lazy and not wait_released(mounts_dir(settings.run_dir) / cover.id, _END_S):
+        # It may take a while to make a large cache durable; no caller needs to wait for that.
+        logger.info("the server of %s still tidies up", path)
+    # That of a job which has ended, and could not take off what lay below another one.
+    take_off_all_unused(mounts_dir(settings.run_dir), cover.path)
+    return cover_at(cover.path) is not None
+
+
+class MountOutcome(Struct, frozen=True):
+    """What `mount_snapshot` did."""
+
+    moved_bytes: int
+    """Bytes that had to come from the store before the first read."""
+    ready_names: tuple[str, ...]
+    """The names for BOOTSEER_READY_SOCKETS."""
+
+
+def name_of(target: bytes) -> str:
+    """What a target's tree is called where images have references: bundles of environments at the
+    same path may serve each other."""
+    return f"snapshot/{text_of(target).strip('/')}"
+
+
+def mount_snapshot(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    *,
+    until_exit: bool,
+    process: ServerProcess | None = None,
+) -> MountOutcome:
+    """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`.
+
+    `process`, if one was begun, serves one of them."""
+    with ExitStack() as undo:
+        all_serving = []
+        for item, begun in zip(placed, [process, *repeat(None, len(placed) - 1)], strict=True):
+            all_serving.append(_begin_serving(settings, item, begun))
+            undo.callback(_give_up, all_serving[-1])
+        indexes = []
+        for item, serving in zip(placed, all_serving, strict=True):
+            indexes.append(have_index(settings, store, item.target))
+            serving.go()
+        # Meanwhile: half of what a server would take until it can serve.
+        for item, index in zip(placed, indexes, strict=True):
+            tree = decode_tree(item.target, index.data)
+            admit_tree(item.target, tree, privileges=settings.restore_privileges)
+        for serving in all_serving:
+            serving.wait()
+        served = [
+            MountedTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
+            for one in all_serving
+        ]
+        cover_all(settings, manifest, placed, served, bases, mode=MOUNT, until_exit=until_exit)
+        undo.pop_all()
+    for one in served:
+        # The overlay has a mount of its own by now.
+        with contextlib.suppress(BootseerError):
+            detach(one.tree, lazy=True)
+    moved = sum(len(index.data) for index in indexes if index.is_fetched)
+    return MountOutcome(moved, tuple(one.ready_name for one in served))
+
+
+class Index(Struct, frozen=True):
+    """The encoded tree of a target."""
+
+    data: bytes
+    """Verified against its digest."""
+    is_fetched: bool
+
+
+def have_index(settings: Settings, store: Store, target: Target) -> Index:
+    """Have the target's index where its server looks for it. Raises: BootseerError."""
+    # Better known now than at a read of the job.
+    check_known_damage(settings.cache_dir, store, target.index.digest)
+    if blob := find_cut_blob(store, target):
+        raise CorruptError(f"the blob {blob.digest} in {store.url} does not have its size")
+    digest = target.index.digest
+    with contextlib.suppress(BootseerError):
+        # A damaged copy is no fault of the snapshot's.
+        return Index(
+            read_index(settings.cache_dir, digest, run_dir=settings.run_dir), is_fetched=False
+        )
+    data = read_encoded_tree(store, target)
+    keep_index(settings.cache_dir, digest, data, run_dir=settings.run_dir)
+    return Index(data, is_fetched=True)
+
+
+def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:
+    """Have the target's tree served in a new mount folder. Raises: BootseerError."""
+    state_dir = new_mount_dir(settings.run_dir, process.identity if process else None)
+    tree = state_dir / "tree"
+    try:
+        make_private_directory(tree)
+    except OSError as error:
+        raise from_oserror(error, f"prepare the mount of {item.path}") from error
+    return begin_serving(
+        settings,
+        name_of(item.target.path),
+        item.target.index.digest,
+        tree,
+        ServeOptions(
+            purpose=ENVIRONMENT,
+            scratch=str(scratch_of(settings, state_dir)),
+            watch_pid=os.getpid(),
+            checks_index=False,
+        ),
+        state_dir=state_dir,
+        process=process,
+    )
+
+
+def _give_up(serving: Serving) -> None:
+    """End a server whose tree is not needed. Never raises."""
+    with contextlib.suppress(BootseerError):
+        serving.wait()
+    give_up(serving.plan.state_dir, 0)
+
+
+Build = Callable[[Target, Tree, Path], None]
+
+"""Extracts a target's tree to a path that does not exist, whole or not at all."""
+
+
+def link_snapshot(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    build: Build,
+    *,
+    until_exit: bool,
+) -> None:
+    """Show all targets of a snapshot from extracted trees, which `build` makes where they are
+    missing. See `mounted.cover_all`."""
+    trees = NodeTrees(settings)
+    served: list[MountedTree] = []
+    with ExitStack() as undo:
+        for item in placed:
+            tree = load_tree(store, item.target)
+            admit_tree(item.target, tree, privileges=settings.restore_privileges)
+
+            def build_one(path: Path, target: Target = item.target, tree: Tree = tree) -> None:
+                build(target, tree, path)
+
+            with trees.using(item.target.index.digest, tree, build_one) as (source, _):
+                state_dir = hold(settings, item.path, item.target)
+            served.append(MountedTree(state_dir, source))
+            undo.callback(give_up, state_dir, 0)
+        cover_all(settings, manifest, placed, served, bases, mode=LINK, until_exit=until_exit)
+        undo.pop_all()
+
+
+def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
+    """Start the process that keeps the extracted tree of a target, if any, and what is written to
+    the overlay on `path`; its folder. Raises: BootseerError."""
+    state_dir = new_mount_dir(settings.run_dir)
+    state = MountState(
+        id=state_dir.name,
+        reference=text_of(target.path if target else os.fsencode(path)),
+        index_digest=target.index.digest if target else "",
+        workload=settings.workload,
+        # No image that could be unmounted as one.
+        directory=str(state_dir / "tree"),
+        pid=0,
+        started_ns=time.time_ns(),
+        purpose=HOLDER,
+        scratch=str(scratch_of(settings, state_dir)),
+    )
+    process = begin_server(
+        settings.run_dir,
+        "bootseer.snapshots.holder",
+        f"the holder of {path}",
+        identity=state_dir.name,
+    )
+    from bootseer.snapshots.holder import HolderPlan
+
+    process.serve(to_line(HolderPlan(settings, state, state_dir, ProcessId.of(os.getpid()))))
+    return state_dir
+
+
+def overlay_snapshot(
+    settings: Settings,
+    store: Store,
+    trees: NodeTrees,
+    placed: Sequence[Placed],
+    scratch: Path,
+    build: Build,
+) -> None:
+    """Mount all targets of a snapshot, or none. `scratch`: where what is written goes, a folder of
+    the container's own.
+
+    Raises: UnsupportedError where this kernel has no such overlay; BootseerError.
+    """
+    locks: list[int] = []
+    privileges = settings.restore_privileges
+    with ExitStack() as undo:
+        for item in placed:
+            target = item.target
+            tree = load_tree(store, target)
+            admit_tree(target, tree, privileges=privileges)
+            digest = target.index.digest
+
+            def build_one(path: Path, target: Target = target, tree: Tree = tree) -> None:
+                build(target, tree, path)
+
+            with trees.using(digest, tree, build_one) as (source, lock):
+                locks.append(os.dup(lock))
+                undo.callback(os.close, locks[-1])
+                own = scratch / f"{os.getpid()}-{digest[-16:]}-{len(locks)}"
+                _cover_in_container(item, source, own, privileges=privileges)
+                undo.callback(namespaces.unmount, item.path)
+        for lock in locks:
+            # Also in the program that this process becomes.
+            os.set_inheritable(lock, True)
+        undo.pop_all()
+
+
+def _cover_in_container(item: Placed, source: Path, scratch: Path, *, privileges: bool) -> None:
+    try:
+        make_private_directory(scratch)
+        item.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise from_oserror(error, f"prepare the mount on {item.path}") from error
+    cover_target(
+        source,
+        item.path,
+        scratch,
+        is_difference=not item.target.whole,
+        deletions=item.target.deletions,
+        source="bootseer",
+        privileges=privileges,
+    )
+
+
+# A directory of a lower layer can be renamed, as it could on the file system that the set-up wrote.
+_OPTIONS = ",redirect_dir=on"
+
+_GONE = "gone"
+
+
+def cover_target(
+    tree: Path,
+    target: Path,
+    scratch: Path,
+    *,
+    is_difference: bool,
+    deletions: Sequence[bytes],
+    source: str,
+    privileges: bool,
+) -> None:
+    """Show the snapshot's `tree` on `target`, an existing directory, in one step.
+
+    What the job writes goes to `scratch`, an existing empty directory, or to memory where its file
+    system cannot take it. `is_difference`: what is in `target` now shows through, but for
+    `deletions`, paths below it. Without `privileges` no set-user-ID bit or capability counts there;
+    device nodes never do, nor does what the covered file system forbids.
+    Raises: UnsupportedError where this kernel has no such overlay.
+    """
+    try:
+        # An overlay does not have the flags of what it shows.
+        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NOEXEC)
+        flags = namespaces.MS_NODEV | kept | (0 if privileges else namespaces.MS_NOSUID)
+        _try(tree, target, scratch, is_difference, deletions, source, flags)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+            raise from_oserror(error, f"mount a snapshot on {target}") from error
+        # The cache lies on a file system that cannot be an upper layer, such as another overlay.
+        logger.info("%s cannot take what is written: it goes to memory instead", scratch)
+        try:
+            namespaces.mount("tmpfs", scratch, "tmpfs", options="mode=700")
+            _try(tree, target, scratch, is_difference, deletions, source, flags)
+        except OSError as again:
+            with contextlib.suppress(OSError):
+                namespaces.unmount(scratch)
+            raise UnsupportedError(
+                f"this kernel does not let us mount an overlay on {target}: {again.strerror}"
+            ) from again
+
+
+def _try(
+    tree: Path,
+    target: Path,
+    scratch: Path,
+    is_difference: bool,
+    deletions: Sequence[bytes],
+    source: str,
+    flags: int,
+) -> None:
+    for name in ("upper", "work"):
+        (scratch / name).mkdir(mode=0o700, exist_ok=True)
+    lowers = [tree]
+    if is_difference:
+        if deletions:
+            gone = scratch / _GONE
+            gone.mkdir(mode=0o700, exist_ok=True)
+            _make_whiteouts(gone, target, deletions)
+            lowers.append(gone)
+        lowers.append(target)
+    # The merged root has the attributes of the upper one.
+    copy_attributes(tree, scratch / "upper")
+    try:
+        mount_layers(lowers, scratch, target, source=source, options=_OPTIONS, flags=flags)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A kernel without redirects: directories of lower layers cannot be renamed then.
+        mount_layers(lowers, scratch, target, source=source, flags=flags)
+
+
+def copy_attributes(source: Path, target: Path) -> None:
+    """Owner, mode, extended attributes and times of a directory. Raises: OSError."""
+    status = os.lstat(source)
+    os.chown(target, status.st_uid, status.st_gid)
+    os.chmod(target, stat.S_IMODE(status.st_mode))
+    with contextlib.suppress(OSError):
+        for name in os.listxattr(source):
+            # Overlayfs's own are about other layers.
+            if not name.startswith(("trusted.overlay.", "user.overlay.")):
+                # What the scratch file system may not have is left out, as an extraction does.
+                with contextlib.suppress(OSError):
+                    os.setxattr(target, name, os.getxattr(source, name))
+    os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def _make_whiteouts(gone: Path, target: Path, deletions: Iterable[bytes]) -> None:
+    """One for each deleted path whose parent is still a directory; nothing else is covered.
+
+    The directories above it are as in `target`, whose own attributes they hide.
+    """
+    deleted = set(deletions)
+    top = os.fsencode(gone)
+    base = os.fsencode(target)
+    made: list[bytes] = []
+    for path in sorted(deleted):
+        if any(parent in deleted for parent in _parents(path)):
+            continue  # goes with its directory
+        if not _is_there(base, path):
+            continue
+        for parent in reversed(list(_parents(path))):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.join(top, parent), 0o700)
+                made.append(parent)
+        # Overlayfs's whiteout: a character device 0/0 (Documentation/filesystems/overlayfs.rst).
+        with contextlib.suppress(FileExistsError):
+            os.mknod(os.path.join(top, path), stat.S_IFCHR | 0o600, os.makedev(0, 0))
+    for parent in sorted(made, reverse=True):
+        copy_attributes(
+            Path(os.fsdecode(os.path.join(base, parent))),
+            Path(os.fsdecode(os.path.join(top, parent))),
+        )
+
+
+def _parents(path: bytes) -> Iterator[bytes]:
+    """The nearest first; not the top."""
+    while path := path.rpartition(b"/")[0]:
+        yield path
+
+
+def _is_there(base: bytes, path: bytes) -> bool:
+    """Whether `path` exists below `base`, all of its parents being directories themselves."""
+    for parent in _parents(path):
+        try:
+            if not stat.S_ISDIR(os.lstat(os.path.join(base, parent)).st_mode):
+                return False
+        except OSError:
+            return False
+    return os.path.lexists(os.path.join(base, path))
+
+
+_own: set[Path] = set()
+
+"""The targets of which this process has a view of its own."""
+
+
+def shared_targets(targets: Iterable[Path]) -> list[Path]:
+    """The host paths that this process sees as every other one of the node does."""
+    return [target for target in targets if target not in _own]
+
+
+def noting_shared(note: OnFinished) -> OnFinished:
+    """`note`, but nothing for targets that no other process sees."""
+
+    def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
+        if target not in _own:
+            note(target, fingerprint, base, tree_fingerprint)
+
+    return save
+
+
+def enter_own_view(
+    settings: Settings, used: Mapping[Path, int], before: Callable[[], None]
+) -> None:
+    """Have an own view of the targets that other processes use, `used`. `before` is called when it
+    is sure that this process enters a mount namespace: what is mounted for it must be there.
+
+    Raises: BusyError where that cannot be.
+    """
+    try:
+        if threading.current_thread() is not threading.main_thread():
+            raise BusyError("only a process's main thread can")
+        before()
+        end_early()
+        if not _own:
+            namespaces.unshare(namespaces.CLONE_NEWNS)
+            # What is mounted on the host later, as by an automounter, comes in.
+            namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
+        for target in used:
+            _cover_own(settings, target)
+            _own.add(target)
+    except (BootseerError, OSError) as error:
+        target, pid = next(iter(used.items()))
+        raise BusyError(
+            f"{target} is in use by process {pid}, another job on this node, and this set-up would "
+            "change it; wait for that job's end, or set up another directory; this job cannot have "
+            f"{target} in a mount namespace of its own: {error}"
+        ) from error
+
+
+def _cover_own(settings: Settings, target: Path) -> None:
+    """Show what there is without other jobs, with a layer for what this one writes."""
+    # Here: no other start needs it.
+
+    is_mounted = _take_off_used(settings, target)
+    state_dir = hold(settings, target)
+    scratch = scratch_of(settings, state_dir)
+    make_private_directory(scratch)
+    lower = target
+    if not is_mounted and was_empty(settings.cache_dir, target):
+        lower = scratch / "empty"
+        lower.mkdir(mode=0o700)
+        copy_attributes(target, lower)
+    cover_target(
+        lower,
+        target,
+        scratch,
+        is_difference=False,
+        deletions=(),
+        source=source_of(state_dir.name),
+        # It shows what is there.
+        privileges=True,
+    )
+    add_user(state_dir, os.getpid())
+    if is_entered(target):
+        with contextlib.suppress(OSError):
+            # This process would stay below.
+            os.chdir(os.getcwd())
+
+
+def _take_off_used(settings: Settings, target: Path) -> bool:
+    """Whether another job's mounts were on it."""
+    folder = mounts_dir(settings.run_dir)
+    is_mounted = False
+    while any(one.path == target and is_others_only(folder / one.id) for one in covers()):
+        cover = cover_at(target)
+        if cover is None:
+            raise BusyError(f"something else is mounted on {target}")
+        uncover(cover)
+        is_mounted = True
+    return is_mounted

@@ -1,0 +1,240 @@
+"""Python interpreter of a set-up: found by the words of the command, and asked by a probe.
+
+The probe runs through the job's runner, and its answer is checked before use. `remembered` keeps
+the answers on the node.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol, Unpack
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.base.documents import Form
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.linux.private_files import read_private_file, write_private_file
+from bootseer.linux.root_paths import find_program, resolve_in_root
+from bootseer.linux.scripts import RunOptions
+from bootseer.snapshots.parts import Part
+
+logger = logging.getLogger(__name__)
+
+
+class Place(Struct, frozen=True):
+    """How the set-up's paths are found on this host."""
+
+    root: Path
+    directory: str
+    """The working directory, inside the root."""
+
+    def absolute(self, path: str) -> str:
+        return os.path.join(self.directory, path)  # a path of the root, not ours
+
+    def host(self, path: str) -> Path:
+        return resolve_in_root(self.root, os.fsencode(self.absolute(path)))
+
+
+PROBE_TIMEOUT_S = 30.0
+
+_OUTPUT_BYTES_MAX = 256 * 1024
+
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
+
+# The list of the host's shared libraries: written anew when one is installed.
+_LIBRARIES = "/etc/ld.so.cache"
+
+_DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
+
+# Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
+_PROBE = """
+import json, platform, site, sys, sysconfig
+get = sysconfig.get_config_var
+print(json.dumps({
+    "implementation": sys.implementation.name,
+    "version": platform.python_version(),
+    "abi": str(get("SOABI") or ""),
+    "platform": sysconfig.get_platform(),
+    "libc": " ".join(platform.libc_ver()),
+    "prefix": sys.prefix,
+    "base_prefix": sys.base_prefix,
+    "paths": sysconfig.get_paths(),
+    "user_base": site.getuserbase() or "",
+}))
+"""
+
+
+class Runner(Protocol):
+    """Runs a command where the job runs; `subprocess.run` is one."""
+
+    def __call__(
+        self, args: Sequence[str], /, **options: Unpack[RunOptions]
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """Raises: OSError where the program cannot be started; TimeoutExpired."""
+        ...
+
+
+class Interpreter(Struct, frozen=True, kw_only=True):
+    """A Python, as it describes itself."""
+
+    path: str = ""
+    """Where the job finds it."""
+    implementation: str
+    version: str
+    abi: str
+    platform: str
+    libc: str
+    prefix: str
+    base_prefix: str
+    paths: Mapping[str, str]
+    """Paths of its default install scheme: purelib, platlib, scripts, data, include."""
+    user_base: str
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether it belongs to a virtual environment."""
+        return self.prefix != self.base_prefix
+
+    def parts(self) -> list[Part]:
+        """What of it decides which wheels fit, and where environments and scripts look for it."""
+        return [
+            Part("installation", self.base_prefix),
+            Part("interpreter", f"{self.implementation} {self.version} {self.abi}".strip()),
+            Part("libc", self.libc),
+            Part("platform", self.platform),
+        ]
+
+
+class _Remembered(Struct, frozen=True):
+    """What an interpreter has said, and by what it is known that it would say so again."""
+
+    known_by: str
+    interpreter: Interpreter
+
+
+_FORM: Form[Interpreter] = Form(type=Interpreter, size_max=_OUTPUT_BYTES_MAX)
+
+_REMEMBERED: Form[_Remembered] = Form(type=_Remembered, size_max=2 * _OUTPUT_BYTES_MAX)
+
+
+def find_python(place: Place, words: Sequence[str], search_path: str) -> str | None:
+    """The interpreter that the programs in `words` run in, the first that exists; else PATH's.
+
+    `pip` and other console scripts name theirs in their first line; where that line is a shell
+    (long paths, shims), the interpreter beside the script is taken.
+    """
+    for word in (*words, "python3", "python"):
+        program = find_program(place.root, word, search_path, place.directory)
+        if program is None:
+            continue
+        if _PYTHON.fullmatch(program.rpartition("/")[2]):
+            return program
+        folder = program.rpartition("/")[0]
+        for candidate in (_shebang(place.host(program)), f"{folder}/python3", f"{folder}/python"):
+            if candidate and find_program(place.root, candidate, search_path, place.directory):
+                return candidate
+    return None
+
+
+def find_uv_environment(place: Place, environ: Mapping[str, str]) -> str | None:
+    """The `.venv` here or in the nearest folder above that has one: what `uv pip` changes where no
+    environment is active; None where one is."""
+    if environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):
+        return None
+    folder = place.directory
+    for parent in (folder, *map(str, PurePosixPath(folder).parents)):
+        found = f"{parent.rstrip('/')}/.venv"
+        if place.host(f"{found}/pyvenv.cfg").is_file():
+            return found
+    return None
+
+
+def _shebang(script: Path) -> str:
+    """The Python that a script names in its first line, or ""."""
+    try:
+        with script.open("rb") as file:
+            line = file.readline(4096)
+    except OSError:
+        return ""
+    words = os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
+    if words and _PYTHON.fullmatch(words[0].rpartition("/")[2]):
+        return words[0]
+    return ""
+
+
+def probe(
+    python: str, runner: Runner, *, cwd: str | None, env: Mapping[str, str] | None
+) -> Interpreter | None:
+    """What `python` says of itself; None where it cannot be asked."""
+    try:
+        done = runner(
+            [python, "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=cwd,
+            env=env,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("cannot ask %s: %s", python, error)
+        return None
+    output = done.stdout or b""
+    if done.returncode != 0 or len(output) > _OUTPUT_BYTES_MAX:
+        return None
+    return parse(python, output)
+
+
+def remembered(
+    folder: Path, python: str, environ: Mapping[str, str], ask: Callable[[], Interpreter | None]
+) -> Interpreter | None:
+    """What `python`, a program of this host, says of itself: asked again when it, its environment
+    or the host's libraries were changed. An interpreter takes longer to start than all else of a
+    start that finds everything live."""
+    path = folder / f"{_digest(python)}.json"
+    known_by = _known_by(python, environ)
+    found = read_private_file(path, _REMEMBERED)
+    if found is not None and found.known_by == known_by:
+        return found.interpreter
+    interpreter = ask()
+    if interpreter is not None:
+        with contextlib.suppress(OSError, BootseerError):
+            write_private_file(path, _REMEMBERED.encode(_Remembered(known_by, interpreter)))
+    return interpreter
+
+
+def _known_by(python: str, environ: Mapping[str, str]) -> str:
+    program = os.path.realpath(python)
+    prefix = os.path.dirname(os.path.dirname(python))
+    files = (python, program, os.path.dirname(program), f"{prefix}/pyvenv.cfg", _LIBRARIES)
+    names = [one for one in environ if one.startswith("PYTHON") or one in _DECIDING]
+    told = [program, *(f"{name}={environ[name]}" for name in sorted(names))]
+    return _digest("\0".join([*told, *map(_stamp, files)]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
+
+
+def _stamp(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+
+
+def parse(path: str, output: bytes) -> Interpreter | None:
+    """The probe's answer, or None where it is not one. Pure."""
+    # A site's start-up files may print something in front.
+    last = output.rstrip().rpartition(b"\n")[2]
+    try:
+        return replace(_FORM.decode(last, path), path=path)
+    except CorruptError:
+        return None

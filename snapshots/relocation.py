@@ -1,0 +1,627 @@
+"""Relocation: an environment changed so that it works at another prefix.
+
+Three parts: what the bytes of a file become (`Prefix`), what installers recorded about files
+(RECORD of wheels, conda-meta), and the change of a staged tree (`relocate`). The first two are
+pure. The files of an environment fall in four kinds: files for which conda recorded the prefix,
+files in which installers write it, files that a package brought unchanged (never changed here), and
+all others, which are changed if they are text. Files are changed in place: owner, mode, time, links
+and attributes stay. No other process sees the staged tree, and a failure throws it away as a whole.
+"""
+
+import base64
+import contextlib
+import csv
+import hashlib
+import json
+import mmap
+import os
+import posixpath
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from msgspec import Struct
+
+from bootseer.base.documents import parse
+from bootseer.blob.tree import Tree
+from bootseer.errors import AlreadyExistsError, CorruptError, InvalidInputError, from_oserror
+from bootseer.snapshots.fetch import fetch_tree
+from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.snapshots.place import Placed, one_directory, put_in_place
+from bootseer.snapshots.scan import base_digest, scan, text_of
+from bootseer.store import Store
+
+# Linux before 5.1 reads 128 bytes of a script, its line end included (BINPRM_BUF_SIZE); pip and
+# conda go by that as well.
+_SHEBANG_BYTES_MAX = 127
+
+# What shells, csh, fish, Python and `#!` lines all take without quotes: what the old prefix stood
+# in is not known to have any.
+_PLAIN = re.compile(r"/[A-Za-z0-9_/.+@=~-]*")
+
+# Bytes that go on with a name. A dot does where a name follows it, else it ends a sentence.
+_NAME = rb"A-Za-z0-9_\x80-\xff"
+
+_BEHIND = rb"(?![" + _NAME + rb"+~@-]|\.[" + _NAME + rb"])"
+
+# "/data/opt/env" does not hold "/opt/env", nor "/usr/bin/env" a prefix "/env"; but
+# "-L/opt/env/lib" does.
+_BEFORE = rb"(?:(?<=-[BFILR])|(?<=-isystem)|(?<![" + _NAME + rb".+~@-]))"
+
+_PYTHON = re.compile(rb"(python|pypy)[0-9.]*t?")
+
+
+class Prefix(Struct, frozen=True, dict=True):
+    """Where an environment was, and where it will be: absolute, without a slash at the end."""
+
+    old: bytes
+    new: bytes
+
+    @cached_property
+    def forms(self) -> dict[bytes, bytes]:
+        """How files write the old prefix -> the new one: as it is, in URLs, in JSON."""
+        found = {}
+        for write in (quote, lambda text: json.dumps(text)[1:-1], lambda text: text):
+            old, new = (
+                write(path.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+                for path in (self.old, self.new)
+            )
+            found[old] = new
+        return found
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[bytes]:
+        forms = b"|".join(re.escape(form) for form in self.forms)
+        return re.compile(_BEFORE + b"(" + forms + b")" + _BEHIND)
+
+    def is_in(self, data: bytes) -> bool:
+        """Whether `data` holds the old prefix, not as a part of another path."""
+        return self._pattern.search(data) is not None
+
+    def text(self, data: bytes) -> bytes:
+        """Text with the new prefix."""
+        return self._pattern.sub(lambda match: self.forms[match[1]], data)
+
+    def binary(self, data: bytes, reserved_bytes: int) -> bytes | None:
+        """A binary of the same size, whose C strings have the new prefix; None where it has no
+        room. `reserved_bytes` is the length of the prefix that it was built with: an installer
+        has put a shorter one in its place and filled up with NULs behind the string."""
+        one = re.compile(_BEFORE + re.escape(self.old) + _BEHIND)
+        pieces = []
+        position = 0
+        while (match := one.search(data, position)) is not None:
+            start = match.start()
+            end = data.find(b"\0", start)
+            end = len(data) if end < 0 else end
+            replaced, count = one.subn(lambda _: self.new, data[start:end])
+            spare = count * max(reserved_bytes - len(self.old), 0)
+            filling = data[end + 1 : end + 1 + spare]
+            # Only what is there; the last NUL ends the string.
+            end += len(filling) - len(filling.lstrip(b"\0"))
+            if len(replaced) > end - start:
+                return None
+            pieces += [data[position:start], replaced.ljust(end - start, b"\0")]
+            position = end
+        pieces.append(data[position:])
+        return b"".join(pieces)
+
+    def script(self, data: bytes) -> bytes:
+        """Text with the new prefix, whose first line still names an interpreter.
+
+        Where it would be too long for the kernel a shell starts Python, as pip writes it, and
+        `env` finds any other.
+        """
+        changed = self.text(data)
+        line, _, rest = changed.partition(b"\n")
+        words = line[2:].split(None, 1)
+        if (
+            not line.startswith(b"#!")
+            or not words
+            or len(line) < _SHEBANG_BYTES_MAX
+            or data.startswith(line + b"\n")
+        ):
+            return changed
+        program, options = words[0], words[1:]
+        if _PYTHON.fullmatch(posixpath.basename(program)):
+            # A string that Python skips and the shell executes.
+            command = b" ".join([b"'''exec'", program, *options, b'"$0" "$@"'])
+            return b"#!/bin/sh\n" + command + b"\n' '''\n" + rest
+        found = [b"-S", posixpath.basename(program), *options]
+        return b"#!/usr/bin/env " + b" ".join(found if options else found[1:]) + b"\n" + rest
+
+    def link(self, path: bytes, target: bytes) -> bytes:
+        """The target of a symbolic link at `path`, relative to the prefix: it leads to the same
+        place inside the prefix, or outside of it."""
+        if target == self.old or target.startswith(self.old + b"/"):
+            return self.new + target[len(self.old) :]
+        if target.startswith(b"/"):
+            return target
+        folder = posixpath.dirname(path)
+        if not posixpath.normpath(posixpath.join(folder, target)).startswith(b".."):
+            return target
+        meant = posixpath.normpath(posixpath.join(self.old, folder, target))
+        if meant == self.old or meant.startswith(self.old + b"/"):
+            meant = self.new + meant[len(self.old) :]
+        return posixpath.relpath(meant, posixpath.join(self.new, folder))
+
+
+def prefix_of(old: bytes, new: str) -> Prefix:
+    """Raises: InvalidInputError for a new place that scripts cannot name without quotes."""
+    if not _PLAIN.fullmatch(new) or new == "/":
+        raise InvalidInputError(
+            f"an environment cannot be moved to {new!r}: its scripts cannot name it; use a path of "
+            "letters, digits and '/', '.', '_', '-', '+', '@', '=', '~' only"
+        )
+    return Prefix(old, new.encode("utf-8", "surrogateescape"))
+
+
+_DIGEST = re.compile(r"[a-z0-9]+=[A-Za-z0-9_=-]+")
+
+
+class Placeholder(Struct, frozen=True):
+    """A file in which conda has put the prefix in the place of a longer one."""
+
+    is_binary: bool
+    reserved_bytes: int
+    """Length of the prefix that the package was built with."""
+
+
+class Written(Struct, frozen=True):
+    """A file that relocation has changed."""
+
+    sha256: bytes
+    size_bytes: int
+
+
+def written(content: bytes) -> Written:
+    """What records say about a file of this content."""
+    return Written(hashlib.sha256(content).digest(), len(content))
+
+
+def is_record(path: bytes) -> bool:
+    """Whether the file lists what a wheel brought."""
+    folder, _, name = path.rpartition(b"/")
+    return name == b"RECORD" and folder.endswith(b".dist-info")
+
+
+def is_conda_record(path: bytes) -> bool:
+    """Whether the file describes an installed conda package."""
+    return path.startswith(b"conda-meta/") and path.endswith(b".json") and path.count(b"/") == 1
+
+
+def _listed(line: str) -> list[str]:
+    """The three fields of a line of a RECORD; empty where it has not got them."""
+    try:
+        fields = next(csv.reader([line.rstrip("\r\n")]), [])
+    except csv.Error:
+        return []
+    return fields if len(fields) == 3 else []
+
+
+def _path_of(record: bytes, name: str) -> bytes:
+    """The path of a listed file, relative to the environment; one outside of it starts with ".."
+    or "/"."""
+    base = posixpath.dirname(posixpath.dirname(record))
+    return posixpath.normpath(posixpath.join(base, name.encode("utf-8", "surrogateescape")))
+
+
+def files_of_record(record: bytes, data: bytes) -> set[bytes]:
+    """The files that the RECORD at the path `record` lists."""
+    lines = data.decode("utf-8", "surrogateescape").splitlines()
+    return {_path_of(record, fields[0]) for fields in map(_listed, lines) if fields}
+
+
+def relocated_record(
+    record: bytes, data: bytes, changed: Mapping[bytes, Written], removed: Set[bytes]
+) -> bytes:
+    """The RECORD with the hashes and sizes of `changed` files, and without the lines of
+    `removed` ones."""
+    lines = []
+    for line in data.decode("utf-8", "surrogateescape").splitlines(keepends=True):
+        fields = _listed(line)
+        path = _path_of(record, fields[0]) if fields else b""
+        if fields and path in removed:
+            continue
+        new = changed.get(path)
+        if fields and _DIGEST.fullmatch(fields[1]) and new is not None:
+            digest = base64.urlsafe_b64encode(new.sha256).decode().rstrip("=")
+            name = line[: line.rindex(fields[1])]  # as it is, with its quotes and comma
+            line_end = line[len(line.rstrip("\r\n")) :]
+            line = f"{name}sha256={digest},{new.size_bytes}{line_end}"
+        lines.append(line)
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def _paths(document: Any) -> list[dict[str, Any]]:
+    try:
+        paths = document["paths_data"]["paths"]
+        return [entry for entry in paths if isinstance(entry["_path"], str)]
+    except (KeyError, TypeError):
+        return []
+
+
+def _path_bytes(entry: Mapping[str, Any]) -> bytes:
+    """Half a surrogate pair is no byte of a path: it becomes one that no file has."""
+    try:
+        return str(entry["_path"]).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return b"\0"
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return parse(data, "a record of conda", len(data))
+    except CorruptError:
+        return None
+
+
+def placeholders_of(data: bytes) -> dict[bytes, Placeholder | None]:
+    """The files that a conda package brought, and those of them that hold the prefix."""
+    found: dict[bytes, Placeholder | None] = {}
+    for entry in _paths(_decoded(data)):
+        built = entry.get("prefix_placeholder")
+        found[_path_bytes(entry)] = (
+            Placeholder(entry.get("file_mode") == "binary", len(built.encode("utf-8", "replace")))
+            if isinstance(built, str) and built
+            else None
+        )
+    return found
+
+
+def relocated_conda_record(
+    data: bytes, changed: Mapping[bytes, Written], removed: Set[bytes]
+) -> bytes:
+    """A conda package's description with the hashes of `changed` files, without `removed` ones."""
+    document = _decoded(data)
+    is_changed = False
+    for entry in _paths(document):
+        new = changed.get(_path_bytes(entry))
+        if new is None:
+            continue
+        is_changed = True
+        if "sha256_in_prefix" in entry:
+            entry["sha256_in_prefix"] = new.sha256.hex()
+        elif entry.get("path_type") == "unix_python_entry_point":
+            # Made at installation: nothing else is known of it.
+            entry["sha256"] = new.sha256.hex()
+            entry["size_in_bytes"] = new.size_bytes
+    gone = {path.decode("utf-8", "surrogateescape") for path in removed}
+    if any(entry["_path"] in gone for entry in _paths(document)):
+        kept = [entry for entry in _paths(document) if entry["_path"] not in gone]
+        document["paths_data"]["paths"] = kept
+        if isinstance(document.get("files"), list):
+            document["files"] = [path for path in document["files"] if path not in gone]
+        is_changed = True
+    return json.dumps(document, indent=2).encode("ascii") if is_changed else data
+
+
+_SCRIPT_DIRECTORIES = (b"bin", b"sbin", b"Scripts", b"condabin")
+
+# Written by pip, uv, venv, virtualenv, conda and the builders of editable installs; relative to
+# the environment, or the last name only.
+_WRITTEN = re.compile(
+    rb"(?:^|.*/)(?:pyvenv\.cfg|[^/]*\.pth|[^/]*\.egg-link|__editable__[^/]*\.py"
+    rb"|[^/]*\.dist-info/direct_url\.json)|conda-meta/history|etc/conda/.*"
+)
+
+
+class Brought(Struct, frozen=True):
+    """What packages say about their files."""
+
+    by_wheels: Set[bytes]
+    by_conda: Mapping[bytes, Placeholder | None]
+
+
+def is_bytecode(path: bytes) -> bool:
+    """Whether a file is compiled Python. It names its source only for tracebacks, which look it up
+    by the module's real path, and stays valid as long as the source has its size and time."""
+    return path.endswith(b".pyc")
+
+
+def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) -> bytes | None:
+    """The new content of a file that holds the old prefix; None: it has to stay as it is.
+
+    Raises: InvalidInputError for a binary that has no room for the new prefix.
+    """
+    recorded = brought.by_conda.get(path)
+    if recorded is not None:
+        if not recorded.is_binary:
+            return prefix.script(data)
+        replaced = prefix.binary(data, recorded.reserved_bytes)
+        if replaced is None:
+            raise InvalidInputError(
+                f"{text_of(path)} has room for a prefix of "
+                f"{max(recorded.reserved_bytes, len(prefix.old))} bytes, and "
+                f"{text_of(prefix.new)} has {len(prefix.new)}; choose a shorter path"
+            )
+        return replaced
+    if b"\0" in data:
+        return None
+    is_brought = path in brought.by_wheels or path in brought.by_conda
+    if is_brought and not is_written(path):
+        # The first line of a script that pip has put elsewhere than in "bin".
+        line, end, rest = data.partition(b"\n")
+        if not line.startswith(b"#!") or not prefix.is_in(line):
+            return None
+        changed = prefix.script(line + end) + rest
+        return None if prefix.is_in(changed) else changed
+    return prefix.script(data)
+
+
+def is_written(path: bytes) -> bool:
+    """Whether installers write the prefix into this file, also where a package lists it."""
+    first, slash, _ = path.partition(b"/")
+    return bool(slash and first in _SCRIPT_DIRECTORIES) or _WRITTEN.fullmatch(path) is not None
+
+
+def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
+    """The compiled files of changed sources: they would be used although they hold the old
+    prefix, where the source has kept its size."""
+    stems: dict[bytes, set[bytes]] = {}
+    for source in sources:
+        folder, _, name = source.rpartition(b"/")
+        if name.endswith(b".py"):
+            cache = posixpath.join(folder, b"__pycache__")
+            stems.setdefault(cache, set()).add(name[:-3])
+    if not stems:
+        return set()
+    return {
+        path
+        for path in paths
+        if is_bytecode(path)
+        and posixpath.basename(path).partition(b".")[0] in stems.get(posixpath.dirname(path), ())
+    }
+
+
+_CAPABILITY = "security.capability"
+
+_SHOWN_COUNT = 10
+
+# No text that an installer writes is larger, and no binary with a prefix; what is, is not read into
+# memory.
+_TEXT_BYTES_MAX = 64 * 1024 * 1024
+
+_BINARY_BYTES_MAX = 4 * 1024 * 1024 * 1024
+
+
+class Relocation(Struct, frozen=True):
+    """What has been done."""
+
+    changed: tuple[bytes, ...]
+    """Files and links, relative to the environment."""
+    removed: tuple[bytes, ...]
+    """Bytecode of changed sources."""
+    left: tuple[bytes, ...]
+    """Files that hold the old prefix still."""
+
+    def sentences(self, prefix: Prefix) -> Iterator[str]:
+        """Yields sentences for people about what was relocated."""
+        old = text_of(prefix.old)
+        yield f"relocated from {old}: {len(self.changed)} files and links changed"
+        if self.left:
+            shown = ", ".join(text_of(path) for path in self.left[:_SHOWN_COUNT])
+            more = len(self.left) - _SHOWN_COUNT
+            yield (
+                f"warning: {old} is named in files that were left as they are, since a package "
+                f"brought them so or they are binary: {shown}"
+                + (f" and {more} more" if more > 0 else "")
+            )
+
+
+def restore_relocated(
+    store: Store,
+    manifest: Manifest,
+    path: Path,
+    *,
+    deadline_s: float,
+    privileges: bool,
+    report: Callable[[str], None],
+) -> None:
+    """An environment at another path, changed so that it works there; the caller holds its lock.
+
+    Raises: as `restore`; AlreadyExistsError; InvalidInputError for one that cannot be moved there.
+    """
+    target = one_directory(manifest)
+    prefix = prefix_of(target.path, os.fsdecode(path))
+    _check_free(path)
+
+    def fill(target: Target, tree: Tree, directory: Path) -> str:
+        fetch_tree(store, target, tree, directory, deadline_s)
+        for sentence in relocate(tree, directory, prefix).sentences(prefix):
+            report(sentence)
+        return ""
+
+    put_in_place(
+        manifest,
+        [Placed(target, path)],
+        {target.path: base_digest({})},
+        store,
+        fill=fill,
+        # What is there is no longer what the snapshot holds.
+        on_finished=lambda target, fingerprint, base, tree_fingerprint: None,
+        privileges=privileges,
+    )
+
+
+def _check_free(path: Path) -> None:
+    if os.path.islink(path):
+        raise AlreadyExistsError(f"{path} is a symbolic link; name the directory itself")
+    for folder in (path, *path.parents):
+        # Follows links, and says no where it is not allowed to look.
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise AlreadyExistsError(f"{folder} exists and is not a directory")
+    if base_digest(scan(path)) != base_digest({}):
+        raise AlreadyExistsError(f"{path} is not empty; choose another directory")
+
+
+def relocate(tree: Tree, directory: Path, prefix: Prefix) -> Relocation:
+    """Make what was extracted from `tree` to `directory` an environment at the new prefix.
+
+    Raises: InvalidInputError for a file that has no room for it; BootseerError.
+    """
+    try:
+        return _relocate(tree, os.fsencode(directory), prefix)
+    except OSError as error:
+        raise from_oserror(error, f"relocate the environment staged in {directory}") from error
+
+
+def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
+    files: dict[int, list[bytes]] = {}
+    links: list[tuple[bytes, bytes]] = []
+    for path, number in tree.walk():
+        mode = tree.mode(number)
+        if stat.S_ISREG(mode):
+            files.setdefault(number, []).append(path)
+        elif stat.S_ISLNK(mode):
+            links.append((path, tree.link_target(number)))
+    paths = {path for names in files.values() for path in names}
+    sizes = tree.columns.size_bytes
+    readable = sorted(
+        path
+        for number, names in files.items()
+        if sizes[number] <= _TEXT_BYTES_MAX
+        for path in names
+    )
+    records = [path for path in readable if is_record(path)]
+    conda_records = [path for path in readable if is_conda_record(path)]
+    last = {*records, *conda_records}
+
+    def read(path: bytes) -> bytes:
+        return Path(os.fsdecode(top + b"/" + path)).read_bytes()
+
+    brought = Brought(
+        {file for path in records for file in files_of_record(path, read(path))},
+        {
+            file: placeholder
+            for path in conda_records
+            for file, placeholder in placeholders_of(read(path)).items()
+        },
+    )
+    changed: dict[bytes, Written] = {}
+    left: list[bytes] = []
+    needles = list(prefix.forms)
+    for names in files.values():
+        if is_bytecode(names[0]) or not last.isdisjoint(names):
+            continue
+        size_bytes = _size_with(top + b"/" + names[0], needles)
+        if not size_bytes:
+            continue
+        # Packages list one of the names of a hard link.
+        known = next((name for name in names if brought.by_conda.get(name)), names[0])
+        limit_bytes = _BINARY_BYTES_MAX if brought.by_conda.get(known) else _TEXT_BYTES_MAX
+        if size_bytes > limit_bytes:
+            left.append(known)
+            continue
+        data = read(known)
+        new = relocate_file(known, data, prefix, brought)
+        if new is None and prefix.is_in(data):
+            left.append(known)
+        elif new is not None and new != data:
+            _rewrite(top + b"/" + known, new)
+            changed.update(dict.fromkeys(names, written(new)))
+    removed = stale_bytecode(changed, paths)
+    # Wheels' records list the files above, conda's list wheels' records as well.
+    revise: list[tuple[Iterable[bytes], Callable[[bytes, bytes], bytes]]] = [
+        (records, lambda path, data: relocated_record(path, prefix.text(data), changed, removed)),
+        (
+            conda_records,
+            lambda _, data: relocated_conda_record(prefix.text(data), changed, removed),
+        ),
+    ]
+    for group, revised in revise:
+        for path in group:
+            data = read(path)
+            new = revised(path, data)
+            if new != data:
+                _rewrite(top + b"/" + path, new)
+                changed[path] = written(new)
+    with _directory_times(top) as touch:
+        for path in removed:
+            touch(path)
+            os.unlink(top + b"/" + path)
+        moved = []
+        for path, target in links:
+            new_target = prefix.link(path, target)
+            if new_target != target:
+                touch(path)
+                _relink(top + b"/" + path, new_target)
+                moved.append(path)
+    return Relocation(
+        tuple(sorted([*changed, *moved])), tuple(sorted(removed)), tuple(sorted(left))
+    )
+
+
+def _size_with(path: bytes, needles: list[bytes]) -> int:
+    """The size of a file that holds one of `needles`; 0 where it holds none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        return 0  # nobody but root can read it, there as here
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes < min(map(len, needles)):
+            return 0
+        with mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ) as data:
+            return size_bytes if any(data.find(needle) >= 0 for needle in needles) else 0
+    finally:
+        os.close(fd)
+
+
+def _rewrite(path: bytes, content: bytes) -> None:
+    """New content for a file that keeps all else."""
+    before = os.lstat(path)
+    capability = None
+    with contextlib.suppress(OSError):
+        capability = os.getxattr(path, _CAPABILITY, follow_symlinks=False)
+    if not before.st_mode & stat.S_IWUSR:
+        os.chmod(path, stat.S_IMODE(before.st_mode) | stat.S_IWUSR)
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        # Writing takes set-user-ID bits and capabilities away.
+        os.fchmod(fd, stat.S_IMODE(before.st_mode))
+        if capability is not None:
+            os.setxattr(fd, _CAPABILITY, capability)
+        os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+    finally:
+        os.close(fd)
+
+
+def _relink(path: bytes, target: bytes) -> None:
+    """Another target for a symbolic link that keeps its owner and time."""
+    before = os.lstat(path)
+    os.unlink(path)
+    os.symlink(target, path)
+    if os.geteuid() == 0:
+        os.lchown(path, before.st_uid, before.st_gid)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns), follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def _directory_times(top: bytes) -> Iterator[Callable[[bytes], None]]:
+    """Gives a function that is called with each path before its name is changed; directories have
+    their modes and times back in the end."""
+    before: dict[bytes, os.stat_result] = {}
+
+    def touch(path: bytes) -> None:
+        folder = os.path.dirname(top + b"/" + path)
+        if folder not in before:
+            before[folder] = os.lstat(folder)
+            os.chmod(folder, stat.S_IMODE(before[folder].st_mode) | stat.S_IRWXU)
+
+    try:
+        yield touch
+    finally:
+        _put_back(before)
+
+
+def _put_back(before: Mapping[bytes, os.stat_result]) -> None:
+    for folder, status in before.items():
+        os.chmod(folder, stat.S_IMODE(status.st_mode))
+        os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))

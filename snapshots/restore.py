@@ -1,0 +1,559 @@
+"""Restore of a snapshot: mounted, linked or extracted.
+
+`choose` picks the way from facts of the node and is pure; `restore_by_choice` finds the facts and
+carries the choice out. If the chosen way fails, the snapshot is extracted, with one warning. The
+caller holds the locks of the targets and has recovered them. docs/snapshots.md says what each way
+means for a job.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bootseer.base.shown import quoted
+from bootseer.blob.tree import Tree
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    InvalidInputError,
+    NotFoundError,
+    from_oserror,
+)
+from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
+from bootseer.linux import mount_table
+from bootseer.linux.processes import is_in_user_namespace
+from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.background import ServerProcess, end_early, is_begun_ahead, may_mount
+from bootseer.settings.config import Settings
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.catalogue import admit_tree, load_tree
+from bootseer.snapshots.key import Report
+from bootseer.snapshots.manifest import Manifest, Target
+from bootseer.snapshots.mounted import (
+    LINK,
+    MOUNT,
+    link_snapshot,
+    mount_snapshot,
+    overlay_snapshot,
+    recover_mounts,
+)
+from bootseer.snapshots.place import (
+    OnFinished,
+    Placed,
+    check_base,
+    is_entered,
+    one_directory,
+    place_targets,
+    put_in_place,
+    recover_targets,
+    why_guarded,
+)
+from bootseer.snapshots.scan import base_digest, fingerprint_of_restored, names_to_record, scan
+from bootseer.snapshots.targets import check_unused, locked, remember
+from bootseer.snapshots.trees import NodeTrees, copy_tree, link_tree
+from bootseer.store import Store, open_own_store
+
+logger = logging.getLogger(__name__)
+HARDLINK = "hardlink"
+
+EXTRACT = "extract"
+
+OVERLAY = "overlay"
+
+REFLINK = "reflink"
+
+# Below both of these an extraction ends before the server of a mount could be started: 0.3 s of
+# one processor.
+SMALL_BYTES = 16 * 1024 * 1024
+
+SMALL_COUNT = 1000
+
+# Each mounted target has a server of its own.
+TARGETS_MAX = 8
+
+
+class Facts(Struct, frozen=True):
+    """What the choice depends on."""
+
+    may_mount: bool
+    """This process may mount file systems: CAP_SYS_ADMIN, and not of a user namespace only."""
+    has_fuse: bool
+    """/dev/fuse can be opened."""
+    is_container: bool
+    """The targets lie in an image's root that this very start has made."""
+    is_throwaway: bool
+    """The targets' file system goes with the container in which this runs: an overlay."""
+    all_whole: bool
+    """There was nothing before: no target is a difference."""
+    has_mounts_inside: bool
+    """Something is mounted below a target: a mount on the target would hide it."""
+    is_entered: bool
+    """This process, or the process that started it, works in a target: they would stay below a
+    mount."""
+    has_trees: bool
+    """The node's cache holds the extracted trees of all targets."""
+    can_reflink: bool
+    """Files of that cache and of the targets can share their blocks."""
+    can_hard_link: bool
+    """The cache and the targets are on one file system."""
+    target_count: int
+    file_count: int
+    content_bytes: int
+    lingers: bool = False
+    """The next start on this node is meant to find it."""
+
+
+class Choice(Struct, frozen=True):
+    """The way, and why."""
+
+    mode: str
+    """MOUNT, LINK, HARDLINK or EXTRACT."""
+    reason: str
+    """The rest of the sentence "mounted: ..."."""
+    method: str = ""
+    """The method of LINK: OVERLAY or REFLINK."""
+    is_refusal: bool = False
+    """What was asked for is not possible; the reason says why."""
+
+    def sentence(self) -> str:
+        """Returns the choice as a sentence for people."""
+        done = {MOUNT: "mounted", LINK: "linked", HARDLINK: "hard-linked", EXTRACT: "extracted"}
+        return f"{done[self.mode]}: {self.reason}"
+
+
+def choose(wanted: str, facts: Facts) -> Choice:
+    """The way in which to restore; `wanted`, one of `config.RESTORE_MODES`, if it is possible."""
+    if wanted == EXTRACT:
+        return Choice(EXTRACT, "it was asked for")
+    if wanted == MOUNT:
+        problem = _why_not_mounted(facts)
+        return _refused(problem, "mounted") if problem else Choice(MOUNT, "it was asked for")
+    if wanted == HARDLINK:
+        if not facts.can_hard_link:
+            return _refused("the node's cache is on another file system", "hard-linked")
+        return Choice(HARDLINK, "it was asked for")
+    if wanted == LINK:
+        method, problem = _link_method(facts)
+        return _refused(problem, "linked") if problem else Choice(LINK, _said(method), method)
+    return _automatic(facts)
+
+
+def fallback(error: str) -> Choice:
+    """After a choice that did not work out."""
+    return Choice(EXTRACT, error, is_refusal=True)
+
+
+def _refused(problem: str, done: str) -> Choice:
+    return Choice(EXTRACT, f"it cannot be {done}: {problem}", is_refusal=True)
+
+
+def _why_not_mounted(facts: Facts) -> str:
+    if facts.is_container:
+        return "it belongs into an image's root, which is mounted itself"
+    if not facts.may_mount:
+        return "mounting needs root (CAP_SYS_ADMIN)"
+    if not facts.has_fuse:
+        return "there is no /dev/fuse"
+    return _why_not_covered(facts)
+
+
+def _why_not_covered(facts: Facts) -> str:
+    if facts.has_mounts_inside:
+        return "something else is mounted inside a target"
+    if facts.is_entered:
+        return "the working directory lies in a target, and would not see the mount"
+    return ""
+
+
+def _link_method(facts: Facts) -> tuple[str, str]:
+    """(method, why there is none)."""
+    if facts.can_reflink and not facts.is_container:
+        return REFLINK, ""
+    if not facts.may_mount:
+        return "", (
+            "files here cannot share blocks (reflink) with the node's cache, and an overlay over "
+            "it needs root"
+        )
+    if problem := _why_not_covered(facts):
+        return "", problem
+    return OVERLAY, ""
+
+
+def _said(method: str) -> str:
+    if method == REFLINK:
+        return "files share their blocks with this node's cache"
+    return "an overlay over this node's cache"
+
+
+def _automatic(facts: Facts) -> Choice:
+    is_small = facts.content_bytes < SMALL_BYTES and facts.file_count < SMALL_COUNT
+    # An image's root is another one then, while the node keeps a tree for it.
+    is_kept = facts.has_trees or (facts.lingers and facts.is_container)
+    if is_small and not is_kept:
+        return Choice(EXTRACT, "it is small")
+    method, problem = _link_method(facts)
+    if facts.is_container:
+        # What is written to an image's root goes with the job: extracted there, it would be
+        # extracted at every start.
+        if method:
+            return Choice(LINK, _said(method), method)
+        return Choice(EXTRACT, problem)
+    if facts.has_trees and method == REFLINK:
+        return Choice(LINK, _said(method), method)
+    # Whatever else is written to such a directory would be gone with the mount.
+    holds_others = not facts.all_whole and not facts.is_throwaway
+    problem = _why_not_mounted(facts)
+    if problem and facts.has_trees and method and not holds_others:
+        return Choice(LINK, _said(method), method)
+    if problem:
+        return Choice(EXTRACT, problem)
+    if holds_others:
+        return Choice(EXTRACT, "it changes directories that hold other things as well")
+    if facts.target_count > TARGETS_MAX:
+        return Choice(EXTRACT, f"{facts.target_count} targets are too many mounts")
+    return Choice(MOUNT, "root and FUSE are available")
+
+
+class Wish(Struct, frozen=True):
+    """What the caller wants of a restore, and what it is for."""
+
+    mode: str
+    """One of `config.RESTORE_MODES`."""
+    until_exit: bool = False
+    """Mounts go when this process ends; else they stay until they are unmounted."""
+    is_container: bool = False
+    """The targets lie in another root than this host's."""
+    scratch: Path | None = None
+    """A folder that goes with that root; None: nothing can be mounted in there."""
+    process: ServerProcess | None = None
+    """Serves a mount, if one was begun; its owner ends it where there is none."""
+
+
+class Restored(Struct, frozen=True):
+    """What `restore_by_choice` did."""
+
+    choice: Choice
+    moved_bytes: int
+    """Bytes that came from the store; for a mount, those that came by now."""
+    ready_names: tuple[str, ...] = ()
+    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record of a mount."""
+    was_here: bool = False
+    """Whether the files are a link to those that this node had already."""
+
+
+def restore_by_choice(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    wish: Wish,
+    *,
+    on_finished: OnFinished,
+    report: Callable[[str], None],
+) -> Restored:
+    """Put all targets of a snapshot in place, or change nothing; see `place.put_in_place`.
+
+    Raises: as `place.put_in_place`.
+    """
+    try:
+        facts = find_facts(settings, manifest, placed, is_container=wish.is_container)
+        if wish.is_container and wish.scratch is None:
+            facts = replace(facts, may_mount=False)
+    except OSError as error:
+        raise from_oserror(error, "look at the targets of a restore") from error
+    choice = choose(wish.mode, facts)
+    warning = ""
+    if choice.is_refusal:
+        report(f"warning: {choice.sentence()}")
+    elif choice.mode != EXTRACT:
+        try:
+            if choice.mode == MOUNT:
+                done = mount_snapshot(
+                    settings,
+                    store,
+                    manifest,
+                    placed,
+                    bases,
+                    until_exit=wish.until_exit,
+                    process=wish.process,
+                )
+                return Restored(choice, done.moved_bytes, done.ready_names)
+            return _link(settings, store, manifest, placed, bases, wish, choice, on_finished)
+        except (CorruptError, NotFoundError):
+            raise  # the snapshot itself
+        except BootseerError as error:
+            choice = fallback(str(error))
+            warning = f"warning: {choice.sentence()}"
+            logger.info("%s", warning)
+
+    moved_bytes = sum(item.target.index.size_bytes for item in placed)
+
+    def extract(target: Target, tree: Tree, directory: Path) -> str:
+        # Here: a mount needs none of it.
+        from bootseer.snapshots.fetch import fetch_tree
+
+        nonlocal moved_bytes
+        recorded = names_to_record(tree) if target.whole and not wish.is_container else b""
+        done = fetch_tree(store, target, tree, directory, settings.deadline_s, recorded=recorded)
+        moved_bytes += done.moved_bytes
+        return fingerprint_of_restored(tree, recorded, done.records)
+
+    put_in_place(
+        manifest,
+        placed,
+        bases,
+        store,
+        fill=extract,
+        on_finished=on_finished,
+        privileges=settings.restore_privileges,
+    )
+    if warning:
+        # Only now: where this fails as well, as with a store that is gone, that is the one warning.
+        report(warning)
+    return Restored(choice, moved_bytes)
+
+
+def _link(
+    settings: Settings,
+    store: Store,
+    manifest: Manifest,
+    placed: Sequence[Placed],
+    bases: Mapping[bytes, str],
+    wish: Wish,
+    choice: Choice,
+    on_finished: OnFinished,
+) -> Restored:
+    """Restores from the node's extracted trees, which are made where they are missing."""
+    trees = NodeTrees(settings)
+    moved_bytes = sum(item.target.index.size_bytes for item in placed)
+    was_here = True
+
+    def build(target: Target, tree: Tree, directory: Path) -> None:
+        from bootseer.snapshots.fetch import fetch_tree
+
+        nonlocal moved_bytes, was_here
+        was_here = False
+        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s).moved_bytes
+
+    def fill(target: Target, tree: Tree, directory: Path) -> str:
+        def build_one(path: Path) -> None:
+            build(target, tree, path)
+
+        if choice.mode == HARDLINK:
+            return link_tree(trees, target.index.digest, tree, build_one, directory)
+        with trees.using(target.index.digest, tree, build_one) as (source, _):
+            copy_tree(source, directory)
+        return ""
+
+    if choice.method == OVERLAY and wish.scratch is not None:
+        overlay_snapshot(settings, store, trees, placed, wish.scratch, build)
+    elif choice.method == OVERLAY:
+        link_snapshot(settings, store, manifest, placed, bases, build, until_exit=wish.until_exit)
+    else:
+        put_in_place(
+            manifest,
+            placed,
+            bases,
+            store,
+            fill=fill,
+            on_finished=on_finished,
+            privileges=settings.restore_privileges,
+        )
+    return Restored(choice, moved_bytes, was_here=was_here)
+
+
+def find_facts(
+    settings: Settings, manifest: Manifest, placed: Sequence[Placed], *, is_container: bool
+) -> Facts:
+    """Returns the facts that choose the way of restoring a snapshot. Raises: OSError."""
+    trees = NodeTrees(settings)
+    table = mount_table.mount_points()
+    paths = [item.path for item in placed]
+    places = [existing_parent(path) for path in paths]
+    return Facts(
+        may_mount=can_mount_directly() and not is_in_user_namespace(),
+        has_fuse=os.access(DEVICE, os.R_OK | os.W_OK),
+        is_container=is_container,
+        is_throwaway=all(_kind_of(place_targets, table) == b"overlay" for place_targets in places),
+        all_whole=all(item.target.whole for item in placed),
+        has_mounts_inside=any(
+            one.path.startswith(os.fsencode(path) + b"/") for path in paths for one in table
+        ),
+        is_entered=not is_container and any(map(is_entered, paths)),
+        has_trees=all(trees.has(item.target.index.digest) for item in placed),
+        can_reflink=all(trees.can_reflink_to(place_targets) for place_targets in places),
+        can_hard_link=all(trees.can_link_to(place_targets) for place_targets in places),
+        target_count=len(placed),
+        file_count=manifest.file_count,
+        content_bytes=manifest.content_bytes,
+        lingers=settings.linger_s > 0,
+    )
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory at or above `path` that exists."""
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _kind_of(directory: Path, table: Sequence[mount_table.MountPoint]) -> bytes:
+    device = os.stat(directory).st_dev
+    return next((one.kind for one in table if one.device == device), b"")
+
+
+_ROOT = Path("/")
+
+
+@contextlib.contextmanager
+def early_server(settings: Settings) -> Iterator[ServerProcess | None]:
+    """A server for what will probably be mounted, ended behind the `with` block if it was not
+    needed; None where nothing will be mounted, or none can be begun."""
+    process = None
+    if settings.restore_mode in ("auto", MOUNT) and may_mount():
+        if not is_begun_ahead():
+            # Loaded once for both.
+            from bootseer.store import load_backend
+
+            load_backend(settings.store_url)
+        # The caller that needs one tells what is wrong.
+        with contextlib.suppress(BootseerError):
+            process = begin_tree_server(settings, forks=True)
+    else:
+        end_early()
+    try:
+        yield process
+    finally:
+        if process is not None:
+            process.abandon()
+
+
+def restore_snapshot(
+    settings: Settings,
+    key: str,
+    directory: Path | None = None,
+    *,
+    relocates: bool = False,
+    allows_system: bool = False,
+    report: "Report" = lambda sentence: None,
+    process: ServerProcess | None = None,
+) -> Manifest:
+    """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
+    returns it. What is mounted stays mounted. `report` gets where it goes, the way that was chosen
+    and why. `process`: see `early_server`.
+
+    Raises: InvalidInputError where a target is of the system (`place.why_guarded`) and
+    `allows_system` is not set; NotFoundError, AlreadyExistsError where something else is there
+    already, CorruptError; nothing has changed then.
+    """
+    with open_own_store(settings) as store:
+        manifest = catalogue.find(store, key)
+        if directory is not None and relocates:
+            _restore_relocated(settings, store, manifest, directory, report)
+            catalogue.note_used(store, manifest)
+            return manifest
+        if directory is not None:
+            restore_to(
+                store,
+                manifest,
+                directory,
+                deadline_s=settings.deadline_s,
+                privileges=settings.restore_privileges,
+            )
+            catalogue.note_used(store, manifest)
+            return manifest
+        placed = place_targets(manifest, _ROOT)
+        report(f"restoring to {', '.join(quoted(item.target.path) for item in placed)}")
+        if not allows_system:
+            _check_targets(key, placed)
+        hosts = [item.path for item in placed]
+        with locked(settings.run_dir, hosts, deadline_s=settings.deadline_s):
+            note = remember(settings, _ROOT)
+            check_unused(settings.run_dir, hosts)
+            recover_mounts(settings, hosts)
+            recover_targets(hosts, note)
+            bases = {}
+            for item in placed:
+                before = scan(item.path)
+                check_base(manifest, item.target, before)
+                bases[item.target.path] = base_digest(before)
+            catalogue.note_used(store, manifest)
+            done = restore_by_choice(
+                settings,
+                store,
+                manifest,
+                placed,
+                bases,
+                Wish(settings.restore_mode, process=process),
+                on_finished=note,
+                report=report,
+            )
+            report(done.choice.sentence())
+        if sentence := manifest.outside.restored_sentence(manifest.node):
+            report(f"warning: {sentence}")
+    return manifest
+
+
+def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
+    """Raises: InvalidInputError where a target, or where it leads, is of the system."""
+    for item in placed:
+        for path in (Path(os.fsdecode(item.target.path)), item.path):
+            if reason := why_guarded(path, Path.home()):
+                raise InvalidInputError(
+                    f"the snapshot {key} goes to {path}, which {reason}; see what it holds with "
+                    f"`bootseer snapshot show {key} --files`, and add --system to restore it there"
+                )
+
+
+def _restore_relocated(
+    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
+) -> None:
+    from bootseer.snapshots.relocation import restore_relocated
+
+    # Its links are followed on the way there; what files are told is the path that was asked for.
+    path = Path(os.path.abspath(directory))
+    with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
+        recover_targets([path], remember(settings, _ROOT))
+        restore_relocated(
+            store,
+            manifest,
+            path,
+            deadline_s=settings.deadline_s,
+            privileges=settings.restore_privileges,
+            report=report,
+        )
+
+
+# Names whose directory knows its own path: such a tree stagings nowhere else.
+_BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
+
+
+def check_relocatable(tree: Tree) -> None:
+    """Whether a tree may be restored to another path. Raises: InvalidInputError."""
+    names = tree.columns.names
+    for bound in _BOUND_NAMES:
+        if bound in names:
+            raise InvalidInputError(
+                f"this snapshot holds {bound.decode()}: it works only at the path where it was "
+                "made; restore it without --to, or with --relocate"
+            )
+
+
+def restore_to(
+    store: Store, manifest: Manifest, directory: Path, *, deadline_s: float, privileges: bool
+) -> None:
+    """A snapshot of one plain directory, at another path. Raises: InvalidInputError for more than
+    one target, a difference, or a tree that knows its path; AlreadyExistsError."""
+    target = one_directory(manifest)
+    tree = load_tree(store, target)
+    check_relocatable(tree)
+    admit_tree(target, tree, privileges=privileges)
+    from bootseer.snapshots.fetch import fetch_tree
+
+    fetch_tree(store, target, tree, Path(os.path.abspath(directory)), deadline_s)

@@ -1,1 +1,0 @@
-"""Puts a snapshot on its targets: mounted, linked or extracted; `restore_modes` is the way in."""

@@ -1,1 +1,0 @@
-"""Environments that are linked from trees which the node has extracted before."""

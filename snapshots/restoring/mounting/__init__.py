@@ -1,1 +1,0 @@
-"""Environments that are mounted: served trees, overlays over them, containers' roots."""

@@ -1,0 +1,269 @@
+"""Content of a new snapshot that blobs of earlier snapshots hold already.
+
+The result of a set-up is captured exactly: every name and attribute is in the new snapshot's own
+tree. But for a file whose content an earlier snapshot of the same directory has, the tree names the
+place in that snapshot's blob. There is no chain: a manifest lists every blob that it needs.
+
+`choose_blobs` decides what is shared and is pure; `find_others` reads the store and the files.
+"""
+
+import logging
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.base.content_digest import ContentHasher, content_digest
+from bootseer.blob.pack.frame_writer import usable_cpus
+from bootseer.blob.pack.packing import Elsewhere, Others
+from bootseer.blob.tree import Extent, Tree
+from bootseer.errors import BootseerError
+from bootseer.snapshots import catalogue
+from bootseer.snapshots.diff import nearest
+from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target
+from bootseer.snapshots.parts import Part
+from bootseer.snapshots.scan import Entry, Scan
+from bootseer.store import Store
+
+logger = logging.getLogger(__name__)
+# Of the newest: after a set-up that took minutes, looking should take a second. All nodes wait.
+_COMPARED_MAX = 100
+
+_COMPARING_S = 5.0
+
+# What must be the same for two environments to have much in common.
+_KIND = ("interpreter", "platform", "machine", "libc", "kind")
+
+_READ_BYTES = 1 << 20
+
+_THREADS_MAX = 4
+
+BYTECODE_HEAD_BYTES = 16
+
+"""The head of a `.pyc` file, before the code itself (PEP 552)."""
+
+Place = tuple[int, int, int, int]
+
+"""An extent: (file offset, blob, offset in its stream, length)"""
+
+
+class Rule(Struct, frozen=True):
+    """When it pays to store a difference only."""
+
+    shared_bytes_min: int = 1 << 20
+    """Below, a restore would make more requests for nothing."""
+    shared_ratio_min: float = 0.5
+    """The least share of all content that is shared. Below, the environment is another one, and its
+    own blob serves it better."""
+    used_ratio_min: float = 0.25
+    """The least share of a blob that is used. Below, it would be kept in the store for little; what
+    is still needed of it is stored again, which also ends chains of small differences."""
+    blobs_max: int = EARLIER_MAX
+
+
+RULE = Rule()
+
+
+def choose_blobs(
+    base: Tree, found: Iterable[Sequence[Place]], whole_bytes: int, rule: Rule = RULE
+) -> frozenset[int]:
+    """The base's blobs, by number, that the new snapshot should take content from; none: it should
+    be stored whole. Pure.
+
+    `found`: where in the base's blobs a new file's content is, for each file of which that can be
+    said; `whole_bytes`: of all new files.
+    """
+    uses = list(found)
+    kept = frozenset(range(len(base.blobs)))
+    while True:
+        used: defaultdict[int, int] = defaultdict(int)
+        for extents in uses:
+            if all(blob in kept for _, blob, _, _ in extents):
+                for _, blob, _, length in extents:
+                    used[blob] += length
+        worth = [
+            blob
+            for blob, count in used.items()
+            if count >= rule.used_ratio_min * base.blobs[blob].stream_length
+        ]
+        most = sorted(worth, key=lambda blob: (-used[blob], blob))[: rule.blobs_max]
+        if kept == frozenset(most):
+            break
+        kept = frozenset(most)
+    shared_bytes = sum(used[blob] for blob in kept)
+    is_worth_it = shared_bytes >= max(1, rule.shared_bytes_min, rule.shared_ratio_min * whole_bytes)
+    return kept if is_worth_it else frozenset()
+
+
+def may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest) -> bool:
+    """Whether a snapshot is of the same directories, or of one as this one is, on the same kind of
+    machine: one project's environment holds what another's does. Pure."""
+    wanted, found = set(paths), {target.path for target in manifest.targets}
+    then = {part.name: part.value for part in manifest.parts}
+    now = {part.name: part.value for part in parts}
+    return (found >= wanted or len(found) == len(wanted) == 1) and all(
+        then.get(name) == now.get(name) for name in _KIND
+    )
+
+
+def earlier_snapshots(store: Store) -> list[Manifest]:
+    """The newest snapshots that could be read in a few seconds, without kept caches. Never raises:
+    without any the new snapshot is stored whole."""
+    try:
+        newest = catalogue.list_newest(store, _COMPARED_MAX, within_s=_COMPARING_S)
+        return [one for one in newest if not one.cache]
+    except (BootseerError, OSError) as error:
+        logger.info("no earlier snapshot is looked at: %s", error)
+        return []
+
+
+def find_base(
+    earlier: Iterable[Manifest], parts: Sequence[Part], paths: Sequence[bytes]
+) -> Manifest | None:
+    """The earlier snapshot that has most in common, as far as can be told from what the two were
+    made from. Pure."""
+    return nearest(parts, (one for one in earlier if may_share(parts, paths, one)))
+
+
+def find_others(
+    store: Store, target: Target, host: Path, scanned: Scan, paths: Iterable[bytes], rule: Rule
+) -> Others:
+    """What of the files at `paths` below `host`, as `scanned`, is in the blobs of `target`, an
+    earlier snapshot's, where it pays. Never raises: what cannot be told is stored anew."""
+    try:
+        base = catalogue.load_tree(store, target)
+        # Better than to find out on a thousand nodes.
+        if catalogue.find_cut_blob(store, target):
+            return Others()
+        files = [path for path in paths if stat.S_ISREG(scanned[path].mode)]
+        same = _find_same(base, host, scanned, files)
+        first = {(scanned[path].device, scanned[path].inode): path for path in files}
+        whole_bytes = sum(_content_bytes(host, path, scanned[path]) for path in first.values())
+        found = [same[path].places(base) for path in first.values() if path in same]
+        chosen = sorted(choose_blobs(base, found, whole_bytes, rule))
+        return _others(base, chosen, same)
+    except (BootseerError, OSError) as error:
+        logger.info("nothing of the snapshot of %s is used: %s", host, error)
+        return Others()
+
+
+def _content_bytes(host: Path, path: bytes, entry: Entry) -> int:
+    """Returns the bytes of a file without the holes that are worth a look."""
+    if entry.size_bytes < _READ_BYTES:
+        return entry.size_bytes
+    return min(entry.size_bytes, 512 * os.lstat(os.path.join(os.fsencode(host), path)).st_blocks)
+
+
+class _Match(Struct, frozen=True):
+    """A file's content, in the base."""
+
+    number: int
+    """The number of the inode in the base."""
+    digest: bytes
+    """The digest of the file itself."""
+    status: os.stat_result
+    head: bytes = b""
+    """The file's first bytes, where those in the base are others."""
+
+    def places(self, base: Tree) -> list[Place]:
+        """Returns the places of all bytes but the head."""
+        return list(_behind(len(self.head), base.extents(self.number)))
+
+
+def _find_same(
+    base: Tree, host: Path, scanned: Scan, files: Sequence[bytes]
+) -> dict[bytes, _Match]:
+    """Which files have content that is in the base."""
+    known: dict[bytes, int] = {}
+    sizes = set()
+    for number in range(base.inode_count):
+        inode = base.inode(number)
+        # Of files with holes a restored one should have the same.
+        if inode.digest and sum(one.length for one in inode.extents) == inode.size_bytes > 0:
+            known.setdefault(inode.digest, number)
+            sizes.add(inode.size_bytes)
+    candidates = [path for path in files if scanned[path].size_bytes in sizes]
+    top = os.fsencode(host)
+
+    def find(path: bytes) -> _Match | None:
+        return _match(base, known, path, os.path.join(top, path))
+
+    with ThreadPoolExecutor(min(usable_cpus(), _THREADS_MAX)) as pool:
+        found = zip(candidates, pool.map(find, candidates), strict=True)
+        return {path: match for path, match in found if match is not None}
+
+
+def _match(base: Tree, known: Mapping[bytes, int], path: bytes, host: bytes) -> _Match | None:
+    try:
+        fd = os.open(host, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None  # the packer says so, or has an explanation
+    try:
+        status = os.fstat(fd)
+        hasher = ContentHasher()
+        pieces = []
+        while data := os.read(fd, _READ_BYTES):
+            hasher.update(data)
+            if path.endswith(b".pyc"):
+                pieces.append(data)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    digest = hasher.digest()
+    if digest in known:
+        return _Match(known[digest], digest, status)
+    content = b"".join(pieces)
+    then = bytecode_then(base, path, content)
+    number = known.get(content_digest(then)) if then else None
+    if number is None:
+        return None
+    return _Match(number, digest, status, content[:BYTECODE_HEAD_BYTES])
+
+
+def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
+    """What a bytecode file would be if its source still had the time that it has in `base`; empty
+    where that cannot be told. Pure.
+
+    A package that is installed anew has files with other times, and Python writes these into the
+    bytecode (PEP 552: magic, flags, the source's time and size), which is the same otherwise. So
+    nothing of the base need be fetched to see that it is.
+    """
+    folder, _, name = path.rpartition(b"/")
+    above = folder.rpartition(b"/")
+    if above[2] != b"__pycache__" or len(content) <= BYTECODE_HEAD_BYTES or any(content[4:8]):
+        return b""
+    source = base.resolve((above[0] + b"/" if above[0] else b"") + name.partition(b".")[0] + b".py")
+    if source is None:
+        return b""
+    time_s = base.columns.mtime_ns[source] // 10**9 & 0xFFFFFFFF
+    return content[:8] + time_s.to_bytes(4, "little") + content[12:]
+
+
+def _others(base: Tree, chosen: Sequence[int], same: Mapping[bytes, _Match]) -> Others:
+    # Number 0 is the new blob.
+    numbers = {blob: 1 + i for i, blob in enumerate(chosen)}
+    files = {}
+    for path, match in same.items():
+        extents = [
+            Extent(offset, numbers[blob], blob_offset, length)
+            for offset, blob, blob_offset, length in match.places(base)
+            if blob in numbers
+        ]
+        # All of it, or nothing.
+        held_bytes = len(match.head) + sum(extent.length for extent in extents)
+        if held_bytes == base.columns.size_bytes[match.number]:
+            files[path] = Elsewhere(tuple(extents), match.digest, match.status, match.head)
+    return Others([base.blobs[blob] for blob in chosen], files) if files else Others()
+
+
+def _behind(start: int, extents: Iterable[Place]) -> Iterator[Place]:
+    """The parts of extents that lie at or behind `start` in their file."""
+    for offset, blob, blob_offset, length in extents:
+        skipped = max(0, start - offset)
+        if skipped < length:
+            yield offset + skipped, blob, blob_offset + skipped, length - skipped

@@ -1,0 +1,374 @@
+"""Targets: the directories that a set-up changes, inferred, locked and remembered.
+
+`infer_targets` names the directories of a command that declares none, and is pure. `locked` holds a
+target's lock alone and the locks of the directories above it shared; locks are flock(2), and a set-
+up's command inherits them: it keeps them when the process that started it is killed. `note_user`
+records that a job runs on a target. `remember` and `load_state` record which snapshot a target
+holds; such a state counts only if a fresh scan gives exactly what was recorded.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import posixpath
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from bootseer.base.documents import Form
+from bootseer.errors import BootseerError, BusyError, UnsupportedError, from_oserror
+from bootseer.linux.locks import try_lock, unlock
+from bootseer.linux.private_files import (
+    make_private_directory,
+    private_directory,
+    read_private_file,
+    write_private_file,
+)
+from bootseer.linux.processes import boot_id, living_ids, note_process, notes, own_line
+from bootseer.settings.config import Settings
+from bootseer.snapshots.commands import Hints
+from bootseer.snapshots.python import Interpreter
+from bootseer.snapshots.scan import NOTHING, Scan, fingerprint_of_scan, scan, target_path, text_of
+from bootseer.snapshots.shell import has_marks
+
+logger = logging.getLogger(__name__)
+# As pip reads its variables (strtobool).
+_TRUE = {"1", "true", "yes", "y", "t", "on"}
+
+
+class Targets(Struct, frozen=True):
+    """Absolute paths inside the job's root, none inside another, and where they come from."""
+
+    paths: tuple[bytes, ...]
+    reason: str
+
+
+def declared_targets(texts: Sequence[str], directory: str) -> Targets:
+    """Targets that the user named. Raises: InvalidInputError."""
+    return Targets(_disjoint([target_path(text, directory) for text in texts]), "declared")
+
+
+def infer_targets(
+    hints: Hints, interpreter: Interpreter | None, environ: Mapping[str, str], directory: str
+) -> Targets:
+    """Targets of a command of which only the words are known.
+
+    In this order: environments that it makes or activates, places given with --target or
+    --prefix and projects' own environments; the active conda environment of a conda command; the
+    active VIRTUAL_ENV; the environment or the system paths of the interpreter whose pip is used.
+    Raises: UnsupportedError where nothing fits.
+    """
+    if hints.names_conda_environment:
+        raise UnsupportedError(
+            "where a conda environment with a name lies is known to conda only; give it with "
+            "-p DIR, or name it with --target DIR"
+        )
+    projects = [_project_environment(*project, environ) for project in hints.projects]
+    # uv does not read pip's variables.
+    by_pip = environ if hints.uses_pip and not hints.uses_uv else {}
+    places = [by_pip.get("PIP_TARGET", ""), by_pip.get("PIP_PREFIX", "")]
+    named = [*hints.environment_dirs, *hints.install_dirs, *filter(None, [*projects, *places])]
+    if any(has_marks(text) for text in named):
+        raise UnsupportedError(
+            "the set-up command computes where its environment lies; name it with --target DIR"
+        )
+    if named:
+        found = [target_path(text, directory) for text in named]
+        return Targets(_disjoint(found), "named in the command or the environment")
+    is_user = hints.uses_user_site or by_pip.get("PIP_USER", "").lower() in _TRUE
+    if is_user and interpreter is not None and interpreter.user_base:
+        return Targets((target_path(interpreter.user_base, directory),), "user site (pip --user)")
+    if hints.uses_conda:
+        active = environ.get("CONDA_PREFIX", "")
+        if active and (not hints.uses_pip or (interpreter and interpreter.prefix == active)):
+            return Targets((target_path(active, directory),), "CONDA_PREFIX")
+        raise UnsupportedError(
+            "cannot tell which conda environment the set-up command changes; give it with -p DIR, "
+            "or name it with --target DIR"
+        )
+    active = environ.get("VIRTUAL_ENV", "")
+    # Another environment's or the system's pip, called by its path, does not install into the
+    # active environment; uv does.
+    if active and (hints.uses_uv or interpreter is None or interpreter.prefix == active):
+        return Targets((target_path(active, directory),), "VIRTUAL_ENV")
+    if hints.uses_pip and interpreter is not None:
+        if interpreter.is_environment:
+            prefix = target_path(interpreter.prefix, directory)
+            return Targets((prefix,), f"the environment of {interpreter.path}")
+        return Targets(
+            _disjoint(_system_paths(interpreter, directory)),
+            f"the install paths of {interpreter.path}",
+        )
+    raise UnsupportedError(
+        "cannot tell which directories the set-up command writes; name them with --target DIR"
+    )
+
+
+def _project_environment(tool: str, folder: str, environ: Mapping[str, str]) -> str:
+    """Where a project's own environment lies; empty where only the tool's settings tell."""
+    name = ".venv"
+    if tool == "uv":
+        name = environ.get("UV_PROJECT_ENVIRONMENT") or name
+    elif environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):
+        return ""  # poetry and pdm use that one
+    elif tool == "poetry" and (
+        environ.get("POETRY_VIRTUALENVS_IN_PROJECT", "").lower() not in ("1", "true")
+    ):
+        return ""
+    return posixpath.join(folder, name)
+
+
+def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
+    """Where pip installs to without an environment.
+
+    Wheels also put files anywhere below `data`, which is the whole prefix ("/usr/local"): of that
+    only the folders that packages use in practice.
+    """
+    paths = interpreter.paths
+    found = [paths[key] for key in ("purelib", "platlib", "scripts", "include") if key in paths]
+    data = paths.get("data")
+    if data:
+        found += [posixpath.join(data, name) for name in ("share", "etc")]
+    return [target_path(path, directory) for path in found]
+
+
+def _disjoint(paths: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Returns the paths that do not lie inside another one."""
+    chosen: list[bytes] = []
+    for path in sorted(set(paths)):
+        if not any(path.startswith(outer + b"/") for outer in chosen):
+            chosen.append(path)
+    return tuple(chosen)
+
+
+def shown_paths(paths: Sequence[bytes]) -> str:
+    """Paths as shown to people."""
+    return ", ".join(os.fsdecode(path) if path.isascii() else text_of(path) for path in paths)
+
+
+_FOLDER = "snapshots"
+
+_POLL_FIRST_S = 0.01
+
+_POLL_MAX_S = 0.5
+
+_TELL_S = 2.0
+
+# Scripts use low numbers for descriptors of their own. Above 63 the kernel makes a larger table,
+# for which a process with threads waits for all processors (RCU): some 10 ms.
+_FD_MIN = 40
+
+
+def record_path(run_dir: Path, target: Path) -> Path:
+    """Returns the path, without suffix, of this node's records of a target (a host path)."""
+    return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+
+
+@contextmanager
+def locked(
+    run_dir: Path,
+    targets: Sequence[Path],
+    *,
+    deadline_s: float,
+    report: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[tuple[int, ...]]:
+    """Holds the locks of all `targets` (host paths) of this node: gives the descriptors that a
+    command which changes them is to inherit. `report` hears what is waited for, if it takes long.
+
+    Raises: BusyError where another process holds one of them for longer than `deadline_s`, or one
+    that this process descends from does.
+    """
+    folder = run_dir / _FOLDER
+    try:
+        make_private_directory(folder)
+    except OSError as error:
+        raise from_oserror(error, f"make the folder {folder}, by the setting run_dir") from error
+    end = time.monotonic() + deadline_s
+    fds: list[int] = []
+    with ExitStack() as stack:
+        above = {parent for target in targets for parent in target.parents}
+        # Always in the same order, so that two with overlapping targets cannot wait in a circle.
+        for target in sorted(above.union(targets)):
+            is_shared = target not in targets
+            path = record_path(run_dir, target).with_suffix(".lock")
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise from_oserror(error, f"open the lock {path}") from error
+            stack.callback(os.close, fd)
+            _take(fd, path, target, end, report, is_shared=is_shared)
+            # For all copies of the descriptor, in whatever process: flock(2).
+            stack.callback(unlock, fd)
+            fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN))
+            stack.callback(os.close, fds[-1])
+        yield tuple(fds)
+
+
+def _take(
+    fd: int,
+    path: Path,
+    target: Path,
+    end: float,
+    report: Callable[[str], None],
+    *,
+    is_shared: bool,
+) -> None:
+    pause = _POLL_FIRST_S
+    tell_at = time.monotonic() + _TELL_S
+    what = str(target) if is_shared else f"{target}, or what lies in it"
+    while not try_lock(fd, is_shared=is_shared):
+        if time.monotonic() >= end:
+            raise BusyError(
+                f"{_name(_holders(path))} on this node is still setting up {what}; "
+                "wait for it, or end it"
+            )
+        if time.monotonic() >= tell_at:
+            tell_at = end
+            holders = _holders(path)
+            if own_line().intersection(holders):
+                raise BusyError(f"this set-up runs within the set-up of {what}")
+            report(f"{_name(holders)} on this node is setting up {what}; waiting")
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_MAX_S)
+
+
+def _holders(path: Path) -> list[int]:
+    """The other processes that have the lock file open, as far as this user may know."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(process.name) != os.getpid() and any(
+                os.readlink(fd) == str(path) for fd in (process / "fd").iterdir()
+            ):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _name(holders: Sequence[int]) -> str:
+    if not holders:
+        return "another process"
+    return f"process{'es' if holders[1:] else ''} {', '.join(map(str, holders[:5]))}"
+
+
+class State(Struct, frozen=True):
+    """A target as a set-up or a restore left it."""
+
+    fingerprint: str
+    """The snapshot that it holds."""
+    base: str
+    """What was there before (`scan.base_digest`)."""
+    exact: str
+    """What is there now (`tree_fingerprint.fingerprint_of_scan`)."""
+    boot_id: str
+    """After a crash of the node files may be shorter than their sizes tell: another boot's state
+    is not trusted."""
+
+
+_FORM: Form[State] = Form(type=State, versions=(2,), size_max=64 * 1024)
+
+
+def _file(cache_dir: Path, target: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
+    return cache_dir / "snapshots" / "state" / f"{name}.json"
+
+
+def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
+    """What `target` (a host path) holds, or None where it is not known or was touched."""
+    state = read_private_file(_file(cache_dir, target), _FORM)
+    if state is None or state.boot_id != boot_id() or state.exact != fingerprint_of_scan(scanned):
+        return None
+    return state
+
+
+def was_empty(cache_dir: Path, target: Path) -> bool:
+    """Whether a set-up has made `target` (a host path) whole, as far as this node knows."""
+    state = read_private_file(_file(cache_dir, target), _FORM)
+    return state is not None and state.base == NOTHING
+
+
+def remember(settings: Settings, root: Path) -> Callable[[Path, str, str, str], None]:
+    """Returns a function of (target, fingerprint, base, tree fingerprint) that saves the state of
+    the target. An empty tree fingerprint stands for that of the tree that is there now.
+
+    It does nothing for a root other than this host's: that one is gone after the job.
+    """
+
+    def save(target: Path, fingerprint: str, base: str, tree_fingerprint: str) -> None:
+        if root == Path("/"):
+            present = tree_fingerprint or fingerprint_of_scan(scan(target))
+            _save_state(settings.cache_dir, target, State(fingerprint, base, present, boot_id()))
+
+    return save
+
+
+def _save_state(cache_dir: Path, target: Path, state: State) -> None:
+    """Never raises: it is only a hint."""
+    path = _file(cache_dir, target)
+    with contextlib.suppress(OSError, BootseerError):
+        write_private_file(path, _FORM.encode(state))
+
+
+_SUFFIX = ".users"
+
+# In a target's folder, a link that says which target that is.
+_TARGET = "target"
+
+
+def note_user(run_dir: Path, targets: Iterable[Path]) -> None:
+    """This process uses the targets (host paths) from now on. Never raises."""
+    for target in targets:
+        folder = _folder(run_dir, target)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.symlink(target, private_directory(folder) / _TARGET)
+            note_process(folder, os.getpid())
+        except (BootseerError, OSError) as error:
+            logger.warning("cannot note that this job uses %s: %s", target, error)
+            continue
+        _forget_ended(folder)
+
+
+def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
+    """The targets that other jobs' processes use, or that lie in or hold what they use, each with
+    one of these. What this process descends from is of the same job."""
+    users = {}
+    ours = own_line()
+    used = {}
+    for name in notes(record_path(run_dir, Path()).parent):
+        folder = record_path(run_dir, Path()).with_name(name)
+        if folder.suffix == _SUFFIX:
+            with contextlib.suppress(OSError):
+                used[Path(os.readlink(folder / _TARGET))] = folder
+    for target in targets:
+        for path, folder in used.items():
+            if path.is_relative_to(target) or target.is_relative_to(path):
+                for pid in living_ids(folder):
+                    if pid not in ours:
+                        users[target] = pid
+    return users
+
+
+def check_unused(run_dir: Path, targets: Iterable[Path]) -> None:
+    """Raises: BusyError where a job uses one of the targets."""
+    for target, pid in other_users(run_dir, targets).items():
+        raise BusyError(
+            f"{target} is in use by process {pid}, a job on this node; wait for its end, or choose "
+            "another directory"
+        )
+
+
+def _folder(run_dir: Path, target: Path) -> Path:
+    return record_path(run_dir, target).with_suffix(_SUFFIX)
+
+
+def _forget_ended(folder: Path) -> None:
+    living = set(map(str, living_ids(folder)))
+    for name in notes(folder):
+        if name != _TARGET and name.partition("-")[0] not in living:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()

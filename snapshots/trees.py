@@ -1,0 +1,610 @@
+"""Extracted trees that a node keeps in `cache_dir/trees`, and reflink copies of them.
+
+`cache_dir/trees` has a directory HEX for each index digest, which holds exactly that tree, and
+HEX.lock. A process that links to a tree, or has it under an overlay, holds that lock shared; a tree
+is made and removed by the process that has the lock alone. A tree appears whole or not at all, and
+is compared with its index, file by file, before each use: one that was written to is made anew.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from bootseer.blob.pack.stat_record import RECORD, put_directory, put_record
+from bootseer.blob.tree import Tree
+from bootseer.errors import (
+    BootseerError,
+    BusyError,
+    NotFoundError,
+    UnsupportedError,
+    from_oserror,
+)
+from bootseer.linux.locks import lock_file, lock_within
+from bootseer.linux.private_files import make_private_directory
+from bootseer.linux.processes import kill_child, reap
+from bootseer.linux.removal import remove_tree
+from bootseer.served.forked import may_fork
+from bootseer.settings.config import Settings
+from bootseer.snapshots.scan import fingerprint_of_restored, names_to_record, scan
+
+logger = logging.getLogger(__name__)
+_GONE = ".gone-"
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_KIND = stat.S_IFMT(0o177777)
+
+Build = Callable[[Path], None]
+
+"""Extracts the tree to a path that does not exist, whole or not at all."""
+
+Take = Callable[[Path], bool]
+
+"""Uses an extracted tree; or it is missing or not whole, and nothing has happened."""
+
+FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
+
+# Steps in which file systems keep times: most; SMB and NTFS; old NFS servers; exFAT; ext4 with
+# inodes of 128 bytes; FAT.
+_GRANULARITIES_NS = (1, 100, 1000, 10**6, 10**7, 10**9, 2 * 10**9)
+
+_PROBE_NS = 1_234_567_891_234_567_891
+
+# How often a tree is looked at before the ordinary way is better: others may remove it meanwhile.
+_LOOKS_MAX = 4
+
+
+class FileTimes:
+    """Times of files as the file system of a directory keeps them. Any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._granularity_ns = 0
+
+    def are_same(self, found_ns: int, wanted_ns: int) -> bool:
+        """Return whether a file whose time was set to `wanted_ns` has the time `found_ns`."""
+        if found_ns == wanted_ns:
+            return True
+        if not self._granularity_ns:
+            self._granularity_ns = granularity_ns(self._directory)
+        return found_ns == wanted_ns - wanted_ns % self._granularity_ns
+
+
+def granularity_ns(directory: Path) -> int:
+    """Return the step in which the file system of `directory`, in which we may write, keeps times.
+    It is 1 where that cannot be told."""
+    path = directory / f".times-{os.getpid()}-{threading.get_ident()}"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.utime(fd, ns=(_PROBE_NS, _PROBE_NS))
+            found_ns = os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
+            path.unlink()
+    except OSError:
+        return 1
+    for step_ns in _GRANULARITIES_NS:
+        if found_ns == _PROBE_NS - _PROBE_NS % step_ns:
+            return step_ns
+    return 1
+
+
+class NodeTrees:
+    """The extracted trees of one node. Any thread; every process of the node."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.directory = settings.cache_dir / "trees"
+        # Images share the cache, and have the other half at least.
+        self._limit_bytes = settings.cache_limit_bytes // 2
+        self._deadline_s = settings.deadline_s
+        self.times = FileTimes(self.directory)
+        # Files are shared with their modes (see `admission`): trees of both kinds may be needed.
+        self._kind = "" if settings.restore_privileges else "-unprivileged"
+
+    def path(self, index_digest: str) -> Path:
+        """Returns the path of the tree, whether or not it is there."""
+        return self.directory / f"{index_digest.partition(':')[2]}{self._kind}"
+
+    def has(self, index_digest: str) -> bool:
+        """Whether the tree is here; whether it is as it should be is known in `using`."""
+        return self.path(index_digest).is_dir()
+
+    @contextlib.contextmanager
+    def using(
+        self, index_digest: str, tree: Tree, build: Build, take: Take | None = None
+    ) -> Iterator[tuple[Path, int]]:
+        """The extracted tree, made by `build` where it is missing or damaged, and the descriptor
+        of its lock. It is not removed before that descriptor is closed by all who have it. `take`
+        uses the tree, if it finds it whole, which nobody else looks at then.
+
+        Raises: BusyError where it is damaged and in use; UnsupportedError where what was extracted
+        does not stay as it was; BootseerError.
+        """
+        path = self.path(index_digest)
+        take = take or (lambda path: is_whole(path, tree, self.times))
+        try:
+            make_private_directory(self.directory)
+            lock = self._lock(path, is_shared=True)
+        except OSError as error:
+            raise from_oserror(error, f"lock the extracted snapshot {path}") from error
+        try:
+            is_built = False
+            for look in range(_LOOKS_MAX):
+                if take(path):
+                    break
+                if look == _LOOKS_MAX - 1 or (is_built and path.is_dir()):
+                    raise UnsupportedError(
+                        f"the snapshot that was extracted to {path} is not as it should be; the "
+                        "file system there does not keep sizes or times of files"
+                    )
+                # Alone: no other process is using it, or making it.
+                os.close(lock)
+                lock = -1
+                lock = self._lock(path)
+                if not is_whole(path, tree, self.times):
+                    is_built = True
+                    self._remove(path)
+                    self.trim(keep=path)
+                    build(path)
+                lock_within(lock, self._deadline_s, is_shared=True)
+            os.utime(lock)
+            yield path, lock
+        except OSError as error:
+            raise from_oserror(error, f"use the extracted snapshot {path}") from error
+        finally:
+            if lock >= 0:
+                os.close(lock)
+
+    @contextlib.contextmanager
+    def held(self, index_digest: str) -> Iterator[Path]:
+        """Keep a tree that is here from being removed. Raises: BusyError, NotFoundError."""
+        path = self.path(index_digest)
+        try:
+            lock = self._lock(path, is_shared=True)
+        except OSError as error:
+            raise from_oserror(error, f"lock the extracted snapshot {path}") from error
+        try:
+            if not path.is_dir():
+                raise NotFoundError(f"the extracted snapshot {path} is gone")
+            yield path
+        finally:
+            os.close(lock)
+
+    def _lock(self, path: Path, *, is_shared: bool = False, wait: bool = True) -> int:
+        """A descriptor of the lock file of `path`, locked. Raises: BusyError, OSError."""
+        name, timeout_s = path.with_suffix(".lock"), self._deadline_s if wait else 0.0
+        try:
+            return lock_file(name, timeout_s, is_shared=is_shared)
+        except TimeoutError:
+            raise BusyError(f"the extracted snapshot {path} is in use") from None
+
+    def _remove(self, path: Path) -> None:
+        """Never half visible: renamed first. Raises: OSError."""
+        gone = self.directory / f"{_GONE}{path.name[:16]}-{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(gone)
+        with contextlib.suppress(OSError):
+            remove_tree(gone)
+
+    def trim(self, limit_bytes: int | None = None, *, keep: Path | None = None) -> int:
+        """Remove trees that no process uses, the longest unused first, until the rest is within the
+        limit (default: half of the cache's). `keep` is spared. How many were removed."""
+        limit_bytes = self._limit_bytes if limit_bytes is None else limit_bytes
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self.directory.iterdir():
+                if path.name.startswith(_GONE):
+                    with contextlib.suppress(OSError):
+                        remove_tree(path)
+                elif path.suffix == ".lock" and path.with_suffix("") != keep:
+                    with contextlib.suppress(OSError):
+                        found.append((path.stat().st_mtime_ns, path.with_suffix("")))
+        sizes = {path: _size_of(path) for _, path in found}
+        total = sum(sizes.values())
+        count = 0
+        for _, path in sorted(found):
+            if total <= limit_bytes:
+                break
+            try:
+                lock = self._lock(path, wait=False)
+            except (BusyError, OSError):
+                continue
+            try:
+                self._remove(path)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("cannot remove the extracted snapshot %s: %s", path, error)
+                continue
+            finally:
+                os.close(lock)
+            total -= sizes[path]
+            count += 1
+        return count
+
+    def can_link_to(self, directory: Path) -> bool:
+        """Whether files of the trees can be hard-linked into `directory`."""
+        with contextlib.suppress(OSError):
+            make_private_directory(self.directory)
+            return os.stat(self.directory).st_dev == os.stat(directory).st_dev
+        return False
+
+    def can_reflink_to(self, directory: Path) -> bool:
+        """Whether files of the trees can share their blocks with files in `directory`."""
+        return self.can_link_to(directory) and can_reflink(self.directory)
+
+
+def is_whole(path: Path, tree: Tree, times: FileTimes | None = None) -> bool:
+    """Whether the directory holds exactly the tree's names, each file with its size and time."""
+    times = times or FileTimes(path.parent)
+    try:
+        top = os.open(path, DIRECTORY)
+    except OSError:
+        return False
+    try:
+        device = os.fstat(top).st_dev
+        # A stack of paths: any depth, one descriptor open at a time.
+        stack = [(0, b"")]
+        while stack:
+            directory, prefix = stack.pop()
+            fd = os.open(prefix, DIRECTORY, dir_fd=top) if prefix else top
+            try:
+                below = _is_as_in(fd, directory, tree, device, times)
+            finally:
+                if fd != top:
+                    os.close(fd)
+            if below is None:
+                return False
+            for name, number in below:
+                stack.append((number, prefix + b"/" + name if prefix else name))
+    except OSError:
+        return False
+    finally:
+        os.close(top)
+    return True
+
+
+def _is_as_in(
+    fd: int, directory: int, tree: Tree, device: int, times: FileTimes
+) -> list[tuple[bytes, int]] | None:
+    """The directories in an open directory, by name and inode number of the tree; None where it
+    is not as the tree has it. Each link waits for this: no object is made but what stat gives.
+
+    Raises: OSError, also for a name that is missing.
+    """
+    names, inodes = tree.columns.names, tree.columns.name_inode
+    first, end = tree.span(directory)
+    # With each of them found below, as many are the same.
+    if len(os.listdir(fd)) != end - first:
+        return None
+    directories = []
+    for i in range(first, end):
+        name, number = names[i], inodes[i]
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if found.st_dev != device or not is_same_file(found, tree, number, times):
+            return None
+        if stat.S_ISDIR(found.st_mode):
+            directories.append((name, number))
+    return directories
+
+
+def is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes) -> bool:
+    """Whether lstat shows what the tree says: the kind, of a file also size and time."""
+    c = tree.columns
+    kind = c.mode[inode] & _KIND
+    if found.st_mode & _KIND != kind:
+        return False
+    return kind != stat.S_IFREG or (
+        found.st_size == c.size_bytes[inode]
+        and times.are_same(found.st_mtime_ns, c.mtime_ns[inode])
+    )
+
+
+def _size_of(path: Path) -> int:
+    """What a tree occupies, roughly: hard links count once each."""
+    try:
+        return sum(entry.size_bytes + 512 for entry in scan(path).values())
+    except BootseerError:
+        return 0
+
+
+def clone(source: int, target: int) -> None:
+    """Make the empty file `target` share all of `source` (both descriptors), until one of them is
+    written: ioctl_ficlone(2), which XFS, btrfs and bcachefs have. Raises: OSError."""
+    fcntl.ioctl(target, FICLONE, source)
+
+
+def can_reflink(directory: Path) -> bool:
+    """Whether files of the file system of `directory`, in which we may write, can be cloned."""
+    import tempfile  # here: it loads every kind of compression
+
+    try:
+        with (
+            tempfile.TemporaryFile(dir=directory) as one,
+            tempfile.TemporaryFile(dir=directory) as other,
+        ):
+            one.write(b"x" * 4096)
+            one.flush()
+            clone(one.fileno(), other.fileno())
+    except OSError:
+        return False
+    return True
+
+
+_THREADS_MAX = 8
+
+# Directories that a thread does in one go: handing one over costs as much as linking ten files.
+_AT_ONCE = 32
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Make `target`, which must not exist, equal to the directory `source`.
+
+    Raises: BootseerError; what was made by then is left for the caller to remove.
+    """
+    try:
+        _Copy(source, target).run()
+    except OSError as error:
+        raise from_oserror(error, f"link {source} to {target}") from error
+
+
+class _Copy:
+    def __init__(self, source: Path, target: Path) -> None:
+        self._source = os.fsencode(source)
+        self._target = os.fsencode(target)
+        self._lock = threading.Lock()
+        # (device, inode) of files with several names -> the first one's path.
+        self._first: dict[tuple[int, int], bytes] = {}
+        self._links: list[tuple[bytes, bytes]] = []
+
+    def run(self) -> None:
+        directories = [b""]
+        files: list[list[os.DirEntry[bytes]]] = []
+        os.mkdir(self._target, 0o700)
+        for directory in directories:
+            files.append([])
+            with os.scandir(os.path.join(self._source, directory)) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        path = os.path.join(directory, entry.name)
+                        os.mkdir(os.path.join(self._target, path), 0o700)
+                        directories.append(path)
+                    else:
+                        files[-1].append(entry)
+        from concurrent.futures import ThreadPoolExecutor  # here: a mount needs none
+
+        work = [pair for pair in zip(directories, files, strict=True) if pair[1]]
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _THREADS_MAX)) as pool:
+            pieces = (work[i : i + _AT_ONCE] for i in range(0, len(work), _AT_ONCE))
+            for done in [pool.submit(self._copy_all, piece) for piece in pieces]:
+                done.result()
+        for first, path in self._links:
+            os.link(first, path, follow_symlinks=False)
+        for path in reversed(directories):
+            original = os.path.join(self._source, path)
+            copy_attributes(original, os.path.join(self._target, path), os.lstat(original))
+
+    def _copy_all(self, work: Iterable[tuple[bytes, list[os.DirEntry[bytes]]]]) -> None:
+        for directory, entries in work:
+            for entry in entries:
+                path = os.path.join(directory, entry.name)
+                self._copy_file(path, entry.stat(follow_symlinks=False))
+
+    def _copy_file(self, path: bytes, status: os.stat_result) -> None:
+        name = os.path.join(self._target, path)
+        original = os.path.join(self._source, path)
+        if status.st_nlink > 1:
+            with self._lock:
+                first = self._first.setdefault((status.st_dev, status.st_ino), name)
+                if first != name:
+                    self._links.append((first, name))
+                    return
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFREG:
+            self._clone(original, name)
+        elif kind == stat.S_IFLNK:
+            os.symlink(os.readlink(original), name)
+        else:
+            os.mknod(name, kind | 0o600, status.st_rdev)
+        copy_attributes(original, name, status)
+
+    @staticmethod
+    def _clone(original: bytes, name: bytes) -> None:
+        with contextlib.ExitStack() as stack:
+            source = os.open(original, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, source)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            target = os.open(name, flags, 0o600)
+            stack.callback(os.close, target)
+            clone(source, target)
+
+
+def copy_attributes(original: bytes, name: bytes, status: os.stat_result) -> None:
+    """Give `name` all attributes of `original`, of which lstat showed `status`; times last.
+
+    Raises: OSError.
+    """
+    if os.geteuid() == 0:
+        os.chown(name, status.st_uid, status.st_gid, follow_symlinks=False)
+    if not stat.S_ISLNK(status.st_mode):
+        # After the owner, which takes set-user-ID bits away.
+        os.chmod(name, stat.S_IMODE(status.st_mode))
+    for attribute in _xattrs(original):
+        with contextlib.suppress(OSError):
+            # What this user may not set is left out, as an extraction does.
+            value = os.getxattr(original, attribute, follow_symlinks=False)
+            os.setxattr(name, attribute, value, follow_symlinks=False)
+    os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+
+
+def _xattrs(path: bytes) -> Iterable[str]:
+    with contextlib.suppress(OSError):
+        return os.listxattr(path, follow_symlinks=False)
+    return ()
+
+
+SHARED_NAMES = 5000
+
+"""The number of names from which on a second process pays, which costs as much as a hundred
+names."""
+
+# What the other half may take after this one is done, which takes as long.
+_OTHER_S = 300.0
+
+_Files = tuple[bytes, list[int]]
+
+"""A directory's path, and the numbers of the names in it that are no directories."""
+
+
+def link_tree(trees: NodeTrees, index_digest: str, tree: Tree, build: Build, target: Path) -> str:
+    """Make `target`, which must not exist, equal to the node's extracted tree. Every file is a
+    hard link, so a write to one of them in place is a write to all. Returns the tree fingerprint.
+    See `NodeTrees.using`.
+
+    What makes sure that a file is whole looks at its new name: once for both, and what it saw is
+    what is there now, since linking to a file changes it.
+    """
+    recorded = names_to_record(tree)
+    made = _Links(tree, target, trees.times)
+
+    def link(source: Path) -> bool:
+        if not source.is_dir():
+            return False
+        if made.link_to(source):
+            return True
+        remove_tree(target)
+        return False
+
+    with trees.using(index_digest, tree, build, link):
+        return fingerprint_of_restored(tree, recorded, made.records)
+
+
+class _Links:
+    def __init__(self, tree: Tree, target: Path, times: FileTimes) -> None:
+        self._tree = tree
+        self._times = times
+        self._target = os.fsencode(target)
+        # Of both processes.
+        self.records = memoryview(mmap.mmap(-1, (tree.name_count + 1) * RECORD.size))
+
+    def link_to(self, source: Path) -> bool:
+        """Whether `source` has all that the tree has; else what was made is for the caller to
+        remove. Raises: OSError."""
+        top = os.fsencode(source)
+        tree = self._tree
+        try:
+            made = self._make_directories()
+            files = [(path, self._files_in(inode)) for inode, _, path in made]
+            own, others = halves(files)
+            with self._another(top, others):
+                self._link_all(top, own)
+            for _, number, path in reversed(made):
+                original, name = os.path.join(top, path), os.path.join(self._target, path)
+                copy_attributes(original, name, os.lstat(original))
+                put_directory(os.lstat(name), self.records, number)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if tree.name_count != tree.inode_count - 1:
+            for path, numbers in files:
+                for number in numbers:
+                    if tree.link_count(tree.columns.name_inode[number]) > 1:
+                        # Each further link to a file has changed it.
+                        name = os.path.join(self._target, path, tree.columns.names[number])
+                        put_record(os.lstat(name), self.records, number)
+        return True
+
+    @contextlib.contextmanager
+    def _another(self, top: bytes, files: Sequence[_Files]) -> Iterator[None]:
+        """Another process links to these meanwhile, if there are any. Raises: OSError."""
+        if not files:
+            yield
+            return
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = errno.EIO
+            try:
+                for each in files:
+                    if os.getppid() != own:
+                        break
+                    self._link_all(top, [each])
+                else:
+                    code = 0
+            except OSError as error:
+                code = error.errno or code
+            finally:
+                # All above this frame belongs to the process that was copied.
+                os._exit(code)
+        try:
+            yield
+        except BaseException:
+            kill_child(pid)
+            raise
+        ended = reap(pid, _OTHER_S)
+        if ended is None:
+            kill_child(pid)
+        code = errno.ETIMEDOUT if ended is None else ended
+        if code:
+            code = max(code, 0) or errno.EINTR
+            raise OSError(code, os.strerror(code))
+
+    def _make_directories(self) -> list[tuple[int, int, bytes]]:
+        """Their inode numbers in the tree, the numbers of their names (the root's: how many there
+        are), and their paths; parents first."""
+        c = self._tree.columns
+        made = [(0, self._tree.name_count, b"")]
+        for inode, _, path in made:
+            os.mkdir(os.path.join(self._target, path), 0o700)
+            for below in range(*self._tree.span(inode)):
+                if stat.S_ISDIR(c.mode[c.name_inode[below]]):
+                    made.append((c.name_inode[below], below, os.path.join(path, c.names[below])))
+        return made
+
+    def _files_in(self, directory: int) -> list[int]:
+        c = self._tree.columns
+        inodes, modes = c.name_inode, c.mode
+        return [i for i in range(*self._tree.span(directory)) if not stat.S_ISDIR(modes[inodes[i]])]
+
+    def _link_all(self, top: bytes, files: Sequence[_Files]) -> None:
+        """Raises: FileNotFoundError, also for a file that is not what it should be; OSError."""
+        tree, records = self._tree, self.records
+        names, inodes = tree.columns.names, tree.columns.name_inode
+        for path, numbers in files:
+            if not numbers:
+                continue
+            source = os.open(os.path.join(top, path), DIRECTORY)
+            try:
+                target = os.open(os.path.join(self._target, path), DIRECTORY)
+                try:
+                    for number in numbers:
+                        name = names[number]
+                        os.link(
+                            name, name,
+                            src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False,
+                        )  # fmt: skip
+                        found = os.stat(name, dir_fd=target, follow_symlinks=False)
+                        if not is_same_file(found, tree, inodes[number], self._times):
+                            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                        put_record(found, records, number)
+                finally:
+                    os.close(target)
+            finally:
+                os.close(source)
+
+
+def halves(files: list[_Files]) -> tuple[list[_Files], list[_Files]]:
+    """What this process links to, and what another one does: nothing where that would not pay, or
+    this one may not be copied."""
+    counts = list(accumulate(len(numbers) for _, numbers in files))
+    if counts[-1] < SHARED_NAMES or len(os.sched_getaffinity(0)) == 1 or not may_fork():
+        return files, []
+    cut = next(i for i, count in enumerate(counts, 1) if 2 * count >= counts[-1])
+    return files[:cut], files[cut:]
