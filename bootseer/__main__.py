@@ -8,7 +8,7 @@ import sys
 # it is garbage takes a tenth of the time of a short one. (Python's default is 700.)
 _NEW_OBJECTS = 50_000
 # Of `--mode`, which says that a snapshot is not mounted.
-_OTHER_MODES = {"extract", "link", "hardlink"}
+_OTHER_MODES = {"extract", "link"}
 _MOUNTING = {("snapshot", "restore"), ("image", "run"), ("image", "mount")}
 
 

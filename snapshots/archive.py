@@ -44,7 +44,6 @@ from bootseer.store import Store, open_own_store
 
 _ROOT = Path("/")
 LIMITS = Limits()
-
 OnProgress = Callable[[int], None]
 
 

@@ -206,16 +206,11 @@ def capture_directories(
 
 # The clock that file times are taken from, some milliseconds behind the other (linux/time.h).
 _CLOCK_REALTIME_COARSE = 5
-
 _LOOK_S = 1.5
-
 _LOOK_SHORT_S = 0.1
-
 # Only where something was found.
 _OPEN_LOOK_S = 0.3
-
 NAMES_MAX = 200_000
-
 # The likeliest first: what comes after the bounds are reached is not looked at.
 _SYSTEM = (
     "/usr/local",
@@ -228,12 +223,9 @@ _SYSTEM = (
     "/usr/lib",
     "/usr/share",
 )
-
 _HOME = (".local", ".config", ".conda", "bin")
-
 # Caches and logs, which no job misses.
 IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
-
 _CACHE_VARIABLES = (
     "PIP_CACHE_DIR",
     "UV_CACHE_DIR",
@@ -242,7 +234,6 @@ _CACHE_VARIABLES = (
     "POETRY_CACHE_DIR",
     "PDM_CACHE_DIR",
 )
-
 IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
 
 
@@ -400,11 +391,8 @@ def look_outside(
 
 
 _TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
-
 _IGNORED = {os.fsencode(name) for name in IGNORED_NAMES}
-
 Writings = Mapping[bytes, Written]
-
 """What is in the upper layer, by its path below the root."""
 
 

@@ -49,17 +49,11 @@ from bootseer.store.objects.uses import note_use
 
 logger = logging.getLogger(__name__)
 FOLDER = "snapshots/"
-
 NAMES = "snapshots/names/"
-
 _MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
-
 _HEX = re.compile(r"[0-9a-f]{64}")
-
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
-
 _THREADS_MAX = 16
-
 _PIECE_BYTES = 1024 * 1024
 
 
@@ -332,7 +326,6 @@ def decode_tree(target: Target, data: bytes) -> Tree:
 
 
 _CAPABILITY = b"security.capability"
-
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 
 
@@ -388,7 +381,6 @@ def _withhold(tree: Tree) -> None:
 
 
 _DAMAGE = (CorruptError, NotFoundError, UnknownFormatError)
-
 NO_DIGEST = "an earlier release wrote its manifest, without a digest of all that it says"
 
 
@@ -509,5 +501,4 @@ FORMATS = (
     Format(NAMES, _links_of_name, pattern=ONE_DOCUMENT),
     Format(FOLDER, _links_of_manifest, pattern=ONE_DOCUMENT),
 )
-
 """What a garbage collector knows of snapshots."""

@@ -161,26 +161,18 @@ def moved_to(hints: Hints, directory: str) -> Hints:
 
 # Modules of Python that read what they are given, at most.
 _OWN_MODULES = {"venv", "virtualenv", "ensurepip", "compileall", "site", "sysconfig"}
-
 # Variables of the shell for its working directory: paths are relative to that here.
 _OWN_FOLDERS = {"PWD": ".", "OLDPWD": COMPUTED}
-
 _DECLARE = {"export", "local", "declare", "readonly", "typeset"}
-
 # Variables that decide which programs run, or what these load.
 _SEARCH_VARIABLES = {
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "BASH_ENV", "ENV", "IFS"),
     *("HOME", "CDPATH", "PWD"),
 }
-
 _DEPTH_MAX = 8
-
 _COMMANDS_MAX = 5000
-
 _PATH_MAX = 4096
-
 _SPREAD_MAX = 8
-
 _STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
@@ -820,12 +812,9 @@ _READS_NOTHING = _set("""
     nproc deactivate hostname shopt export local readonly declare typeset read tee pwd command
     let break continue
     """)
-
 # Programs that show what is there: nobody knows what, where something reads it.
 _SHOWS = _set("ls du df stat ps free uptime tty file jobs readlink realpath printenv groups")
-
 _CHECKSUMS = "md5sum sha1sum sha224sum sha256sum sha384sum sha512sum b2sum cksum"
-
 # Programs that read files among their words, and the options with which they read others, too.
 _READERS: dict[str, str] = {
     **dict.fromkeys(_set("cat head tac nl cut tr paste join comm cmp fold fmt expand"), ""),
@@ -838,7 +827,6 @@ _READERS: dict[str, str] = {
     "diff": "--to-file --from-file",
     "set": "",
 }
-
 # Options of `grep` and the like that take a value, so that letters behind them are no options.
 _LETTER_VALUES = {
     "grep": "eABCfm",
@@ -847,35 +835,25 @@ _LETTER_VALUES = {
     "head": "nc",
     "tail": "nc",
 }
-
 _TEST_FILES = _set("-e -f -d -r -w -x -s -L -h -b -c -p -S -a")
-
 _TESTS = _set(
     "-n -z = == != =~ -eq -ne -lt -le -gt -ge ! -o && || ( ) < > -v [ [[ ] ]] -t -k -u -g"
 )
-
 _TAR_RUNS = ("-T", "--files-from", "-I", "--use-compress-program", "--to-command", "--checkpoint")
-
 # Commands of sed that read and write nothing but the stream: "1d", "/x/,$p", "s/a/b/g".
 _ADDRESS = r"(?:\d+|\$|/(?:[^/\\]|\\.)*/)"
-
 _SED_COMMAND = re.compile(
     rf"(?:{_ADDRESS}(?:,{_ADDRESS})?)?\s*!?\s*"
     r"(?:[dDpPqQ=]|s([/|,#:@])(?:(?!\1)[^\\]|\\.)*\1(?:(?!\1)[^\\;]|\\.)*\1[gpiI\d]*)",
     re.DOTALL,
 )
-
 # So many options are looked at in one word, as in "-xzf".
 _LETTERS_MAX = 6
-
 # In front of "t", the folder that is copied to, as in "cp -at".
 _COPY_LETTERS = re.compile(r"-([abcdfilnprsuvxCDHLPRTZ]+)(t.*)", re.DOTALL)
-
 # Options of programs that nobody knows, and names of files, that tell that a file is written.
 _WRITTEN_OPTION = re.compile(r"--?\w*-?(o|out|output|log|logs|logfile|report|trace)(-\w+)?")
-
 _WRITTEN_NAME = re.compile(r".*\.(log|out|err|pid|lock)")
-
 _LOCK_FILE = re.compile(
     r".*(requirements|conda|poetry|pdm|uv|versions?|package).*\.lock", re.IGNORECASE
 )
@@ -1094,9 +1072,7 @@ def _hints_of_sed(words: Sequence[str]) -> Hints | None:
 
 
 PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
-
 _PIP = re.compile(r"pip(\d+(\.\d+)?)?")
-
 # Options of pip, uv, conda and friends whose value is a file that decides what is installed.
 _FILE_OPTIONS = {
     "-r",
@@ -1112,11 +1088,8 @@ _FILE_OPTIONS = {
     "-e",
     "--editable",
 }
-
 _REQUIREMENT_OPTIONS = {"-r", "--requirement", "--requirements"}
-
 _LINKS_OPTIONS = {"-f", "--find-links"}
-
 # Options of `pip install` that take a value which is no requirement.
 _PIP_VALUE_OPTIONS = {
     "-i",
@@ -1150,13 +1123,10 @@ _PIP_VALUE_OPTIONS = {
     "--find-links",
     "--group",
 }
-
 # Options of `venv` and `virtualenv` that take a value.
 VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
-
 # Options of uv's and pip's installers that name an interpreter, or its environment.
 PYTHON_OPTIONS = {"-p", "--python"}
-
 # Variables with files, separated by blanks, which pip and uv read like those that options name.
 FILE_VARIABLES = (
     "PIP_REQUIREMENT",
@@ -1166,7 +1136,6 @@ FILE_VARIABLES = (
     "UV_BUILD_CONSTRAINT",
     "UV_OVERRIDE",
 )
-
 # Tool -> lock file, commands that fill the project's environment, options that name the project.
 PROJECT_TOOLS = {
     "uv": ("uv.lock", {"sync", "add", "remove"}, {"--project", "--directory"}),
@@ -1177,24 +1146,15 @@ PROJECT_TOOLS = {
     ),
     "pdm": ("pdm.lock", {"install", "sync", "add", "update", "remove"}, {"-p", "--project"}),
 }
-
 _LOCKED_VERBS = {"sync", "install"}
-
 _UPGRADES = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
-
 _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
-
 _CONDA_READS_NOTHING = {"list", "info", "clean", "search", "compare", "deactivate"}
-
 _TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
-
 _KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | VENV_VALUE_OPTIONS
-
 # conda's own list, where `conda env` is given none.
 _CONDA_LISTS = ("environment.yml", "environment.yaml")
-
 _PIP_INSTALLS = {"install", "sync"}
-
 _PIP_READS_NOTHING = {"list", "check", "freeze", "show", "cache", "config", "debug", "inspect"}
 
 

@@ -104,7 +104,6 @@ def in_words(differences: Sequence[Difference]) -> str:
 
 
 _EGG_PYTHON = re.compile(r"-py\d+(\.\d+)?$")
-
 _SEPARATORS = re.compile(r"[-_.]+")
 
 

@@ -73,7 +73,6 @@ from bootseer.store.objects.lease import LeaseRenewal
 
 logger = logging.getLogger(__name__)
 OPEN_AGE_S = 7 * 86_400.0
-
 """How old a snapshot may be, unless a setting says otherwise, if its set-up gets something else
 once an index has something else. Young enough that a security fix arrives within a week; old enough
 that one start a week, and no other, pays for the set-up."""
@@ -134,7 +133,6 @@ class SetupResult(Struct, frozen=True):
 
 
 NoteWait = Callable[[str, int], Callable[[], object]]
-
 """Begins the stage of waiting for a node which is named; `created_ns` (0: not yet) is when that one
 had made what was waited for. Gives what ends the stage."""
 
@@ -637,7 +635,6 @@ def run_command(request: Request, locks: Sequence[int]) -> float:
 
 
 _POLL_FIRST_S = 0.1
-
 _POLL_MAX_S = 2.0
 
 

@@ -24,7 +24,6 @@ from bootseer.snapshots.scan import NOTHING, base_digest, scan, text_of
 from bootseer.store import open_store
 
 IN_PLACE, RESTORE, RUN = "in place", "would restore", "would run"
-
 # Of the newest: an explanation should take a second, whatever the store holds.
 _COMPARED_MAX = 500
 

@@ -35,11 +35,9 @@ from bootseer.transfer.ranges import Chunk, Priority, covering
 
 # Enough to keep eight streams busy while a thread is held up by a large file.
 WINDOW_BYTES = 64 * 1024 * 1024
-
 # Small, so that the first bytes are here soon although all fetches share the network; large enough
 # that a server's latency of some milliseconds does not count.
 _FETCH_BYTES = 1024 * 1024
-
 # Consumed runs kept for the neighbour that shares their frames.
 KEPT_BYTES = 16 * 1024 * 1024
 

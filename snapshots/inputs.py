@@ -29,36 +29,24 @@ from bootseer.snapshots.shown import shown_values
 
 # The limits for files that were not declared: a word of the command may happen to name a data set.
 GUESSED_BYTES_MAX = 256 * 1024 * 1024
-
 # Of a word of which nobody knows whether it is read. The key is open then, mostly.
 WORD_BYTES_MAX = 16 * 1024 * 1024
-
 _GUESSED_FILES_MAX = 20_000
-
 _GUESSED_NAMES_MAX = 200_000
-
 _READ_BYTES = 1024 * 1024
-
 # A wheel ends with its directory, and that with the checksum of RECORD, which has the digests of
 # all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
 _END_BYTES = 16 * 1024
-
 # Of a folder of wheels, so many ends are read, and so many names counted.
 WHEELS_READ_MAX = 4096
-
 _WHEELS_NAMED_MAX = 100_000
-
 # On a share each wheel costs a question or three; threads ask them side by side.
 _THREADS_MAX = 16
-
 _THREADS_FROM = 64
-
 # In a source tree these change by themselves.
 _IGNORED = {".git", "__pycache__", ".venv", ".tox", ".mypy_cache", ".ruff_cache"}
-
 # What installing a project writes into it, beside these files.
 _BUILT = {"build", "dist"}
-
 _PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
 
 
@@ -186,34 +174,25 @@ def _end(path: Path) -> bytes:
 
 
 _COMMENT = re.compile(r"(^|\s+)#.*$")
-
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s#]+)"
-
 # Long options may be abbreviated.
 _INCLUDE = re.compile(
     rf"(?P<option>-r|--req[a-z]*|-c|--con[a-z]*)(?:\s+|=|(?<=-[rc]))(?P<file>{_VALUE})"
 )
-
 _LINKS = re.compile(rf"(?:-f|--fi[a-z-]*)(?:\s+|=|(?<=-f))(?P<place>{_VALUE})")
-
 _EDITABLE = re.compile(rf"(?:-e|--ed[a-z]*)(?:\s+|=|(?<=-e))(?P<place>{_VALUE})")
-
 # A project or an archive on this host: "./project[extra]", "name @ file:///wheel", "a-1.0.whl".
 _LOCAL = re.compile(
     r"(?:[\w.,\[\]-]+\s*@\s*)?(?P<path>file:[^\s;#\[]+|[^\s;#\[@:]*/[^\s;#\[]*|\.)"
     r"|(?P<archive>[^\s;#\[@:/]+\.(?:whl|zip|tar|tgz|tbz|txz|tlz|tar\.(?:gz|bz2|xz|lzma|lz)))(?=[\s;#\[]|$)"
 )
-
 # pip replaces these by the variables' values.
 _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
 _EXACT = re.compile(
     r"[A-Za-z0-9][\w.-]*\s*(?:\[[^\]]*\])?\s*\(?(?:===?)\s*[^\s*,;=]+\s*\)?(?:[;\s]|$)"
     r"|[\w.:-]+=[^=*\s]+=[^=*\s]+$"  # of conda, with the build
 )
-
 # A commit of a repository, or a file with its digest: the same for ever.
 _FIXED_URL = re.compile(r"://\S*(?:@[0-9a-f]{40}(?:[#\s;&]|$)|#\S*(?:sha256|sha384|sha512)=)")
 
@@ -343,9 +322,7 @@ def with_names(word: str, names: Mapping[str, str]) -> str:
 
 
 TOOLS = ("pip", "uv", "conda")
-
 _BYTES_MAX = 1024 * 1024
-
 # Options of pip that say how it works, not what it installs.
 _PIP_INDIFFERENT = {
     *("cache-dir", "no-cache-dir", "timeout", "retries", "progress-bar", "quiet", "verbose", "log"),
@@ -354,7 +331,6 @@ _PIP_INDIFFERENT = {
     *("no-python-version-warning", "no-warn-script-location", "no-warn-conflicts", "exists-action"),
     *("default-timeout", "format", "resume-retries", "use-feature"),
 }
-
 # Options of pip whose values are requirements, paths, URLs and switches.
 _PIP_SHOWN = {
     *("index-url", "extra-index-url", "find-links", "no-index", "pre", "no-binary", "only-binary"),
@@ -362,7 +338,6 @@ _PIP_SHOWN = {
     *("upgrade", "upgrade-strategy", "platform", "python-version", "implementation", "abi", "src"),
     *("no-build-isolation", "require-hashes", "no-compile", "break-system-packages", "editable"),
 }
-
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
 
 
@@ -498,27 +473,17 @@ def _uv_table(text: str) -> str:
 
 
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
-
 _SCRIPT_BYTES_MAX = 1024 * 1024
-
 _GLOB_FILES_MAX = 1000
-
 _PATH_BYTES_MAX = 4096
-
 # How many words are looked at that may name a file.
 _WORDS_MAX = 2000
-
 _REQUIREMENTS = (".txt", ".in", ".pip")
-
 _FILE_URL = re.compile(r"(?:^|[@=+\s])(file:[^#]*)")
-
 _EXTRAS = re.compile(r"\[[\w.,\s-]*\]$")
-
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
-
 # What lies there is made by the kernel, and another at each look.
 _KERNEL_FOLDERS = ("/proc/", "/sys/", "/dev/")
-
 # Files that hold a secret or change by themselves. A digest in the key would tell of the first.
 _PRIVATE = re.compile(
     r"(^|/)(\.netrc|\.pgpass|\.git-credentials|id_(rsa|dsa|ecdsa|ed25519)|authorized_keys)$"
@@ -526,12 +491,10 @@ _PRIVATE = re.compile(
     r"|(^|/)[^/]*(passw|secret|token(?!iz)|credential)[^/]*$",
     re.IGNORECASE,
 )
-
 # Packages of a lock file that lie on this host: of uv, pdm and poetry.
 _LOCKED_PATH = re.compile(
     r"(?m)\b(?:directory|path)\s*=\s*\"(?!\.\")|^\s*type\s*=\s*\"(?:directory|file)\""
 )
-
 # The folder of a script, as scripts ask for it.
 _OWN_FOLDER = re.compile(
     r"\$\(\s*(?:cd\s+)?\"?\$?\(?\s*dirname\s+(?:--\s+)?\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?\s*\)?"

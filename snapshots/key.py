@@ -58,13 +58,10 @@ from bootseer.snapshots.shown import hide_atoms, is_known_program
 from bootseer.snapshots.targets import declared_targets, infer_targets, shown_paths
 
 Report = Callable[[str], None]
-
 """Gets one sentence for people at a time."""
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
-
 # That say where and for whom something runs.
 _USUAL_VARIABLES = {
     *("HOME", "PATH", "PWD", "OLDPWD", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "LANG"),
@@ -73,11 +70,8 @@ _USUAL_VARIABLES = {
     *("BASH_SOURCE", "BASH_VERSION", "FUNCNAME", "LINENO", "SECONDS", "PIPESTATUS", "IFS", "REPLY"),
     *("OPTARG", "OPTIND"),
 }
-
 _SHOWN_MAX = 5
-
 _FOUND_MAX = 50
-
 # Of a program whose output is read. Nothing that is asked here says as much.
 _OUTPUT_BYTES_MAX = 1024 * 1024
 

@@ -26,7 +26,6 @@ from bootseer.snapshots.scan import STAGING_PREFIX, Entry, Scan, entry_of, open_
 logger = logging.getLogger(__name__)
 # The second where an ordinary user mounted it ("userxattr").
 _PREFIXES = ("trusted.overlay.", "user.overlay.")
-
 # Those that do not make what a directory shows differ from what layers of the same path hold.
 _HARMLESS = {"opaque", "origin", "impure", "nlink", "upper", "uuid", "protattr"}
 
@@ -65,7 +64,6 @@ class Written(NamedTuple):
 
 
 WHITEOUT = Written(stat.S_IFCHR, 0, 0, 0, 0)
-
 """The name is gone. Overlayfs makes all of these one file, which any of them changes."""
 
 

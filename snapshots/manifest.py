@@ -17,28 +17,20 @@ from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.snapshots.scan import checked_target, is_plain, text_of
 
 EARLIER_MAX = 7
-
 """A target has at most so many earlier blobs, and its own: a restore is a stream from each."""
 
 OUTSIDE_PATHS_MAX = 100
-
 """A manifest names at most so many changes outside of its targets: for people, who read a few."""
 
 CACHE = "cache"
-
 """The part by which a snapshot is a generation of a kept cache: what the cache is called."""
 
 _FOLDERS_SHOWN_MAX = 5
-
 _HEX = re.compile(r"[0-9a-f]{64}")
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
 # Bounds that no honest manifest comes near; deletions of a whole conda environment take 10 MB.
 Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-
 _Text = Annotated[str, Meta(max_length=2**20)]
-
 _Size = Annotated[int, Meta(ge=0, lt=2**50)]
 
 
@@ -183,14 +175,11 @@ def is_name(text: str) -> bool:
 
 
 LAYERED_VERSION = 2
-
 """The version of a manifest with a target that takes content from earlier blobs. A release that
 does not know them must not read it, since its garbage collector would delete them."""
 
 MANIFEST_BYTES_MAX = 128 * 1024 * 1024
-
 INDEX_BYTES_MAX = 4 << 30
-
 FORM: Form[Manifest] = Form(
     type=Manifest,
     kind="bootseer-snapshot",

@@ -84,7 +84,6 @@ logger = logging.getLogger(__name__)
 MOUNT = "mount"
 LINK = "link"
 _RECORD = "snapshot.json"
-
 _END_S = 10.0
 
 
@@ -437,7 +436,6 @@ def _give_up(serving: Serving) -> None:
 
 
 Build = Callable[[Target, Tree, Path], None]
-
 """Extracts a target's tree to a path that does not exist, whole or not at all."""
 
 
@@ -555,7 +553,6 @@ def _cover_in_container(item: Placed, source: Path, scratch: Path, *, privileges
 
 # A directory of a lower layer can be renamed, as it could on the file system that the set-up wrote.
 _OPTIONS = ",redirect_dir=on"
-
 _GONE = "gone"
 
 
@@ -689,7 +686,6 @@ def _is_there(base: bytes, path: bytes) -> bool:
 
 
 _own: set[Path] = set()
-
 """The targets of which this process has a view of its own."""
 
 

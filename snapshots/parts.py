@@ -18,9 +18,7 @@ from bootseer.snapshots.shown import hidden_atoms, shown_command, shown_script, 
 
 # In front of the encoded parts: another way to encode them makes other keys, never equal ones.
 _DOMAIN = b"bootseer snapshot fingerprint 1\n"
-
 _DEFAULT_VARIABLE = re.compile(r"(PIP|UV|CONDA)_[A-Z_]*(URL|URLS|CHANNELS|INDEX|INDEXES)")
-
 # Options of pip and uv that decide what is installed, or where, like those on the command line.
 _OPTION_VARIABLES = {
     *(f"PIP_{name}" for name in ("TARGET", "PREFIX", "ROOT", "USER", "PRE", "NO_DEPS")),
@@ -28,13 +26,10 @@ _OPTION_VARIABLES = {
     *("UV_PYTHON", "UV_SYSTEM_PYTHON", "UV_PROJECT_ENVIRONMENT", "UV_TORCH_BACKEND"),
     *("UV_RESOLUTION", "UV_PRERELEASE", "UV_EXCLUDE_NEWER", "UV_NO_BINARY", "UV_NO_BUILD"),
 }
-
 SET, UNSET = "set", "unset"
-
 """The two values of a declared variable in a fingerprint."""
 
 SECRETS = "secrets"
-
 """The part that all secrets share."""
 
 

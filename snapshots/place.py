@@ -75,13 +75,10 @@ _SYSTEM = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run"),
     *("/sbin", "/sys", "/usr", "/var"),
 )
-
 _FREE = ("/dev/shm", "/var/tmp")
-
 """Directories in these in which nothing runs by itself."""
 
 _FREE_OF_HOME = (".cache", ".conda", ".venv", ".virtualenvs")
-
 """Names in a home that begin with a dot and hold no settings."""
 
 
@@ -116,7 +113,6 @@ def _homes_of(parts: Sequence[str]) -> list[Path]:
 
 
 OnFinished = Callable[[Path, str, str, str], None]
-
 """Called with target, fingerprint, base and tree fingerprint, if it is known, once a target is in
 place, and again if a crash lets a restore be finished twice."""
 
@@ -134,10 +130,8 @@ class _Committed(Struct, frozen=True):
 
 
 _PLAN: Form[_Plan] = Form(type=_Plan, versions=(1,), size_max=1 << 30, value_count_max=1 << 30)
-
 # Of a plan of any release: one that is carried out must not be taken for none.
 _POINTER: Form[_Committed] = Form(type=_Committed, size_max=1 << 30, value_count_max=1 << 30)
-
 _COMMIT: Form[list[Path]] = Form(type=list[Path], size_max=1 << 24)
 
 
@@ -501,7 +495,6 @@ def _set_xattrs(fd: int, wanted: dict[bytes, bytes]) -> None:
 
 
 Fill = Callable[[Target, Tree, Path], str]
-
 """Makes a target's tree at a path that does not exist, whole or not at all. Returns its
 `tree_fingerprint.fingerprint_of_restored`, or nothing where it is not known."""
 

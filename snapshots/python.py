@@ -42,16 +42,11 @@ class Place(Struct, frozen=True):
 
 
 PROBE_TIMEOUT_S = 30.0
-
 _OUTPUT_BYTES_MAX = 256 * 1024
-
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
-
 # The list of the host's shared libraries: written anew when one is installed.
 _LIBRARIES = "/etc/ld.so.cache"
-
 _DECIDING = ("HOME", "LD_LIBRARY_PATH", "__PYVENV_LAUNCHER__")
-
 # Runs on any Python 3; -I would hide a PYTHONPATH that the command sees, so it is not used.
 _PROBE = """
 import json, platform, site, sys, sysconfig
@@ -119,7 +114,6 @@ class _Remembered(Struct, frozen=True):
 
 
 _FORM: Form[Interpreter] = Form(type=Interpreter, size_max=_OUTPUT_BYTES_MAX)
-
 _REMEMBERED: Form[_Remembered] = Form(type=_Remembered, size_max=2 * _OUTPUT_BYTES_MAX)
 
 

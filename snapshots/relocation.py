@@ -38,20 +38,15 @@ from bootseer.store import Store
 # Linux before 5.1 reads 128 bytes of a script, its line end included (BINPRM_BUF_SIZE); pip and
 # conda go by that as well.
 _SHEBANG_BYTES_MAX = 127
-
 # What shells, csh, fish, Python and `#!` lines all take without quotes: what the old prefix stood
 # in is not known to have any.
 _PLAIN = re.compile(r"/[A-Za-z0-9_/.+@=~-]*")
-
 # Bytes that go on with a name. A dot does where a name follows it, else it ends a sentence.
 _NAME = rb"A-Za-z0-9_\x80-\xff"
-
 _BEHIND = rb"(?![" + _NAME + rb"+~@-]|\.[" + _NAME + rb"])"
-
 # "/data/opt/env" does not hold "/opt/env", nor "/usr/bin/env" a prefix "/env"; but
 # "-L/opt/env/lib" does.
 _BEFORE = rb"(?:(?<=-[BFILR])|(?<=-isystem)|(?<![" + _NAME + rb".+~@-]))"
-
 _PYTHON = re.compile(rb"(python|pypy)[0-9.]*t?")
 
 
@@ -300,7 +295,6 @@ def relocated_conda_record(
 
 
 _SCRIPT_DIRECTORIES = (b"bin", b"sbin", b"Scripts", b"condabin")
-
 # Written by pip, uv, venv, virtualenv, conda and the builders of editable installs; relative to
 # the environment, or the last name only.
 _WRITTEN = re.compile(
@@ -378,13 +372,10 @@ def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
 
 
 _CAPABILITY = "security.capability"
-
 _SHOWN_COUNT = 10
-
 # No text that an installer writes is larger, and no binary with a prefix; what is, is not read into
 # memory.
 _TEXT_BYTES_MAX = 64 * 1024 * 1024
-
 _BINARY_BYTES_MAX = 4 * 1024 * 1024 * 1024
 
 

@@ -55,24 +55,17 @@ from bootseer.snapshots.place import (
 )
 from bootseer.snapshots.scan import base_digest, fingerprint_of_restored, names_to_record, scan
 from bootseer.snapshots.targets import check_unused, locked, remember
-from bootseer.snapshots.trees import NodeTrees, copy_tree, link_tree
+from bootseer.snapshots.trees import NodeTrees, copy_tree
 from bootseer.store import Store, open_own_store
 
 logger = logging.getLogger(__name__)
-HARDLINK = "hardlink"
-
 EXTRACT = "extract"
-
 OVERLAY = "overlay"
-
 REFLINK = "reflink"
-
 # Below both of these an extraction ends before the server of a mount could be started: 0.3 s of
 # one processor.
 SMALL_BYTES = 16 * 1024 * 1024
-
 SMALL_COUNT = 1000
-
 # Each mounted target has a server of its own.
 TARGETS_MAX = 8
 
@@ -99,8 +92,6 @@ class Facts(Struct, frozen=True):
     """The node's cache holds the extracted trees of all targets."""
     can_reflink: bool
     """Files of that cache and of the targets can share their blocks."""
-    can_hard_link: bool
-    """The cache and the targets are on one file system."""
     target_count: int
     file_count: int
     content_bytes: int
@@ -112,7 +103,7 @@ class Choice(Struct, frozen=True):
     """The way, and why."""
 
     mode: str
-    """MOUNT, LINK, HARDLINK or EXTRACT."""
+    """MOUNT, LINK or EXTRACT."""
     reason: str
     """The rest of the sentence "mounted: ..."."""
     method: str = ""
@@ -122,7 +113,7 @@ class Choice(Struct, frozen=True):
 
     def sentence(self) -> str:
         """Returns the choice as a sentence for people."""
-        done = {MOUNT: "mounted", LINK: "linked", HARDLINK: "hard-linked", EXTRACT: "extracted"}
+        done = {MOUNT: "mounted", LINK: "linked", EXTRACT: "extracted"}
         return f"{done[self.mode]}: {self.reason}"
 
 
@@ -133,10 +124,6 @@ def choose(wanted: str, facts: Facts) -> Choice:
     if wanted == MOUNT:
         problem = _why_not_mounted(facts)
         return _refused(problem, "mounted") if problem else Choice(MOUNT, "it was asked for")
-    if wanted == HARDLINK:
-        if not facts.can_hard_link:
-            return _refused("the node's cache is on another file system", "hard-linked")
-        return Choice(HARDLINK, "it was asked for")
     if wanted == LINK:
         method, problem = _link_method(facts)
         return _refused(problem, "linked") if problem else Choice(LINK, _said(method), method)
@@ -345,8 +332,6 @@ def _link(
         def build_one(path: Path) -> None:
             build(target, tree, path)
 
-        if choice.mode == HARDLINK:
-            return link_tree(trees, target.index.digest, tree, build_one, directory)
         with trees.using(target.index.digest, tree, build_one) as (source, _):
             copy_tree(source, directory)
         return ""
@@ -380,15 +365,14 @@ def find_facts(
         may_mount=can_mount_directly() and not is_in_user_namespace(),
         has_fuse=os.access(DEVICE, os.R_OK | os.W_OK),
         is_container=is_container,
-        is_throwaway=all(_kind_of(place_targets, table) == b"overlay" for place_targets in places),
+        is_throwaway=all(_kind_of(place, table) == b"overlay" for place in places),
         all_whole=all(item.target.whole for item in placed),
         has_mounts_inside=any(
             one.path.startswith(os.fsencode(path) + b"/") for path in paths for one in table
         ),
         is_entered=not is_container and any(map(is_entered, paths)),
         has_trees=all(trees.has(item.target.index.digest) for item in placed),
-        can_reflink=all(trees.can_reflink_to(place_targets) for place_targets in places),
-        can_hard_link=all(trees.can_link_to(place_targets) for place_targets in places),
+        can_reflink=all(trees.can_reflink_to(place) for place in places),
         target_count=len(placed),
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,

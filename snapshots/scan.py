@@ -71,12 +71,9 @@ def target_path(text: str, directory: str) -> bytes:
 
 # Names that restores use beside or inside a target; never part of a snapshot.
 STAGING_PREFIX = b".bootseer-"
-
 # A tree of more is not an environment; the bound keeps memory finite (about 500 bytes each).
 ENTRIES_MAX = 5_000_000
-
 NOTHING = "nothing"
-
 """The `base_digest` of a directory that is missing or empty."""
 
 
@@ -95,7 +92,6 @@ class Entry(NamedTuple):
 
 
 Scan = Mapping[bytes, Entry]
-
 """Relative path -> what is there; b"" is the directory itself. Empty: it does not exist."""
 
 
@@ -207,7 +203,6 @@ def base_digest(scanned: Scan) -> str:
 
 
 _Directory = tuple[bytes, list[bytes], bytes | Records]
-
 """Path, sorted names in it that count, at least one, and their records one behind the other."""
 
 

@@ -32,22 +32,15 @@ from bootseer.store import Store
 logger = logging.getLogger(__name__)
 # Of the newest: after a set-up that took minutes, looking should take a second. All nodes wait.
 _COMPARED_MAX = 100
-
 _COMPARING_S = 5.0
-
 # What must be the same for two environments to have much in common.
 _KIND = ("interpreter", "platform", "machine", "libc", "kind")
-
 _READ_BYTES = 1 << 20
-
 _THREADS_MAX = 4
-
 BYTECODE_HEAD_BYTES = 16
-
 """The head of a `.pyc` file, before the code itself (PEP 552)."""
 
 Place = tuple[int, int, int, int]
-
 """An extent: (file offset, blob, offset in its stream, length)"""
 
 

@@ -13,28 +13,18 @@ from typing import Literal
 from msgspec import Struct, field
 
 _BEGIN, _END, _DEFAULT = "\x01", "\x02", "\x03"
-
 COMPUTED = _BEGIN + _END
-
 """The mark of an expansion that only a shell can compute."""
 
 _MARK = re.compile(r"\x01([^\x01-\x03]*)(?:\x03([^\x01-\x03]*))?\x02")
-
 # Longer ones first.
 _OPERATOR_LIST = "&>> <<- <<< ;;& && || ;; ;& |& &> >> >& >| <& <> << ; & | ( ) < >"
-
 _OPERATORS = _OPERATOR_LIST.split()
-
 REDIRECTIONS = frozenset(one for one in _OPERATORS if "<" in one or ">" in one)
-
 _TOKENS_MAX = 20_000
-
 _NAME = re.compile(r"[A-Za-z_]\w*")
-
 _PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`\x01-\x03]+")
-
 _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*):?[-=]([^$`'\"\\{}]*)")
-
 _PARAMETER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -329,13 +319,9 @@ def _after_quote(text: str, at: int) -> int:
 
 
 SHELLS = {"sh", "bash", "dash", "zsh", "ash", "ksh"}
-
 _SHELL_VALUE_OPTIONS = {"--rcfile", "--init-file"}
-
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^]]*\])?\+?=", re.DOTALL)
-
 _SEPARATORS = {";", "&", "\n", "&&", "||", "|", "|&", ";;", ";&", ";;&"}
-
 _CASE_ENDS = {";;", ";&", ";;&"}
 
 

@@ -26,7 +26,6 @@ class _Tool(NamedTuple):
 
 
 _NOTHING = _Tool()
-
 _PIP = _Tool(
     _set("install download wheel uninstall list freeze check show cache config debug sync compile"),
     _set("install download wheel uninstall show sync compile"),
@@ -49,7 +48,6 @@ _PIP = _Tool(
         "--upgrade-package -P --reinstall-package --no-build-package --default-index --log --cert"
     ),
 )
-
 _UV = _Tool(
     _PIP.verbs
     | _set("pip sync add remove venv run tool python lock export self cache version init tree"),
@@ -67,7 +65,6 @@ _UV = _Tool(
     ),
     _set("run"),
 )
-
 _CONDA = _Tool(
     _set("create install update upgrade remove uninstall env activate deactivate clean list info")
     | _set("run init config search shell"),
@@ -84,7 +81,6 @@ _CONDA = _Tool(
     ),
     _set("run"),
 )
-
 _APT = _Tool(
     _set("update install upgrade dist-upgrade remove purge autoremove clean autoclean add del get")
     | _set("makecache groupinstall reinstall check-update builddep build-dep"),
@@ -96,7 +92,6 @@ _APT = _Tool(
     ),
     _set("-t --target-release --virtual --enablerepo --disablerepo"),
 )
-
 _NPM = _Tool(
     _set("install i ci add update uninstall remove run exec init build cache clean test config set")
     | _set("login publish"),
@@ -108,7 +103,6 @@ _NPM = _Tool(
     ),
     _set("--prefix --registry --omit --include --cache --cwd --dir"),
 )
-
 _POETRY = _Tool(
     _set("install sync add update remove lock run self env config publish build export"),
     _set("add update remove"),
@@ -120,7 +114,6 @@ _POETRY = _Tool(
     _set("--with --without --only --extras -E --group -C --directory -P --project"),
     _set("run"),
 )
-
 _GIT = _Tool(
     _set("clone checkout switch pull fetch submodule update init lfs install reset restore apply"),
     _set("clone checkout switch pull fetch reset restore apply"),
@@ -130,7 +123,6 @@ _GIT = _Tool(
     ),
     _set("-b --branch --depth -j --jobs -C --filter --origin -o --reference"),
 )
-
 _VENV = _Tool(
     frozenset(),
     frozenset({""}),
@@ -141,7 +133,6 @@ _VENV = _Tool(
     | _set("--upgrade-deps"),
     _set("-p --python --prompt"),
 )
-
 _PATHS = _Tool(
     takes=frozenset({""}),
     flags=_set(
@@ -152,15 +143,11 @@ _PATHS = _Tool(
     ),
     values=_set("-C --directory --strip-components -m --mode --reference"),
 )
-
 # Those of its options that take a password are in no list.
 _UNZIP = _Tool(takes=frozenset({""}), flags=_set("-q -qq -o -n -l -j"), values=_set("-d"))
-
 # What stands beside an "=" of these is compared, and may be anything.
 _TEST = _Tool(flags=_set("-f -d -e -x -n -z -s -r -w -L -h -o -a -eq -ne -lt -le -gt -ge"))
-
 _NUMBERS = _Tool(takes=frozenset({"#"}), flags=_set("-n -u -l -v -s -c -t"))
-
 # Programs of which sub-commands are shown, and nothing behind them.
 _VERBS_ALONE = {
     **dict.fromkeys(("docker", "podman", "nerdctl"), "login pull push build run compose up"),
@@ -179,15 +166,10 @@ _VERBS_ALONE = {
     "twine": "upload check",
     "rclone": "copy sync config",
 }
-
 _PYTHON_FLAGS = _set("-I -E -s -S -u -B -O -OO -b -bb -q -v -V --version -P -i")
-
 _SHELLS = _set("sh bash dash zsh ash ksh")
-
 _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)?t?)?")
-
 _PIP_NAME = re.compile(r"pip(?:\d+(?:\.\d+)?)?")
-
 _TOOLS: dict[str, _Tool] = {
     "pip": _PIP,
     "pip-sync": _PIP._replace(takes=frozenset({""})),
@@ -213,7 +195,6 @@ _TOOLS: dict[str, _Tool] = {
     **dict.fromkeys(("test", "[", "[["), _TEST),
     **dict.fromkeys(("sleep", "ulimit", "umask", "exit", "return", "shift", "wait"), _NUMBERS),
 }
-
 _PROGRAMS = (
     frozenset(_TOOLS)
     | _SHELLS
@@ -235,7 +216,6 @@ _PROGRAMS = (
         "playwright jupyter nbconvert patch diff mktemp seq yes expect nproc free df mount umount"
     )
 )
-
 """Programs that are called by their name alone."""
 
 _OPTION_NAMES = (
@@ -258,13 +238,9 @@ _OPTION_NAMES = (
         "--global-option --config-setting --find --name --tag --push --pull --rm --volume --label"
     )
 )
-
 _CLUSTERS = re.compile(r"-(?:f?sSf?L|fsSL|sSL|sL|fsS|qO|qO-|nv|rn|bn|nb|n|y|it|ti|yq|yqq)")
-
 _SHELL_FLAGS = re.compile(r"[-+][abefhilmnpruvxBCEHPT]*")
-
 _KEYWORDS = _set("if then else elif fi do done while until esac { } ! time")
-
 # Their options that take a value, and how many words of their own come before the command.
 _WRAPPERS: dict[str, tuple[frozenset[str], int]] = {
     **dict.fromkeys(("nohup", "command", "builtin", "setsid", "time"), (frozenset(), 0)),
@@ -278,9 +254,7 @@ _WRAPPERS: dict[str, tuple[frozenset[str], int]] = {
     "flock": (_set("-w -E"), 1),
     "xargs": (_set("-n -I -P -L -d -a -E -s"), 0),
 }
-
 _SETS = _set("export declare local readonly typeset unset read")
-
 # Variables whose values are no secrets; those of pip, uv and conda for an index are URLs.
 _PLAIN_VARIABLES = re.compile(
     r"(?:PIP|UV|CONDA)_[A-Z_]*(?:URLS?|INDEX|INDEXES|CHANNELS|DIR|MODE|PYTHON|TARGET|PREFIX|LINKS)"
@@ -288,85 +262,51 @@ _PLAIN_VARIABLES = re.compile(
     r"|PATH|LD_LIBRARY_PATH|PYTHONPATH|HOME|TMPDIR|CC|CXX|CMAKE_BUILD_PARALLEL_LEVEL|VIRTUAL_ENV"
     r"|CONDA_PREFIX|MAMBA_ROOT_PREFIX|HF_HOME|TORCH_HOME|XDG_[A-Z]+_HOME|OMP_NUM_THREADS"
 )
-
 _SWITCHES = _set("0 1 true false yes no on off True False")
-
 _HEREDOC_ENDS = _set("E EOF EOT END EOS")
-
 _REFERENCE = r"\$(?:\w+|\{\w+\}|[@*#?!$-])"
-
 _REFERENCES = re.compile(rf"(?:{_REFERENCE})+")
-
 _QUOTED_REFERENCE = re.compile(rf"\"({_REFERENCE})\"")
-
 _PATH_TEXT = re.compile(r"[\w./+*?~-]*(?:\[[\w., -]*\])?")
-
 _VERSION = r"(?:[~^]?v?\d[\w.*+!~-]*|latest|\*)"
-
 _REQUIREMENT = re.compile(
     r"(?:@?[A-Za-z0-9][\w.-]*/)?(?:[A-Za-z0-9][\w.-]*::)?[A-Za-z0-9][\w.-]*(?:\[[\w., -]*\])?"
     rf"(?: ?(?:[=~!<>]?=?=|[<>@]) ?{_VERSION}(?:[,|=] ?[=~!<>]{{0,3}}[\w.*+!~-]+)*)?"
 )
-
 _PLAIN = re.compile(
     rf"[+-]?\d+(?:\.\d+)?[smhdkMG%]?|{_VERSION}|:all:|:none:|[ugoa]*[+-][rwxX]+"
     r"|[\w-]+=\d[\w.-]*"
 )
-
 # A commit, or a digest: long, and no secret.
 _FIXED = re.compile(r"[0-9a-f]{40}|sha256:[0-9a-f]{64}")
-
 _SCP = re.compile(r"git@[A-Za-z0-9.-]+:[\w./-]+")
-
 _URL = re.compile(
     r"(?P<before>(?:[\w.-]+(?:\[[\w., -]*\])? ?@ ?)?(?:(?:git|hg|svn|bzr)\+)?"
     r"(?:https?|ssh|git|file|ftp|s3|gs|hdfs|oci)://[A-Za-z0-9.-]*(?::\d{1,5})?)"
     r"(?P<path>(?:/[^/?#@]*)*)(?P<ref>@[\w.-]+)?(?P<query>\?[^#@]*)?(?P<fragment>#[^@]*)?"
 )
-
 _FRAGMENT = re.compile(r"#(?:(?:egg|subdirectory)=[\w./-]+|sha256=[0-9a-f]{64})")
-
 # Of a URL's path. Wheels have longer names, and dots.
 _SEGMENT_MAX = 40
-
 _SEGMENT = re.compile(r"[\w.+~-]*")
-
 _RUN = re.compile(r"[A-Za-z0-9]{12,}")
-
 _SWITCH = re.compile(r"(?<=\d)[A-Za-z]|(?<=[A-Za-z])\d")
-
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
-
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w{0,63})\+?=")
-
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
-
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.+-]{0,63}")
-
 _MODULE = re.compile(r"[a-z_][\w.]{0,63}")
-
 _CALLED_PATH = re.compile(rf"(?:\.{{0,2}}|~|{_REFERENCE})/.+")
-
 _SCRIPT_NAME = re.compile(r"(?:.*/.+|.+\.(?:py|sh|bash))")
-
 _REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|<>|>>|>\||[<>]&|[<>])|&>>?")
-
 _OPERATOR = re.compile(r"&&|\|\||;;|\|&|[;&|()\n]")
-
 _BLANKS = re.compile(r"(?:[ \t\r\f\v]|\\\n)+")
-
 _ENDS = frozenset(" \t\r\n\f\v;|&<>()")
-
 _ORDINARY = re.compile(r"[^\s;|&<>()\\'\"`$]+")
-
 _SIGN = re.compile(r"\\.|\$\(|\$\{|[(){}\"'`]", re.DOTALL)
-
 _ATOM = re.compile(r"[^\s'\"`;|&<>()=,\\]+")
-
 _SIGNS_MAX = 2000
-
 _DEPTH_MAX = 6
 
 

@@ -152,13 +152,9 @@ def shown_paths(paths: Sequence[bytes]) -> str:
 
 
 _FOLDER = "snapshots"
-
 _POLL_FIRST_S = 0.01
-
 _POLL_MAX_S = 0.5
-
 _TELL_S = 2.0
-
 # Scripts use low numbers for descriptors of their own. Above 63 the kernel makes a larger table,
 # for which a process with threads waits for all processors (RCU): some 10 ms.
 _FD_MIN = 40
@@ -314,7 +310,6 @@ def _save_state(cache_dir: Path, target: Path, state: State) -> None:
 
 
 _SUFFIX = ".users"
-
 # In a target's folder, a link that says which target that is.
 _TARGET = "target"
 

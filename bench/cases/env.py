@@ -110,7 +110,6 @@ _ENV = Case(
             "zstd tar / extract near", ("zstd tar", "restore_s"), ("extract near", "restore_s"),
             at_least(1.3),
         ),
-        _within("hardlink / cp -al", "hardlink.restore_s", "cp -al.restore_s", 1.5),
         _within("link / cp -al", "link.restore_s", "cp -al.restore_s", 1.5),
         _times("uv", "mount", 4),
         _times("uv line", "mount", 4),

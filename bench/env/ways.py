@@ -177,10 +177,6 @@ FLOOR = Way("C floor", "the snapshot's blob on the node, by a C program", _floor
 EXTRACT_NEAR = Way(
     "extract near", "`--mode extract`, the store is a folder on the node", _restore_near("extract")
 )
-HARDLINK = Way(
-    "hardlink", "`--mode hardlink`, used on this node before",
-    _restore_near("hardlink"), start=_have_tree("hardlink"),
-)  # fmt: skip
 LINK = Way(
     "link", "`--mode link`, used on this node before: an overlay, or reflinks",
     _restore_near("link"), start=_have_tree("link"),
@@ -199,7 +195,7 @@ LOCAL = Way(
 
 ALL = (
     PIP, UV, UV_LINE, UV_LINKS, UV_COPIES, TAR_ZST, VENV_PACK, COPY, COPY_LINKS, FLOOR,
-    EXTRACT_NEAR, HARDLINK, LINK, EXTRACT, MOUNT, LOCAL,
+    EXTRACT_NEAR, LINK, EXTRACT, MOUNT, LOCAL,
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ _OTHER_VARIABLES = frozenset(
 )
 # Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
 _NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")
-RESTORE_MODES = ("auto", "mount", "link", "extract", "hardlink")
+RESTORE_MODES = ("auto", "mount", "link", "extract")
 DEFAULT_JOB = "default"
 """The name of a job that nobody has named."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")

@@ -55,9 +55,8 @@ def test_a_forged_time_is_noticed(tmp_path: Path, make_node: MakeNode) -> None:
     assert file.read_text() == "hello\n"
 
 
-@pytest.mark.parametrize("mode", ["extract", "hardlink"])
 def test_a_restored_zoo_is_in_place_until_it_is_touched(
-    tmp_path: Path, make_node: MakeNode, mode: str
+    tmp_path: Path, make_node: MakeNode
 ) -> None:
     zoo, target = tmp_path / "zoo", tmp_path / "env"
     make_zoo(zoo)
@@ -68,9 +67,9 @@ def test_a_restored_zoo_is_in_place_until_it_is_touched(
     request = Request(command=["cp", "-a", str(zoo), str(target)], targets=[str(target)])
     run_setup(make_node("a"), request)
     shutil.rmtree(target)
-    node = replace(make_node("b"), restore_mode=mode)
+    node = make_node("b")
     result = run_setup(node, request)
-    assert (result.how, result.mode) == ("restored", mode)
+    assert (result.how, result.mode) == ("restored", "extract")
     assert run_setup(node, request).how == "in place"
     (target / "package/__pycache__/module.cpython-311.pyc").unlink()
     (target / "package/__pycache__/module.cpython-311.pyc").write_bytes(b"newer bytecode")
@@ -305,7 +304,7 @@ def test_the_interpreter_is_part_of_the_key(
     assert said[0] != said[1]
 
 
-@pytest.mark.parametrize("mode", ["extract", "hardlink", "link", "mount"])
+@pytest.mark.parametrize("mode", ["extract", "link", "mount"])
 def test_the_working_directory_as_target(
     tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -16,7 +16,7 @@ mode_option = click.option(
     "--mode",
     metavar="MODE",
     type=click.Choice(RESTORE_MODES),
-    help="How to restore: auto, mount, link, extract or hardlink. Default: BOOTSEER_RESTORE_MODE.",
+    help="How to restore: auto, mount, link or extract. Default: BOOTSEER_RESTORE_MODE.",
 )
 
 

@@ -14,7 +14,6 @@ from tests.snapshots.support.driving import driven
     [
         ("restore_whole", 16),
         ("restore_difference", 16),
-        ("restore_hardlinked", 6),
         ("restore_mounted", 8),
         ("restore_held", 4),
         ("capture_and_publish", 2),
@@ -28,9 +27,7 @@ def test_killed_at_many_steps(tmp_path: Path, scenario: str, points: int) -> Non
     assert sum(line.endswith("killed") for line in lines) >= len(lines) // 2
 
 
-@pytest.mark.parametrize(
-    ("scenario", "points"), [("restore", 4), ("restore_hardlinked", 4), ("capture", 4)]
-)
+@pytest.mark.parametrize(("scenario", "points"), [("restore", 4), ("capture", 4)])
 def test_a_store_that_vanishes_at_many_steps(tmp_path: Path, scenario: str, points: int) -> None:
     """One warning at most; what is in place is what the set-up makes, and it ran once at most."""
     lines = driven("vanishing_driver.py", scenario, tmp_path, points)

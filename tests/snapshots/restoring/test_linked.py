@@ -1,10 +1,11 @@
-"""Snapshots that are linked from the node's extracted trees: reflinks, hard links; the trees."""
+"""Snapshots that are linked from the node's extracted trees: reflinks; the trees."""
 
 import contextlib
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from msgspec.structs import replace
 from bootseer.errors import BusyError, UnsupportedError
 from bootseer.settings.config import Settings, load_settings
 from bootseer.snapshots import catalogue
-from bootseer.snapshots import trees as hard_links
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request
-from bootseer.snapshots.trees import NodeTrees, halves, is_whole
+from bootseer.snapshots.trees import NodeTrees, is_whole
 from bootseer.store import open_store
 from testbed.needs import MissingError, require
 from testbed.trees import describe, differences, make_zoo
@@ -132,49 +132,8 @@ def test_killed_while_blocks_are_shared(reflinking: Path) -> None:
     assert sum(line.endswith("killed") for line in lines) >= 2
 
 
-def test_of_a_large_tree_another_process_links_to_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(hard_links, "may_fork", lambda: True)
-    files = [(b"", [0, 1]), (b"a", [4]), (b"b", list(range(5, 8)))]
-    assert halves(files) == (files, [])
-    monkeypatch.setattr(hard_links, "SHARED_NAMES", 6)
-    assert halves(files) == (files[:2], files[2:])
-
-
-@pytest.mark.parametrize("is_other", [False, True], ids=["one-process", "another-process"])
-def test_hard_links_and_a_tree_that_was_written_to(
-    tmp_path: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, is_other: bool
-) -> None:
-    if is_other:
-        monkeypatch.setattr(hard_links, "halves", lambda files: ([], files))
-    request, target = _zoo(tmp_path)
-    original = describe(tmp_path / "zoo")
-    node = replace(make_node("a"), restore_mode="hardlink")
-    run_setup(node, request)
-    shutil.rmtree(target)
-    first = run_setup(node, request)
-    assert (first.how, first.mode) == ("restored", "hardlink")
-    tree = NodeTrees(node).path(_tree_digest(node))
-    assert (target / "large").stat().st_ino == (tree / "large").stat().st_ino
-    linked = describe(target)
-    for one in (original, linked):
-        for attributes in one.values():
-            # Files have another name in the cache.
-            attributes.pop("links", None)
-    assert differences(original, linked) == []
-    # What is written in place reaches the cache, which is found out before the next use.
-    with (target / "large").open("r+b") as file:
-        file.write(b"written in place")
-    shutil.rmtree(target)
-    again = run_setup(node, request)
-    assert (again.mode, again.moved_bytes > 3_000_000) == ("hardlink", True)
-    shutil.rmtree(target)
-    restored = run_setup(replace(node, restore_mode="extract"), request)
-    assert restored.mode == "extract"
-
-
 def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> None:
-    node = replace(make_node("a"), restore_mode="hardlink")
+    node = make_node("a")
     trees = NodeTrees(node)
     digests = []
     for name in ("one", "two", "three"):
@@ -182,12 +141,12 @@ def test_trees_in_use_are_not_removed(tmp_path: Path, make_node: MakeNode) -> No
         text = f"mkdir {target}; head -c 50000 /dev/zero > {target}/file"
         request = Request(command=["sh", "-ec", text], targets=[str(target)], salt=name)
         run_setup(node, request)
-        shutil.rmtree(target)
-        run_setup(node, request)
         with open_store(node.store_url) as store:
             newest = next(iter(catalogue.list_all(store)))
             tree = catalogue.load_tree(store, newest.targets[0])
         digests.append(newest.targets[0].index.digest)
+        with trees.using(digests[-1], tree, partial(shutil.copytree, target)):
+            pass
         lock = trees.path(digests[-1]).with_suffix(".lock")
         os.utime(lock, ns=(len(digests), len(digests)))
 
@@ -213,7 +172,7 @@ def test_a_file_system_that_keeps_whole_seconds_has_trees(
     coarse: Path, tmp_path: Path, make_node: MakeNode
 ) -> None:
     """A named fault: each look found other times, and the tree was extracted again, without end."""
-    node = replace(make_node("a"), restore_mode="hardlink", cache_dir=coarse / "cache")
+    node = replace(make_node("a"), cache_dir=coarse / "cache")
     # Made where times are finer.
     elsewhere = tmp_path / "env"
     text = f"mkdir {elsewhere}; for i in 1 2 3; do echo $i > {elsewhere}/$i; done"
@@ -245,7 +204,7 @@ def test_a_tree_that_does_not_stay_as_it_was_is_extracted_once(
     target = tmp_path / "env"
     text = f"mkdir {target}; echo 1 > {target}/file"
     request = Request(command=["sh", "-ec", text], targets=[str(target)])
-    node = replace(make_node("a"), restore_mode="hardlink")
+    node = make_node("a")
     run_setup(node, request)
     with open_store(node.store_url) as store:
         (manifest,) = catalogue.list_all(store)

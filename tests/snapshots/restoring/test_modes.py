@@ -7,7 +7,6 @@ from bootseer.settings.config import RESTORE_MODES
 from bootseer.snapshots.mounted import LINK, MOUNT
 from bootseer.snapshots.restore import (
     EXTRACT,
-    HARDLINK,
     OVERLAY,
     REFLINK,
     SMALL_BYTES,
@@ -28,7 +27,6 @@ ROOT = Facts(
     is_entered=False,
     has_trees=False,
     can_reflink=False,
-    can_hard_link=True,
     target_count=1,
     file_count=40_000,
     content_bytes=2 * 10**9,
@@ -85,8 +83,6 @@ def test_the_best_way_that_a_node_allows_is_taken(
         ("link", {"is_entered": True, "can_reflink": True}, LINK),
         ("link", {"can_reflink": True}, LINK),
         ("link", {"is_container": True}, LINK),
-        ("hardlink", {}, HARDLINK),
-        ("hardlink", {"can_hard_link": False}, EXTRACT),
         ("extract", {}, EXTRACT),
     ],
 )
@@ -105,6 +101,6 @@ def test_a_link_is_a_reflink_where_it_can_be() -> None:
 
 def test_every_choice_can_be_carried_out_by_extracting() -> None:
     for wanted in RESTORE_MODES:
-        nothing = replace(ROOT, may_mount=False, has_fuse=False, can_hard_link=False)
+        nothing = replace(ROOT, may_mount=False, has_fuse=False)
         assert choose(wanted, nothing).mode == EXTRACT
     assert fallback("no overlay").sentence() == "extracted: no overlay"

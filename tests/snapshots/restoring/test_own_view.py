@@ -48,7 +48,7 @@ def _seen_by(job: "subprocess.Popen[str]", path: Path) -> str:
     return Path(f"/proc/{job.pid}/root{path}").read_text()
 
 
-@pytest.fixture(params=["mount", "link", "hardlink", "extract"])
+@pytest.fixture(params=["mount", "link", "extract"])
 def node(mounting: MakeNode, request: pytest.FixtureRequest) -> Settings:
     return replace(mounting("b"), restore_mode=request.param)
 

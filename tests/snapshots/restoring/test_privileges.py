@@ -61,7 +61,7 @@ def ids(target: Path) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.fixture(params=["mount", "link", "hardlink", "extract"])
+@pytest.fixture(params=["mount", "link", "extract"])
 def node(
     mounting: MakeNode, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Settings:

@@ -123,12 +123,7 @@ def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
         assert result.how == "in place" or result.mode == mode, result.mode_reason
 
     def seen() -> dict[str, dict[str, Any]]:
-        tree = describe(target)
-        if mode == "hardlink":
-            # Files have another name, in the node's cache.
-            for attributes in tree.values():
-                attributes.pop("links", None)
-        return tree
+        return describe(target)
 
     original = seen()
     shutil.rmtree(target)
@@ -148,13 +143,8 @@ def restore_whole(top: Path, wanted: int, mode: str = "extract") -> None:
         print(f"{point}/{count} {'killed' if killed else 'finished'}")  # noqa: T201
 
 
-def restore_hardlinked(top: Path, wanted: int) -> None:
-    """The same, and a copy of the node's that is not whole is never linked to."""
-    restore_whole(top, wanted, "hardlink")
-
-
 def restore_linked(top: Path, wanted: int) -> None:
-    """The same, where files can share their blocks."""
+    """The same where files can share their blocks; a damaged copy of the node is never used."""
     restore_whole(top, wanted, "link")
 
 

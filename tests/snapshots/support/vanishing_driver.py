@@ -115,11 +115,6 @@ def restore(top: Path, wanted: int, mode: str = "extract") -> None:
     _at_each_step(node, wanted, prepare)
 
 
-def restore_hardlinked(top: Path, wanted: int) -> None:
-    """The same by way of the node's own copy."""
-    restore(top, wanted, "hardlink")
-
-
 def capture(top: Path, wanted: int) -> None:
     """Made once, and stored or not."""
     node = _Node(top, "extract")

@@ -169,7 +169,7 @@ def test_none_is_begun_for_what_is_extracted(
         ("bootseer snapshot restore KEY", True),
         ("bootseer --workload train snapshot restore KEY --mode mount", True),
         ("bootseer snapshot restore KEY --mode extract", False),
-        ("bootseer snapshot restore KEY --mode hardlink", False),
+        ("bootseer snapshot restore KEY --mode link", False),
         ("bootseer snapshot list", False),
         ("bootseer run -- image run", False),
         ("bootseer --job image run -- true", False),
