@@ -445,6 +445,8 @@ class OpenFiles:
             return
         handle.killed = was_killed(caller)
         if handle.killed:
+            # The kernel may give the number of its table of open files to another process.
+            handle.unpublished_owners.discard(caller.lock_owner)
             with self._lock:
                 self._nodes.note(handle)
             # Killed in the middle of a save: half a checkpoint must not appear. Another process

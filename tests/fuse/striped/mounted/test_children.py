@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.fuse.kernel.operations import Caller
 from bootseer.store import open_backend
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import Driver, storage_on
@@ -134,6 +135,22 @@ def test_a_killed_writer_with_living_children_publishes_nothing(
     # The kernel says a moment later that the last descriptor is gone.
     (here / "g").unlink()
     wait_for(lambda: not list(here.iterdir()), "an empty folder")
+
+
+def test_another_process_in_the_place_of_a_killed_writer_publishes_nothing(
+    elsewhere: Driver,
+) -> None:
+    """The kernel soon uses the table of open files of a process that has ended for another one."""
+    elsewhere.write("f", OLD)
+    file = elsewhere.open("f", os.O_WRONLY | os.O_TRUNC)
+    with subprocess.Popen(["sleep", "60"]) as writer:
+        caller = Caller(0, 0, writer.pid, lock_owner=7)
+        elsewhere.fs.write(caller, *file, 0, memoryview(b"half"), 0)
+        writer.kill()
+        os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+        elsewhere.fs.flush(caller, *file)
+    elsewhere.fs.flush(Caller(0, 0, os.getpid(), lock_owner=7), *file)
+    assert elsewhere.read("f") == OLD
 
 
 def test_a_close_reports_the_failure_of_its_own_process(tmp_path: Path, mountpoint: Path) -> None:
