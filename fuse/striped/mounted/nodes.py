@@ -218,7 +218,8 @@ class Handle(Struct, eq=False):
     killed: bool = False
     """Whether the process that wrote it was ended by a signal."""
     superseded: bool = False
-    """Whether the file was opened anew, or cut, since: emptying it would come too late."""
+    """Whether the file was opened anew, or cut, since: emptying it would come too late; or whether
+    it was opened without being emptied, before somebody else had published it."""
     is_nameless: bool = False
     """Whether this mount removed or replaced its file before anything was written through it, when
     its name meant another file already."""
@@ -252,7 +253,7 @@ class Handle(Struct, eq=False):
 
     @property
     def is_late(self) -> bool:
-        """Whether it could only make empty a file that was opened anew since."""
+        """Whether it has written nothing, and must not make the file empty: see `superseded`."""
         return self.only_empties and self.superseded
 
     @property

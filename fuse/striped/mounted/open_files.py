@@ -241,6 +241,8 @@ class OpenFiles:
             handle = self._nodes.open(node, flags, caller.request, opener)
             if base is None:
                 handle.writer = self._storage.writer(path)
+                # Without O_TRUNC it has emptied nothing: who created the file writes it.
+                handle.superseded = not flags & os.O_TRUNC
             elif node.writer() is None:
                 node.status = status_of(base)
             handle.base, handle.file = base, file

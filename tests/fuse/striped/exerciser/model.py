@@ -97,7 +97,7 @@ class Description:
     was_flushed: bool = False
     """A copy was closed, and nothing was written since."""
     is_superseded: bool = False
-    """Emptied only, and somebody else opened it to write since."""
+    """Emptied only, and somebody else opened it to write since, or made it."""
     refused: frozenset[int] = frozenset()
     """What its first write was refused with; it has never begun to write."""
     lost_s: float | None = None
@@ -522,7 +522,9 @@ class Model:
                     other.is_superseded = True
             if current is None or flags & os.O_TRUNC:
                 one.writer = Writer(bytearray())
-                one.made_the_name = current is None
+                # Without O_TRUNC it empties nothing that somebody else is about to publish.
+                one.is_superseded = not flags & os.O_TRUNC and True in exists
+                one.made_the_name = current is None and not one.is_superseded
             else:
                 one.base = current
         if one.writer is None:

@@ -105,6 +105,16 @@ def test_what_is_published_after_a_file_was_emptied_and_closed_stays(one: Driver
     assert one.read("f") == OLD
 
 
+def test_who_opens_a_new_file_and_writes_nothing_does_not_empty_it(one: Driver) -> None:
+    """As `exec 3> log; exec 4>> log; echo one >&3; exec 3>&- 4>&-` in a shell."""
+    written = one.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    other = one.open("log", os.O_WRONLY | os.O_APPEND)
+    one.pwrite(written, 0, OLD)
+    one.close(written)
+    one.close(other)
+    assert one.read("log") == OLD
+
+
 def test_what_was_created_since_a_file_was_emptied_stays(one: Driver, two: Driver) -> None:
     one.write("f", b"")
     held = one.open("f", os.O_WRONLY | os.O_TRUNC)
