@@ -2,22 +2,19 @@
 
 Such an overlay holds the tree's mount: when it goes, however it goes, the tree's server ends and
 cleans up. Alone owns how one is recognised in the table of mounts: its source names the tree's
-mount (`folders`). Who uses it is in `cover_users`. Alone knows the options of overlayfs, too.
+mount (`folders`). Who uses it is in `cover_users`.
 Stateless; acts on the mount namespace of the caller; any thread.
 """
 
-import contextlib
-import errno
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from bootseer.errors import BootseerError, BusyError
 from bootseer.fuse.kernel.unmount import detach
-from bootseer.linux import mount_table, namespaces
+from bootseer.linux import mount_table
 
 _log = logging.getLogger(__name__)
 
@@ -92,37 +89,3 @@ def uncover_all(identity: str) -> None:
                 uncover(cover)
             except BootseerError as error:
                 _log.warning("cannot take a dead mount off %s: %s", cover.path, error)
-
-
-def mount_layers(
-    lowers: Sequence[Path],
-    scratch: Path,
-    target: Path,
-    *,
-    source: str = "bootseer",
-    options: str = "",
-    flags: int = 0,
-) -> None:
-    """Mount `lowers`, the uppermost first, on `target`; what is written goes to `scratch`/upper.
-
-    `upper` and `work` are in `scratch` already. What is written is meant to go with the mount, so
-    no writer ever waits for a disk. `options` begin with a comma; `flags` are those of mount(2).
-    Raises: OSError.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def by_descriptor(path: Path) -> str:
-            # A path may hold characters that mean something to overlayfs.
-            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, fd)
-            return f"/proc/self/fd/{fd}"
-
-        lower = ":".join([by_descriptor(path) for path in lowers])
-        upper, work = by_descriptor(scratch / "upper"), by_descriptor(scratch / "work")
-        options = f"lowerdir={lower},upperdir={upper},workdir={work}{options}"
-        try:
-            namespaces.mount(source, target, "overlay", flags, options + ",volatile")  # 5.10+
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            namespaces.mount(source, target, "overlay", flags, options)

@@ -17,8 +17,9 @@ from msgspec import Struct
 from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
 from bootseer.linux import namespaces
 from bootseer.linux.namespaces import MS_BIND, MS_REC
+from bootseer.linux.overlay import mount_layers
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.covers import container_source, mount_layers
+from bootseer.served.covers import container_source
 
 _log = logging.getLogger(__name__)
 

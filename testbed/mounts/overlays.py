@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.linux import namespaces
-from bootseer.served.covers import mount_layers
+from bootseer.linux.overlay import mount_layers
 from bootseer.snapshots.layers import Layers
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from bootseer.errors import NoSpaceError, UnavailableError, from_oserror
 from bootseer.kubernetes.spawner import MOUNT_SOURCE
 from bootseer.linux import namespaces
-from bootseer.served.covers import mount_layers
+from bootseer.linux.overlay import mount_layers
 
 _log = logging.getLogger(__name__)
 
@@ -54,21 +54,11 @@ def mount_writable(tree: Path, target: Path, folder: Path, size_bytes: int) -> N
                 status = os.lstat(tree)
                 os.chown(room / "upper", status.st_uid, status.st_gid)
                 os.chmod(room / "upper", stat.S_IMODE(status.st_mode))
-                _overlay(tree, room, target)
+                mount_layers(
+                    [tree], room, target, source=MOUNT_SOURCE, flags=_FLAGS, has_renames=True
+                )
     except OSError as error:
         raise from_oserror(error, f"make {target} writable") from error
-
-
-def _overlay(tree: Path, room: Path, target: Path) -> None:
-    try:
-        mount_layers(
-            [tree], room, target, source=MOUNT_SOURCE, options=",redirect_dir=on", flags=_FLAGS
-        )
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # A kernel without redirects: directories of the tree cannot be renamed then.
-        mount_layers([tree], room, target, source=MOUNT_SOURCE, flags=_FLAGS)
 
 
 @contextlib.contextmanager
