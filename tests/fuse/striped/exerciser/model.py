@@ -461,6 +461,8 @@ class Model:
                 writer.sent = 0
                 writer.wrote.clear()
                 if len(writer.content) > self.unit_bytes:
+                    # What was announced is zeros now.
+                    writer.content += bytes(writer.size - len(writer.content))
                     writer.unsure_before, writer.is_aligned = len(writer.content), False
             return
         generation = self._made(writer)
@@ -485,9 +487,13 @@ class Model:
         assert writer is not None
         if writer.errors:
             return set(writer.errors), True
+        is_gap_too_large = writer.announced - len(writer.content) > self.unit_bytes
+        if writer.is_detached and is_gap_too_large and len(writer.content) > self.unit_bytes:
+            # Of what has no name it is stored, to be read back.
+            return {errno.EOPNOTSUPP, *writer.doubts}, False
         if not writer.is_dirty or writer.is_detached:
             return set(writer.doubts), False
-        if writer.announced - len(writer.content) > self.unit_bytes:
+        if is_gap_too_large:
             return {errno.EOPNOTSUPP}, True
         stale = self._stale(one)
         errors = {errno.ESTALE} if True in stale else set()
