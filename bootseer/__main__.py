@@ -7,9 +7,6 @@ import sys
 # Most of what a command makes is what imports make, which stays: to look again and again whether
 # it is garbage takes a tenth of the time of a short one. (Python's default is 700.)
 _NEW_OBJECTS = 50_000
-# Of `--mode`, which says that a snapshot is not mounted.
-_OTHER_MODES = {"extract", "link"}
-_MOUNTING = {("snapshot", "restore"), ("image", "run"), ("image", "mount")}
 
 
 def main() -> None:
@@ -35,25 +32,9 @@ def main() -> None:
 
 def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
-    if is_mounting(sys.argv):
-        # Before what reads the command line is loaded: the server loads its code meanwhile.
-        from bootseer.linux.standard_files import open_standard_files
-        from bootseer.prefetch.serve.server import begin_tree_server_early
-
-        open_standard_files()
-        begin_tree_server_early()
     from bootseer.cli import main as run
 
     run()
-
-
-def is_mounting(words: list[str]) -> bool:
-    """Return whether this is a command line that probably mounts something. A wrong guess costs a
-    process that ends at once, but is none for a job's command, which must have no child of ours."""
-    # The values of options are no commands: a job may be called "image", its workload "run".
-    from bootseer.settings.disabled import subcommand_of
-
-    return tuple(subcommand_of(words[1:])[:2]) in _MOUNTING and not _OTHER_MODES.intersection(words)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import empty_directory
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.served.background import ServerProcess
 from bootseer.served.cover_users import sweep_covers
+from bootseer.served.processes import Process
 from bootseer.settings.config import Settings
 from bootseer.settings.values import AUTOMATIC_AGE_S
 from bootseer.snapshots import catalogue
@@ -154,7 +154,7 @@ class Attempt(Struct):
     """What is mounted goes when this process ends."""
     note: Callable[[Path, str, str, str], None]
     """Saves that a target holds a fingerprint, made on a base. See `state.remember`."""
-    process: ServerProcess | None = None
+    process: Process | None = None
     """Serves a mount, if one was begun."""
     targets: tuple[bytes, ...] = ()
     paths: dict[bytes, Path] = field(default_factory=dict)

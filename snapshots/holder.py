@@ -14,10 +14,10 @@ from msgspec import Struct
 from bootseer.base.documents import from_line
 from bootseer.errors import from_oserror
 from bootseer.linux.processes import ProcessId
-from bootseer.served.background import Report
 from bootseer.served.cover_users import stay_while_covered
 from bootseer.served.folders import MountState
-from bootseer.served.life import living, run_server
+from bootseer.served.life import living
+from bootseer.served.processes import HOLDER, Report, serve
 from bootseer.settings.config import Settings
 from bootseer.snapshots.trees import NodeTrees
 
@@ -46,13 +46,13 @@ def _hold(line: bytes, report: Report) -> None:
         living(plan.state_dir, plan.state),
         NodeTrees(plan.settings).held(digest) if digest else contextlib.nullcontext(),
     ):
-        if report.send_ready():
+        if report.ready():
             stay_while_covered(plan.state_dir, launcher)
 
 
 def main() -> int:
     """The exit code: 0 after the overlay is off."""
-    return run_server("the holder of a linked snapshot", _hold)
+    return serve(HOLDER, _hold)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form, to_line
+from bootseer.base.documents import Form
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     BootseerError,
@@ -45,11 +45,7 @@ from bootseer.prefetch.cache.damage import check_known_damage, is_damage_known
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
 from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServeOptions
 from bootseer.prefetch.serve.start_server import Serving, begin_serving
-from bootseer.served.background import (
-    ServerProcess,
-    begin_server,
-    end_early,
-)
+from bootseer.served import processes
 from bootseer.served.cover_users import (
     add_user,
     is_others_only,
@@ -344,7 +340,7 @@ def mount_snapshot(
     bases: Mapping[bytes, str],
     *,
     until_exit: bool,
-    process: ServerProcess | None = None,
+    process: processes.Process | None = None,
 ) -> MountOutcome:
     """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`.
 
@@ -403,7 +399,7 @@ def have_index(settings: Settings, store: Store, target: Target) -> Index:
     return Index(data, is_fetched=True)
 
 
-def _begin_serving(settings: Settings, item: Placed, process: ServerProcess | None) -> Serving:
+def _begin_serving(settings: Settings, item: Placed, process: processes.Process | None) -> Serving:
     """Have the target's tree served in a new mount folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings.run_dir, process.identity if process else None)
     tree = state_dir / "tree"
@@ -484,15 +480,11 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
         purpose=HOLDER,
         scratch=str(scratch_of(settings, state_dir)),
     )
-    process = begin_server(
-        settings.run_dir,
-        "bootseer.snapshots.holder",
-        f"the holder of {path}",
-        identity=state_dir.name,
-    )
+    process = processes.start(processes.HOLDER, settings.run_dir, identity=state_dir.name)
     from bootseer.snapshots.holder import HolderPlan
 
-    process.serve(to_line(HolderPlan(settings, state, state_dir, ProcessId.of(os.getpid()))))
+    process.tell(HolderPlan(settings, state, state_dir, ProcessId.of(os.getpid())))
+    process.wait()
     return state_dir
 
 
@@ -581,7 +573,6 @@ def enter_own_view(
         if threading.current_thread() is not threading.main_thread():
             raise BusyError("only a process's main thread can")
         before()
-        end_early()
         if not _own:
             namespaces.unshare(namespaces.CLONE_NEWNS)
             # What is mounted on the host later, as by an automounter, comes in.

@@ -27,8 +27,7 @@ from bootseer.errors import (
 from bootseer.fuse.kernel.mount import DEVICE, can_mount_directly
 from bootseer.linux import mount_table
 from bootseer.linux.processes import is_in_user_namespace
-from bootseer.prefetch.serve.server import begin_tree_server
-from bootseer.served.background import ServerProcess, end_early, is_begun_ahead, may_mount
+from bootseer.served.processes import TREE, Process, may_mount, start
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.catalogue import admit_tree, load_tree
@@ -217,7 +216,7 @@ class Wish(Struct, frozen=True):
     """The targets lie in another root than this host's."""
     scratch: Path | None = None
     """A folder that goes with that root; None: nothing can be mounted in there."""
-    process: ServerProcess | None = None
+    process: Process | None = None
     """Serves a mount, if one was begun; its owner ends it where there is none."""
 
 
@@ -396,21 +395,18 @@ _ROOT = Path("/")
 
 
 @contextlib.contextmanager
-def early_server(settings: Settings) -> Iterator[ServerProcess | None]:
+def early_server(settings: Settings) -> Iterator[Process | None]:
     """A server for what will probably be mounted, ended behind the `with` block if it was not
     needed; None where nothing will be mounted, or none can be begun."""
     process = None
     if settings.restore_mode in ("auto", MOUNT) and may_mount():
-        if not is_begun_ahead():
-            # Loaded once for both.
-            from bootseer.store import load_backend
+        # Loaded once for both.
+        from bootseer.store import load_backend
 
-            load_backend(settings.store_url)
+        load_backend(settings.store_url)
         # The caller that needs one tells what is wrong.
         with contextlib.suppress(BootseerError):
-            process = begin_tree_server(settings, forks=True)
-    else:
-        end_early()
+            process = start(TREE, settings.run_dir, copy=True)
     try:
         yield process
     finally:
@@ -426,7 +422,7 @@ def restore_snapshot(
     relocates: bool = False,
     allows_system: bool = False,
     report: "Report" = lambda sentence: None,
-    process: ServerProcess | None = None,
+    process: Process | None = None,
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
     returns it. What is mounted stays mounted. `report` gets where it goes, the way that was chosen

@@ -1,7 +1,7 @@
 """The process that mount servers live under, so that neither a snapshotter's nor a CSI driver's end
 ends a mount: the only process of a container that is replaced when its node is drained.
 
-It starts what clients ask for (`served.spawned` has the exchange), reaps all that ends, and does
+It starts what clients ask for (`served.spawner` has the exchange), reaps all that ends, and does
 nothing else until SIGTERM. Then it ends the servers in order: those of checkpoints first, which
 write out what was closed, then the trees that trainers may still read. Nothing stays mounted. One
 thread: a crash here would end every mount of the node.
@@ -13,8 +13,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,7 +26,8 @@ from bootseer.linux.systemd import notify
 from bootseer.served.control import listen
 from bootseer.served.ending import sweep
 from bootseer.served.folders import CHECKPOINT, MountState, live_mounts
-from bootseer.served.spawned import (
+from bootseer.served.processes import ROLES, spawn
+from bootseer.served.spawner import (
     answer_ended,
     answer_failed,
     answer_started,
@@ -149,19 +148,10 @@ class Spawner:
         try:
             # The client's own code may lie elsewhere.
             own = {"PYTHONPATH": python_environment()["PYTHONPATH"]}
-            process = subprocess.Popen(
-                [sys.executable, "-m", request.module, *request.arguments, str(fds[2])],
-                stdin=fds[0],
-                stdout=fds[1],
-                stderr=fds[1],
-                pass_fds=[fds[2]],
-                start_new_session=True,
-                env={**request.environment, **own},
-                cwd="/",
-            )
-            # Reaped here, with all others.
-            process.returncode = 0
-            answer_started(client, process.pid)
+            plan, sink, report = fds
+            role = ROLES[request.module]
+            pid = spawn(role, (plan, sink, sink, report), {**request.environment, **own})
+            answer_started(client, pid)
         except (OSError, ValueError) as error:
             # ValueError: of a word with a zero byte, or what cannot be encoded.
             with contextlib.suppress(OSError):
@@ -170,8 +160,8 @@ class Spawner:
         finally:
             for fd in fds:
                 os.close(fd)
-        _log.info("started %s as process %d", request.module, process.pid)
-        return process.pid
+        _log.info("started %s as process %d", request.module, pid)
+        return pid
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -179,7 +169,7 @@ class Spawner:
                 client = self._clients.pop(ended[0], None)
                 if client is not None:
                     with contextlib.suppress(OSError):
-                        answer_ended(client, os.waitstatus_to_exitcode(ended[1]))
+                        answer_ended(client)
                     self._hang_up(client)
 
     def _hang_up_on_silent(self) -> None:

@@ -40,16 +40,16 @@ def open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "C
     Raises: BootseerError where the image cannot be had at all.
     """
     from bootseer.prefetch.serve.serve_plan import ServeOptions
-    from bootseer.prefetch.serve.server import begin_tree_server
     from bootseer.served.cover_users import lingering
     from bootseer.served.folders import RUN
+    from bootseer.served.processes import TREE, start
 
     with timeline.span("image") as span, contextlib.ExitStack() as stack:
         process = None
         # Its code loads while ours does. Without one, mounting says why. What lingers has one.
         with contextlib.suppress(BootseerError):
             if not any(lingering(settings.run_dir, RUN)):
-                process = stack.enter_context(begin_tree_server(settings, forks=True))
+                process = stack.enter_context(start(TREE, settings.run_dir, copy=True))
         from bootseer.prefetch.container.container_start import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
         from bootseer.prefetch.resolve.resolve import resolve_image

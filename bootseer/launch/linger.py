@@ -16,11 +16,10 @@ from types import FrameType
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.documents import from_line, to_line
+from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.linux.processes import ProcessId, wait_readable
 from bootseer.served import cover_users
-from bootseer.served.background import Report, ServerProcess, begin_server
 from bootseer.served.ending import remove_ended_scratch, sweep
 from bootseer.served.folders import (
     LINGER,
@@ -30,11 +29,10 @@ from bootseer.served.folders import (
     read_state,
     write_state,
 )
-from bootseer.served.life import living, run_server
+from bootseer.served.life import living
+from bootseer.served.processes import LINGERER, Process, Report, serve, start
 from bootseer.settings.config import Settings
 
-_MODULE = "bootseer.launch.linger"
-_WHAT = "the process for which mounts linger"
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.5, 16.0
 
 
@@ -53,10 +51,10 @@ class Lingering:
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
-        self._process: ServerProcess | None = None
+        self._process: Process | None = None
         if settings.linger_s:
             try:
-                self._process = begin_server(settings.run_dir, _MODULE, _WHAT, forks=True)
+                self._process = start(LINGERER, settings.run_dir, copy=True)
             except (BootseerError, OSError) as error:
                 self._complain(error)
 
@@ -75,10 +73,11 @@ class Lingering:
         settings = self._settings
         folder = new_mount_dir(settings.run_dir, self._process.identity)
         plan = _Plan(folder, settings.job, ProcessId.of(os.getpid()), settings.linger_s)
-        self._process.serve(to_line(plan))
+        self._process.tell(plan)
+        self._process.wait()
         state = read_state(folder)
         if state is None:
-            raise UnavailableError(f"{_WHAT} has ended")
+            raise UnavailableError(f"{LINGERER.title} has ended")
         cover_users.linger(settings.run_dir, state.pid)
         return state.pid
 
@@ -125,7 +124,7 @@ def _serve(line: bytes, report: Report) -> None:
     with living(plan.folder, state, sweeps=False) as life:
         # Ended meanwhile, it would leave what is dead to a later start.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        report.send_ready()
+        report.ready()
         # The start does not wait for that.
         run_dir = plan.folder.parent.parent
         sweep(run_dir)
@@ -152,7 +151,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """The exit code: 0 at its end."""
-    return run_server(_WHAT, _serve)
+    return serve(LINGERER, _serve)
 
 
 if __name__ == "__main__":

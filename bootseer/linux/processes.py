@@ -204,6 +204,11 @@ def close_descriptors(kept: int) -> None:
                 os.close(int(name))
 
 
+def may_fork() -> bool:
+    """Return whether no other thread can hold a lock that a copy of this process would wait for."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
 def wait_ended(pid: int, timeout_s: float | None) -> bool:
     """Whether a child ended in time, at once when it does; `subprocess` looks every 50 ms. It is
     left to be waited for. Raises: OSError."""

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, Generic, NamedTuple, TypeVar, cast
 
 from bootseer.errors import BootseerError
-from bootseer.linux.processes import kill_child
-from bootseer.served.forked import may_fork
+from bootseer.linux.processes import kill_child, may_fork
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,56 +1,21 @@
-"""A server's process: from its first instruction to its folder's removal.
+"""A server's life in its folder: from the lock to the folder's removal.
 
-`run_server` is what the `main` of each server's module is; `living` is the server's life in its
-folder. Light: the code of a server loads beside whatever a start has to do. One thread per process.
+Light: the code of a server loads beside whatever a start has to do. One thread per process.
 """
 
 import contextlib
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.errors import BootseerError, exit_code_of, from_oserror
-from bootseer.served.background import Report
+from bootseer.errors import from_oserror
 
 if TYPE_CHECKING:
     from bootseer.served.folders import MountState
-
-_log = logging.getLogger(__name__)
-
-
-def run_server(what: str, serve: Callable[[bytes, Report], object]) -> int:
-    """Wait for the plan, a line on standard input, and carry it out as a child of init: the job
-    that replaces the program that started us must not find a child that it never made. The exit
-    code: 0 at its end.
-
-    `what` names the process in messages. What follows the line in the input, if anything does, is
-    for `serve`.
-    """
-    line = sys.stdin.buffer.readline()
-    if not line:
-        # The process that began us needs no server, or has ended.
-        return 0
-    if os.fork():
-        os._exit(0)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    report = Report(int(sys.argv[1]), what)
-    try:
-        serve(line, report)
-    except (BootseerError, OSError) as error:
-        _log.error("%s", error)
-        report.send_error(error)
-        return exit_code_of(error)
-    except Exception as error:
-        _log.exception("the server failed")
-        report.send_error(error)
-        return 1
-    return 0
 
 
 class Life(Struct, frozen=True):

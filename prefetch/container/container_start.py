@@ -51,11 +51,10 @@ from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
-from bootseer.prefetch.serve.server import begin_tree_server
-from bootseer.served.background import ServerProcess
 from bootseer.served.cover_users import lingering
 from bootseer.served.ending import announce_scratch, make_own_scratch
 from bootseer.served.folders import RUN, is_alive, new_mount_dir
+from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
 from bootseer.served.ready_socket import add_ready_names
 from bootseer.settings.config import Settings
@@ -228,7 +227,7 @@ def prepare_container(
     options: ServeOptions = DEFAULTS,
     *,
     binds: Sequence[str] = (),
-    process: ServerProcess | None = None,
+    process: Process | None = None,
     job: str = "",
 ) -> Container:
     """Mount the image for a container of this process; its bundle is on its way when it returns.
@@ -244,7 +243,7 @@ def prepare_container(
     with contextlib.ExitStack() as stack:
         if not job:
             # Loads while we look for the image.
-            process = process or stack.enter_context(begin_tree_server(settings))
+            process = process or stack.enter_context(start(TREE, settings.run_dir))
         # Before the folder: a pull takes minutes, and one without a server is soon swept away.
         resolved = resolve_image(settings, image) if isinstance(image, str) else image
         rootless = not can_mount_directly()
@@ -258,7 +257,7 @@ def prepare_container(
                 if live is not None:
                     root, scratch = live.state_dir / "root", Path(live.state.scratch)
                     return Container(live, root, scratch, rootless, parsed, LIVE, lingers=True)
-            process = process or stack.enter_context(begin_tree_server(settings))
+            process = process or stack.enter_context(start(TREE, settings.run_dir))
             state_dir = new_mount_dir(settings.run_dir, process.identity)
         except BaseException:
             resolved.release()

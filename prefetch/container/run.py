@@ -19,8 +19,8 @@ from bootseer.prefetch.container.child import run_in_child
 from bootseer.prefetch.container.container_start import Container, become, prepare_container
 from bootseer.prefetch.container.oci_runtime import Log, exec_runc
 from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
-from bootseer.served.background import ServerProcess
 from bootseer.served.folders import wait_released
+from bootseer.served.processes import Process
 from bootseer.settings.config import Settings
 
 RUNTIMES = ("auto", "runc", "chroot")
@@ -66,7 +66,7 @@ def run_image(
     environment: Mapping[str, str] | None = None,
     user: str | None = None,
     entrypoint: str | None = None,
-    process: ServerProcess | None = None,
+    process: Process | None = None,
 ) -> int:
     """Run `command` (default: the image's own) in the image; returns its exit code. `entrypoint`:
     see `arguments_of`. `process` serves it, if one was begun.

@@ -1,9 +1,9 @@
 """After a start: the image that it pulled, and its trace, hot set and bundle, published in the
 background.
 
-Each runs as a process of its own (`python -m bootseer.prefetch.publish.publishing`), at the lowest
-priority, so that it neither disturbs the job whose start it follows nor ends with it. It is handed
-a folder under `run_dir/publishing`, whose lock is held until all is published. Whatever happens
+Each runs as a process of its own (`served.processes`), at the lowest priority, so that it neither
+disturbs the job whose start it follows nor ends with it. It has a folder under
+`run_dir/publishing`, whose lock it holds until all is published. Whatever happens
 here costs later launches their bundle, or a pull, and nothing else; nothing is visible that is not
 whole. What publishing needs is loaded by its own process only.
 """
@@ -13,34 +13,33 @@ import logging
 import os
 import shutil
 import struct
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from bootseer.base.documents import from_line, to_line
+from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError
-from bootseer.linux.locks import open_log
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.served.background import spawn
-from bootseer.served.folders import PUBLISH, MountState, is_alive, log_path, take_lock, write_state
+from bootseer.served.folders import PUBLISH, MountState, is_alive, lock_new, write_state
+from bootseer.served.processes import PUBLISHER, Process, Report, serve, start
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
 
 if TYPE_CHECKING:
     from bootseer.prefetch.bundle.hot_store import HotPointer
-    from bootseer.served.spawned import Spawned
 
 _log = logging.getLogger(__name__)
 
 _ENTRY = struct.Struct("<QQQQ")
 _NICENESS = 15
-_MODULE = "bootseer.prefetch.publish.publishing"
+_BEGUN = "begun"
+_BEGINS_S = 60.0
+"""So long a publisher that was begun may take until it holds its folder's lock."""
 
 
 class RecordInfo(Struct, frozen=True):
@@ -70,6 +69,11 @@ class _Job(Struct, frozen=True):
     chain: str = ""
 
 
+class _Plan(Struct, frozen=True):
+    job: _Job
+    directory: Path
+
+
 def publishing_dir(settings: Settings) -> Path:
     """Where records wait for being published."""
     return settings.run_dir / "publishing"
@@ -80,11 +84,12 @@ def start_publisher(
     identity: str,
     info: RecordInfo,
     entries: Sequence[tuple[int, int, int, int]],
-) -> "subprocess.Popen[bytes] | Spawned":
-    """Hand a record to a new publisher process and return at once. Raises: OSError."""
-    with _new_job(identity, _Job(settings, info)) as (directory, lock, log):
-        (directory / "accesses").write_bytes(b"".join(_ENTRY.pack(*entry) for entry in entries))
-        return spawn(_MODULE, (str(directory),), log.fileno(), lock)
+) -> Process:
+    """Hand a record to a new publisher process and return at once: it answers when all is
+    published. Raises: BootseerError, OSError."""
+    return _start(
+        identity, _Job(settings, info), b"".join(_ENTRY.pack(*entry) for entry in entries)
+    )
 
 
 def start_image_publisher(settings: Settings, index_digest: str) -> None:
@@ -92,7 +97,7 @@ def start_image_publisher(settings: Settings, index_digest: str) -> None:
     program that calls this may become another program. Raises: OSError."""
     identity = f"image-{index_digest.partition(':')[2][:16]}"
     if not _is_busy(settings, identity):
-        _start_orphan(identity, _Job(settings, image=index_digest))
+        _start(identity, _Job(settings, image=index_digest)).leave()
 
 
 def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> bool:
@@ -103,34 +108,37 @@ def start_chain_publisher(settings: Settings, content: Path, chain_id: str) -> b
     if _is_busy(settings, "chain"):
         return False
     identity = f"chain-{chain_id.partition(':')[2][:16]}"
-    _start_orphan(identity, _Job(settings, content=content, chain=chain_id))
+    _start(identity, _Job(settings, content=content, chain=chain_id)).leave()
     return True
 
 
 def _is_busy(settings: Settings, prefix: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return any(map(is_alive, publishing_dir(settings).glob(f"{prefix}-*")))
+        return any(map(_is_at_work, publishing_dir(settings).glob(f"{prefix}-*")))
     return False
 
 
-def _start_orphan(identity: str, job: _Job) -> None:
-    with _new_job(identity, job) as (directory, lock, log):
-        spawn(_MODULE, (str(directory),), log.fileno(), lock, is_orphan=True)
-
-
-@contextlib.contextmanager
-def _new_job(identity: str, job: _Job) -> Iterator[tuple[Path, int, BinaryIO]]:
-    """A job's folder, its lock, which the publisher inherits so that it is never free, its log."""
+def _start(identity: str, job: _Job, accesses: bytes = b"") -> Process:
     settings = job.settings
-    private_directory(settings.run_dir / "logs")
     directory = private_directory(publishing_dir(settings) / f"{identity}-{os.urandom(4).hex()}")
-    lock = take_lock(directory)
-    try:
-        write_private_file(directory / "job.json", to_line(job).encode("ascii"))
-        with os.fdopen(open_log(log_path(settings.run_dir, identity)), "ab") as log:
-            yield directory, lock, log
-    finally:
-        os.close(lock)
+    if accesses:
+        write_private_file(directory / "accesses", accesses)
+    # Of one that begins.
+    write_private_file(directory / _BEGUN, b"")
+    process = start(PUBLISHER, settings.run_dir, identity=identity, copy=True)
+    process.tell(_Plan(job, directory))
+    return process
+
+
+def _is_at_work(directory: Path) -> bool:
+    """Return whether a publisher works on what is in this folder, or is about to."""
+    if is_alive(directory):
+        return True
+    with contextlib.suppress(OSError):
+        is_new = time.time() - directory.stat().st_mtime < _BEGINS_S
+        # The first that goes when it ends.
+        return is_new and (directory / _BEGUN).exists()
+    return False
 
 
 def wait_published(settings: Settings, timeout_s: float) -> bool:
@@ -143,12 +151,12 @@ def wait_published(settings: Settings, timeout_s: float) -> bool:
         busy = False
         with contextlib.suppress(FileNotFoundError):
             for directory in publishing_dir(settings).iterdir():
-                if is_alive(directory):
+                if _is_at_work(directory):
                     busy = True
                     continue
                 # One that has just ended takes its folder away meanwhile.
                 with contextlib.suppress(FileNotFoundError):
-                    if time.time() - directory.stat().st_mtime > 60:
+                    if time.time() - directory.stat().st_mtime > _BEGINS_S:
                         shutil.rmtree(directory, ignore_errors=True)
         if not busy:
             return True
@@ -211,12 +219,12 @@ def _state_of(directory: Path, job: _Job) -> MountState:
     )
 
 
-def main(directory: Path) -> int:
-    """Do the job in `directory` and remove it."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s publish: %(message)s")
+def _publish(line: bytes, report: Report) -> None:
+    """Do the job and remove its folder. Raises: BootseerError, OSError."""
     os.nice(_NICENESS)
+    job, directory = (plan := from_line(line, _Plan)).job, plan.directory
+    lock = lock_new(directory)
     try:
-        job = from_line((directory / "job.json").read_bytes(), _Job)
         write_state(directory, _state_of(directory, job))
         if job.image:
             from bootseer.prefetch.publish.publish_image import publish_node_image
@@ -231,11 +239,18 @@ def main(directory: Path) -> int:
             publish_record(job.settings, job.info, entries)
     except BootseerError as error:
         _log.warning("nothing of this start is published: %s", error)
-        return 1
+        raise
     finally:
+        (directory / _BEGUN).unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
-    return 0
+        os.close(lock)
+    report.ready()
+
+
+def main() -> int:
+    """The exit code: 0 where all is published."""
+    return serve(PUBLISHER, _publish)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

@@ -26,10 +26,10 @@ from bootseer.prefetch.serve.start_server import (
     begin_serving,
     check_mount_point,
 )
-from bootseer.served.background import ServerProcess
 from bootseer.served.control import ask
 from bootseer.served.ending import end_server, sweep, sweep_dead
 from bootseer.served.folders import CHECKPOINT, MountState, live_mounts
+from bootseer.served.processes import Process
 from bootseer.settings.config import Settings
 
 
@@ -73,7 +73,7 @@ def mount_image(
     options: ServeOptions = DEFAULTS,
     *,
     state_dir: Path | None = None,
-    process: ServerProcess | None = None,
+    process: Process | None = None,
 ) -> MountedImage:
     """Mount the image `image`, a name or a source, on `directory`, an existing one. It works when
     this returns. What of it was pulled is published in the background, if settings say so.

@@ -18,8 +18,8 @@ from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.serve_plan import SUBTYPE, ServePlan
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 from bootseer.prefetch.serve.worker import ImageServer
-from bootseer.served.background import Report
 from bootseer.served.life import living
+from bootseer.served.processes import Report
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy

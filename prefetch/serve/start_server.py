@@ -8,7 +8,6 @@ import os
 import time
 from pathlib import Path
 
-from bootseer.base.documents import to_line
 from bootseer.errors import (
     BusyError,
     InvalidInputError,
@@ -22,10 +21,9 @@ from bootseer.prefetch.serve.serve_plan import (
     ServeOptions,
     ServePlan,
 )
-from bootseer.prefetch.serve.server import begin_tree_server
-from bootseer.served.background import ServerProcess
 from bootseer.served.ending import give_up
 from bootseer.served.folders import MountState, new_mount_dir
+from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.settings.config import Settings
 
@@ -33,9 +31,9 @@ from bootseer.settings.config import Settings
 class Serving:
     """A server that knows what it is to serve. `wait` for it, or give it up."""
 
-    def __init__(self, plan: ServePlan, process: ServerProcess) -> None:
+    def __init__(self, plan: ServePlan, process: Process) -> None:
         self.plan = plan
-        self._process: ServerProcess | None = process
+        self._process: Process | None = process
 
     def go(self) -> None:
         """The index is in the node's cache. Idempotent."""
@@ -63,7 +61,7 @@ def begin_serving(
     options: ServeOptions = DEFAULTS,
     *,
     state_dir: Path | None = None,
-    process: ServerProcess | None = None,
+    process: Process | None = None,
 ) -> Serving:
     """Have a server mount the tree whose index this node's cache holds, at `Serving.go` at the
     latest, on `directory`, an existing one, as `mount_image` does; `wait` for it. `name` is what
@@ -102,8 +100,8 @@ def begin_serving(
         allow_other=os.geteuid() == 0,
     )
     try:
-        process = process or begin_tree_server(settings, identity=state.id)
-        process.hand(to_line(plan))
+        process = process or start(TREE, settings.run_dir, identity=state.id)
+        process.tell(plan)
     except BaseException:
         give_up(state_dir)
         raise

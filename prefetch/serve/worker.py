@@ -7,11 +7,10 @@ worker process (a killed worker has a successor), around a tree and an access lo
 import contextlib
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -43,13 +42,11 @@ from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
 from bootseer.served.ending import is_in_use
 from bootseer.served.folders import RUN, write_state
+from bootseer.served.processes import Process
 from bootseer.store import Store, open_own_store
 from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
 from bootseer.transfer.ranges import Chunk
-
-if TYPE_CHECKING:
-    from bootseer.served.spawned import Spawned
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class ImageServer:
         self._tree = tree
         self._log = log
         self._store: Store = open_own_store(plan.settings)
-        self._publisher: subprocess.Popen[bytes] | Spawned | None = None
+        self._publisher: Process | None = None
         self._record = "recording" if log.is_open else "ended"
         if plan.options.record == "never":
             self._record = "off"
@@ -261,6 +258,7 @@ class ImageServer:
             renew=self._bundle.is_damaged or failed,
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
+        self._publisher.go()
         self._record = "publishing"
 
     def _note_on_timeline(self) -> None:
@@ -273,8 +271,13 @@ class ImageServer:
 
     def status(self) -> dict[str, Any]:
         """Everything that `image status` shows, as JSON values."""
-        if self._publisher is not None and self._publisher.poll() is not None:
-            self._record = "failed" if self._publisher.returncode else "published"
+        if self._publisher is not None and self._publisher.is_answered():
+            publisher, self._publisher = self._publisher, None
+            try:
+                publisher.wait(0)
+                self._record = "published"
+            except BootseerError:
+                self._record = "failed"
         times = os.times()
         return {
             **{name: getattr(self._plan.state, name) for name in _SHOWN},

@@ -5,13 +5,11 @@ Owns the rule that warming never costs a start more than a warning and a bounded
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.linux.locks import lock_file
@@ -22,7 +20,7 @@ from bootseer.prefetch.warm.record import WarmRecord, read_record
 from bootseer.prefetch.warm.recording import ARM_S
 from bootseer.prefetch.warm.request import WarmRequest
 from bootseer.prefetch.warm.state import node_paths, read_state
-from bootseer.served.background import begin
+from bootseer.served.processes import WARMER, start
 from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.store import open_store
 
@@ -55,14 +53,13 @@ def _start(request: WarmRequest) -> str:
     with contextlib.suppress(OSError):
         if paths.log.stat().st_size > _LOG_BYTES_MAX:
             paths.log.unlink()
-    with begin("bootseer.prefetch.warm.worker", "warming", paths.log, forks=True) as process:
+    with start(WARMER, Path(request.run_dir), identity=paths.log.stem, copy=True) as process:
         try:
-            process.serve(to_line(request), min(request.deadline_s, ARM_S) + 5.0)
+            process.tell(request)
+            process.wait(min(request.deadline_s, ARM_S) + 5.0)
         except DeadlineError:
-            # What hangs would do so for as long as it is let. The child that it has left behind is
-            # of its group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.process.pid, signal.SIGKILL)
+            # What hangs would do so for as long as it is let.
+            process.kill()
             raise
     return str(read_state(paths.state).get("warning", ""))
 

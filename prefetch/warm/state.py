@@ -1,6 +1,6 @@
 """What warming does on this node: one JSON file per directory and workload, and one lock.
 
-Alone owns `run_dir/warm`: `HASH-WORKLOAD.{json,lock,log}`. The lock is held by the one process that
+Alone owns `run_dir/warm`: `HASH-WORKLOAD.{json,lock}`. The lock is held by the one process that
 records or reads ahead: the other ranks of a node find it taken, and have nothing to do. Edge
 module; any thread.
 """
@@ -18,6 +18,7 @@ from bootseer.base.documents import Form
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
 from bootseer.prefetch.warm.record import key_of
+from bootseer.served.folders import log_path
 
 _STATE_FORM: Form[dict[str, Any]] = Form(type=dict[str, Any], size_max=1 << 16)
 
@@ -36,7 +37,11 @@ def node_paths(run_dir: Path, identity: str, workload: str) -> NodePaths:
     private_directory(folder)
     _, digest, _ = key_of(identity, workload).split("/")
     name = f"{digest[:16]}-{workload}"
-    return NodePaths(folder / f"{name}.json", folder / f"{name}.lock", folder / f"{name}.log")
+    return NodePaths(folder / f"{name}.json", folder / f"{name}.lock", _log_of(run_dir, name))
+
+
+def _log_of(run_dir: Path, name: str) -> Path:
+    return log_path(run_dir, f"warm-{name}")
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -59,6 +64,6 @@ def running_states(run_dir: Path) -> Iterator[tuple[dict[str, Any], Path]]:
             os.close(lock_file(path.with_suffix(".lock"), 0))
         except TimeoutError:
             if state := read_state(path):
-                yield state, path.with_suffix(".log")
+                yield state, _log_of(run_dir, path.stem)
         except OSError:
             continue

@@ -1,9 +1,9 @@
 """The process in the background of `bootseer warm DIR -- COMMAND`: records, or reads ahead.
 
-Run as `python -m bootseer.prefetch.warm.worker REPORT_FD` with a `WarmRequest` on stdin (see
-`background`). It reports once the command may start: when everything is prepared for recording, or
-at once when there is a record to read. It ends by itself: with the command, at the end of its work,
-or at a deadline. Owns the rule when to record, and what is made of a record that cannot be used.
+It is told a `WarmRequest` (`served.processes`). It reports once the command may start: when
+everything is prepared for recording, or at once when there is a record to read. It ends by itself:
+with the command, at the end of its work, or at a deadline. Owns the rule when to record, and what
+is made of a record that cannot be used.
 """
 
 import contextlib
@@ -30,8 +30,7 @@ from bootseer.prefetch.warm.record import (
 from bootseer.prefetch.warm.recording import Recording
 from bootseer.prefetch.warm.request import WarmRequest, planned, shortage
 from bootseer.prefetch.warm.state import NodePaths, node_paths, write_state
-from bootseer.served.background import Report
-from bootseer.served.life import run_server
+from bootseer.served.processes import WARMER, Report, serve
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import Store, open_store
 from bootseer.timeline import stage
@@ -72,7 +71,7 @@ def warm(request: WarmRequest, report: Report) -> None:
         lock = lock_file(paths.lock, 0)
     except TimeoutError:
         _log.info("another process of this node warms %s already", request.directory)
-        report.send_ready()
+        report.ready()
         return
     try:
         node = _Node(paths, request)
@@ -104,7 +103,7 @@ def _read(
     warning = shortage(request, work)
     node.say(action="reading", warning=warning, planned_bytes=work.planned_bytes)
     with _ends(request) as ends, stage("warm") as span:
-        report.send_ready()
+        report.ready()
         figures = read_ahead(
             request.directory,
             work,
@@ -135,7 +134,7 @@ def _record(store: Store, request: WarmRequest, report: Report, node: _Node) -> 
     try:
         node.say(action="recording", method=recording.method)
         with _ends(request) as ends:
-            report.send_ready()
+            report.ready()
             recording.run(ends, request.window_s)
         record = recording.finish(request.identity, request.workload)
     finally:
@@ -204,7 +203,7 @@ def _warm(line: bytes, report: Report) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    code = run_server("warming", _warm)
+    code = serve(WARMER, _warm)
     logging.shutdown()
     # Not by way of the interpreter's end: a thread may hang in a dead file system.
     os._exit(code)

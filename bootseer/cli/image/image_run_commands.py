@@ -206,11 +206,11 @@ def run(
     The image is mounted for it, with a writable layer that is thrown away afterwards. The exit code
     is the command's own; 127 where there is no such command, 126 where it cannot be run.
     """
-    from bootseer.prefetch.serve.server import begin_tree_server
+    from bootseer.served.processes import TREE, start
 
     settings = _with(current_settings(), fill_bytes_per_s, no_index)
     # Its code loads while ours does.
-    with begin_tree_server(settings) as process:
+    with start(TREE, settings.run_dir, copy=True) as process:
         from bootseer.prefetch.container.process_spec import parse_environment
         from bootseer.prefetch.container.run import run_image
         from bootseer.prefetch.serve.serve_plan import ServeOptions

@@ -34,7 +34,7 @@ def spawner(address: Path, grace_s: float, check: bool) -> None:
     first, and takes off what they have mounted.
     """
     if check:
-        from bootseer.served.spawned import answers
+        from bootseer.served.spawner import answers
 
         if not answers(address):
             raise UnavailableError(f"no spawner answers on {address}")

@@ -42,8 +42,8 @@ from bootseer.kubernetes.csi.records import Record, Records
 from bootseer.kubernetes.csi.trees import Trees
 from bootseer.kubernetes.pod_start import of_volume
 from bootseer.kubernetes.timelines import noted
-from bootseer.served.background import SPAWNER
-from bootseer.served.spawned import answers
+from bootseer.served.processes import SPAWNER
+from bootseer.served.spawner import answers
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)

@@ -1,9 +1,8 @@
 """The process behind a start that publishes what is new in its caches.
 
-Run as `python -m bootseer.launch.caches.keeper REPORT_FD` with a `Plan` on stdin (see
-`served.background`). It looks when the job says that it is ready, once more some minutes later, and
-when the job has ended; in between it sleeps. What it fails with costs later starts a compilation
-and is one line in its log. One thread.
+It looks when the job says that it is ready, once more some minutes later, and when the job has
+ended; in between it sleeps. What it fails with costs later starts a compilation and is one line in
+its log. One thread.
 """
 
 import logging
@@ -28,9 +27,8 @@ from bootseer.launch.caches.publishing import (
 from bootseer.launch.caches.records import Record, forget_unused, note, read_record
 from bootseer.launch.caches.run import Kept, Plan
 from bootseer.linux.processes import wait_readable
-from bootseer.served.background import Report
 from bootseer.served.ending import sweep
-from bootseer.served.life import run_server
+from bootseer.served.processes import KEEPER, Report, serve
 from bootseer.served.ready_socket import ReadySocket
 from bootseer.store import open_own_store
 from bootseer.timeline import stage
@@ -58,7 +56,7 @@ def keep(line: bytes, report: Report) -> None:
     except OSError as error:
         raise from_oserror(error, f"watch process {plan.job.pid}") from error
     ready = ReadySocket(plan.ready_name)
-    report.send_ready()
+    report.ready()
     os.nice(_NICENESS)
     keeper = _Keeper(plan)
     # Not before the job is ready: its compilers work until then, and files are half written.
@@ -181,7 +179,7 @@ def _state(folder: Path) -> object:
 
 def main() -> None:
     """Entry point of the process."""
-    code = run_server("the keeper of caches", keep)
+    code = serve(KEEPER, keep)
     logging.shutdown()
     # Not by way of the interpreter's end: a thread may hang in a dead file system.
     os._exit(code)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.documents import to_line
 from bootseer.base.patience import PATIENCE
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
@@ -28,7 +27,7 @@ from bootseer.launch.caches.records import (
     note_user,
     read_record,
 )
-from bootseer.linux.private_files import make_directory, private_directory
+from bootseer.linux.private_files import make_directory
 from bootseer.linux.processes import ProcessId
 from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import Settings, is_default_store
@@ -36,12 +35,11 @@ from bootseer.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container.container_start import Container
-    from bootseer.served.background import ServerProcess
+    from bootseer.served.processes import Process
 
 _log = logging.getLogger(__name__)
 
 STAGE = "caches"
-_KEEPER = "bootseer.launch.caches.keeper"
 _FIRST_ANSWER_S = 5.0
 """A start that nobody asked to keep anything waits no longer for a store that is silent."""
 
@@ -75,7 +73,7 @@ class KeptCaches:
         self._wish = wish
         self._preloads = preloads
         self._say = say
-        self._keeper: ServerProcess | None = None
+        self._keeper: Process | None = None
         self._begun_ns = time.time_ns()
 
     def begin(self) -> None:
@@ -83,12 +81,11 @@ class KeptCaches:
         process has threads, and before it is in a namespace of its own. Never raises."""
         if not self._publishes or self._keeper is not None:
             return
-        from bootseer.served.background import begin
+        from bootseer.served.processes import KEEPER, start
 
         try:
-            logs = private_directory(self._settings.run_dir / "logs")
-            log = logs / f"caches-{os.getpid()}.log"
-            self._keeper = begin(_KEEPER, "the keeper of caches", log, forks=True)
+            name = f"caches-{os.getpid()}"
+            self._keeper = start(KEEPER, self._settings.run_dir, identity=name, copy=True)
         except (BootseerError, OSError) as error:
             self._say(f"warning: what this start compiles is not kept: {error}")
 
@@ -205,7 +202,8 @@ class KeptCaches:
         job = ProcessId.of(os.getpid())
         plan = Plan(self._settings, tuple(kept), job, name, self._begun_ns, self._preloads)
         try:
-            keeper.serve(to_line(plan))
+            keeper.tell(plan)
+            keeper.wait()
         except BootseerError as error:
             self._say(f"warning: what this start compiles is not kept: {error}")
             return

@@ -40,7 +40,7 @@ from bootseer.fuse.kernel.server import Attached, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
 from bootseer.linux.processes import is_stuck, wait_readable
-from bootseer.served.background import Report
+from bootseer.served.processes import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
 from bootseer.served.supervision.worker import (
@@ -154,7 +154,7 @@ class _Supervisor(Struct):
                 os.close(ready)
             elif not self._await_ready(ready):
                 return
-            if self.report is not None and not self.report.send_ready():
+            if self.report is not None and not self.report.ready():
                 path = self.attached.path
                 raise UnavailableError(f"nobody waits for the mount on {path} any more")
             on_ready()

@@ -12,7 +12,7 @@ from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached, Server
 from bootseer.linux.processes import wait_ended
-from bootseer.served.background import Report
+from bootseer.served.processes import Report
 from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
 
@@ -86,7 +86,7 @@ def _made(factory: Factory, attached: Attached, report: Report | None) -> Operat
         return factory(attached)
     except (BootseerError, OSError) as error:
         if report is not None:
-            report.send_error(error)
+            report.failed(error)
         raise
     finally:
         if report is not None:

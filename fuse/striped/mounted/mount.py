@@ -18,7 +18,6 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-from bootseer.base.documents import to_line
 from bootseer.base.redact import public_url
 from bootseer.base.urls import absolute_url
 from bootseer.errors import (
@@ -31,11 +30,10 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fuse.kernel.unmount import detach, is_disconnected, unmount
-from bootseer.fuse.striped.mounted.options import MODULE, SUBTYPE, CheckpointPlan, MountSpec
+from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import start_time
-from bootseer.served.background import begin_server
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, only_lingers
 from bootseer.served.ending import end_process, end_silent, give_up
@@ -47,6 +45,7 @@ from bootseer.served.folders import (
     take_lock,
     wait_released,
 )
+from bootseer.served.processes import CHECKPOINTS, start
 from bootseer.served.status import find_known
 from bootseer.settings.config import Settings
 
@@ -196,12 +195,12 @@ def mount_checkpoints(
     """
     run_dir = Path(spec.run_dir)
     state_dir = new_mount_dir(run_dir)
-    what = f"the server of {spec.directory}"
     try:
-        with begin_server(
-            run_dir, MODULE, what, identity=state_dir.name, forks=forks, variables=variables
+        with start(
+            CHECKPOINTS, run_dir, identity=state_dir.name, copy=forks, variables=variables
         ) as process:
-            process.serve(to_line(CheckpointPlan(spec, state_dir)), spec.deadline_s + _START_S)
+            process.tell(CheckpointPlan(spec, state_dir))
+            process.wait(spec.deadline_s + _START_S)
     except BaseException:
         give_up(state_dir)
         raise

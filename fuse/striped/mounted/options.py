@@ -19,8 +19,6 @@ from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.linux.processes import ProcessId
 from bootseer.settings.values import parse_size
 
-MODULE = "bootseer.fuse.striped.mounted.server"
-"""The module of the server's process."""
 SUBTYPE = "bootseer-stripe"
 SHUTDOWN_S = 10.0
 JOURNAL = "journal"

@@ -18,10 +18,10 @@ from bootseer.errors import EXIT_FAILURE, exit_code_of, from_oserror
 from bootseer.fuse.kernel.operations import Operations
 from bootseer.fuse.kernel.options import MountOptions
 from bootseer.fuse.kernel.server import Attached
-from bootseer.fuse.striped.mounted.options import MODULE, SUBTYPE, CheckpointPlan, MountSpec
-from bootseer.served.background import Report
+from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.served.folders import CHECKPOINT, MountState, new_mount_dir, read_state
-from bootseer.served.life import living, run_server
+from bootseer.served.life import living
+from bootseer.served.processes import CHECKPOINTS, Report, serve
 from bootseer.served.supervision.hand_over import RESUME, become_newer, taken_over
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
@@ -76,7 +76,7 @@ def _serve(
 
         def hand_over(attached: Attached) -> None:
             document = {"plan": to_line(plan), "owner_fd": owner_fd, "lock_fd": life.lock}
-            become_newer(MODULE, _WORKER, attached, document)
+            become_newer(CHECKPOINTS.module, _WORKER, attached, document)
 
         supervise(
             worker,
@@ -153,8 +153,8 @@ def _go_on(left: int) -> list[str]:
 
 def main() -> int:
     """Return the exit code: 0 after an unmount, 1 where files were still being written."""
-    if sys.argv[1] != RESUME:
-        return run_server("the mount's server", _serve_plan)
+    if RESUME not in sys.argv:
+        return serve(CHECKPOINTS, _serve_plan)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         unwritten = _go_on(int(sys.argv[2]))

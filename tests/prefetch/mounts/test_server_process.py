@@ -12,8 +12,8 @@ import pytest
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.linux.processes import wait_readable
 from bootseer.prefetch.container.container_start import prepare_container
-from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.folders import log_path, mounts_dir, read_state
+from bootseer.served.processes import TREE, start
 from testbed.mounts.image_mounts import settings_at
 from testbed.waiting import wait_for
 
@@ -31,7 +31,7 @@ def _children() -> set[int]:
 
 def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
     settings, before = settings_at(tmp_path), _children()
-    with begin_tree_server(settings) as process:
+    with start(TREE, settings.run_dir) as process:
         assert _children() - before
     assert not _children() - before
     assert log_path(settings.run_dir, process.identity).stat().st_mode & 0o777 == 0o600
@@ -43,11 +43,11 @@ def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     code = f"""
 import os, signal
-from bootseer.prefetch.serve.server import begin_tree_server
+from bootseer.served.processes import TREE, start
 from testbed.mounts.image_mounts import settings_at
 from pathlib import Path
-process = begin_tree_server(settings_at(Path({str(tmp_path)!r})), identity="orphan")
-print(process.process.pid, flush=True)
+process = start(TREE, settings_at(Path({str(tmp_path)!r})).run_dir, identity="orphan")
+print(process.pid, flush=True)
 signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
@@ -87,40 +87,6 @@ signal.pause()
     assert "NotFoundError" not in log.read_text()
 
 
-_AHEAD = """
-import sys
-from pathlib import Path
-from bootseer.prefetch.serve.server import begin_tree_server, begin_tree_server_early
-from bootseer.served.background import end_early
-
-def children():
-    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
-
-begin_tree_server_early()
-assert len(children()) == 1
-end_early()
-end_early()
-assert not children()
-begin_tree_server_early()
-begun = children()
-# Only now is anything loaded that knows of settings.
-from testbed.mounts.image_mounts import settings_at
-settings = settings_at(Path(sys.argv[1]))
-with begin_tree_server(settings) as first:
-    assert children() == begun
-    with begin_tree_server(settings) as second:
-        assert len(children() - begun) == 1 and first.identity != second.identity
-assert not children()
-"""
-
-
-@pytest.mark.needs("root", "mount", "fuse")
-def test_who_begins_a_server_first_gets_the_one_that_was_begun_ahead(tmp_path: Path) -> None:
-    code = [sys.executable, "-c", _AHEAD, str(tmp_path)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_an_image_that_is_not_there_leaves_no_server(tmp_path: Path) -> None:
     settings, before = settings_at(tmp_path), _children()
     with pytest.raises(NotFoundError):
@@ -133,7 +99,7 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     settings.run_dir.write_text("a file")
     with pytest.raises(BootseerError, match="run"):
-        begin_tree_server(settings)
+        start(TREE, settings.run_dir)
 
 
 @pytest.mark.usefixtures("fresh_interpreters")

@@ -3,28 +3,25 @@
 import os
 from pathlib import Path
 
-import pytest
+from testbed.mounts.image_mounts import outside
 
-from bootseer.prefetch.publish import publishing
-from bootseer.prefetch.publish.publishing import start_image_publisher
-from testbed.mounts.image_mounts import outside, settings_at
-
+# The publisher begins as a copy of this program.
 NICENESS_OF_A_JOB = """
 import os, sys
 from pathlib import Path
 from bootseer.prefetch.publish import publish_image, publishing
-publish_image.publish_node_image = lambda *arguments: print(os.getpriority(os.PRIO_PROCESS, 0))
-sys.exit(publishing.main(Path(sys.argv[1])))
+from testbed.mounts.image_mounts import settings_at
+settings = settings_at(Path(sys.argv[1]))
+def publish(*arguments):
+    (settings.run_dir / "niceness").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+publish_image.publish_node_image = publish
+publishing.start_image_publisher(settings, "sha256:" + "7" * 64)
+assert publishing.wait_published(settings, 30)
+assert not list(publishing.publishing_dir(settings).iterdir())
+print((settings.run_dir / "niceness").read_text())
 """
 
 
-def test_it_gives_way_to_the_job_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, ...]] = []
-    monkeypatch.setattr(
-        publishing, "spawn", lambda module, arguments, *rest, **options: started.append(arguments)
-    )
-    start_image_publisher(settings_at(tmp_path), "sha256:" + "7" * 64)
-    ((folder,),) = started
+def test_it_gives_way_to_the_job_beside_it(tmp_path: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert int(outside(NICENESS_OF_A_JOB, folder)) == min(19, own + 15)
-    assert not Path(folder).exists()
+    assert int(outside(NICENESS_OF_A_JOB, tmp_path)) == min(19, own + 15)

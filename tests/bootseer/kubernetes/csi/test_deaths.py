@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux.processes import stat_fields
-from bootseer.served.background import SPAWNER
+from bootseer.served.processes import SPAWNER
 from bootseer.store import open_store
 from testbed.cgroups import contained
 from testbed.hdfs.cluster import MiniHdfs

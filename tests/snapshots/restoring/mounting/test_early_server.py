@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.__main__ import is_mounting
 from bootseer.served.folders import live_mounts, log_path
 from bootseer.settings.config import Settings
 from bootseer.snapshots.archive import create_snapshot
@@ -59,23 +58,23 @@ pytestmark = pytest.mark.usefixtures("fresh_interpreters")
 
 _TELLING = """
 import sys
-from bootseer.served.background import ServerProcess
-wait = ServerProcess.wait
-def tell(self):
+from bootseer.served.processes import Process
+wait = Process.wait
+def tell(self, *arguments):
     print(*sys.modules)
-    wait(self)
-ServerProcess.wait = tell
+    return wait(self, *arguments)
+Process.wait = tell
 from bootseer.__main__ import main
 main()
 """
 
 _TELLING_END = """
-from bootseer.served.background import ServerProcess
-abandon = ServerProcess.abandon
+from bootseer.served.processes import Process
+abandon = Process.abandon
 def tell(self):
     print("let go", flush=True)
     abandon(self)
-ServerProcess.abandon = tell
+Process.abandon = tell
 from bootseer.__main__ import main
 main()
 """
@@ -102,9 +101,7 @@ def _bootseer(node: Settings, directory: Path, *arguments: str, code: str = "") 
 
 
 @pytest.mark.needs("root", "fuse")
-def test_a_restore_begins_it_first_and_loads_no_more_than_it_needs(
-    tmp_path: Path, make_node: MakeNode
-) -> None:
+def test_a_restore_loads_no_more_than_it_needs(tmp_path: Path, make_node: MakeNode) -> None:
     node, target = make_node("a"), tmp_path / "env"
     target.mkdir()
     (target / "file").write_text("content")
@@ -161,22 +158,3 @@ def test_none_is_begun_for_what_is_extracted(
     told = _bootseer(node, tmp_path, *restore, code=_TELLING_END)
     sweep(tmp_path, node)
     assert ("let go" in told) is (mode == "mount")
-
-
-@pytest.mark.parametrize(
-    ("line", "mounts"),
-    [
-        ("bootseer snapshot restore KEY", True),
-        ("bootseer --workload train snapshot restore KEY --mode mount", True),
-        ("bootseer snapshot restore KEY --mode extract", False),
-        ("bootseer snapshot restore KEY --mode link", False),
-        ("bootseer snapshot list", False),
-        ("bootseer run -- image run", False),
-        ("bootseer --job image run -- true", False),
-        ("bootseer -v --workload=x --job snapshot restore", False),
-        ("bootseer --job run -vv image mount IMAGE DIR", True),
-        ("bootseer image run IMAGE", True),
-    ],
-)
-def test_only_what_will_probably_mount_begins_one(line: str, mounts: bool) -> None:
-    assert is_mounting(line.split()) is mounts

@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.errors import BusyError, InvalidInputError
-from bootseer.prefetch.serve.server import begin_tree_server
 from bootseer.served.control import ask
 from bootseer.served.covers import cover_at
 from bootseer.served.folders import live_mounts
+from bootseer.served.processes import TREE, start
 from bootseer.snapshots.archive import create_snapshot
 from bootseer.snapshots.environment import run_setup
 from bootseer.snapshots.key import Request
@@ -187,7 +187,7 @@ def test_a_server_that_was_begun_ahead_serves_the_mount(
     key = create_snapshot(node, [str(target)]).fingerprint
     shutil.rmtree(target)
     node = replace(node, restore_mode="mount")
-    with begin_tree_server(node) as process:
+    with start(TREE, node.run_dir) as process:
         restore_snapshot(node, key, process=process)
         cover = cover_at(target)
         assert cover is not None

@@ -1,10 +1,12 @@
-"""Processes of ours that another process starts: the spawner, whose socket BOOTSEER_SPAWNER names.
+"""The exchange with the spawner: a process that begins ours in the place of their callers.
+
+BOOTSEER_SPAWNER names its socket.
 
 A program in a container takes what it has forked along when the container ends. What it asks the
 spawner for lives in the spawner's container, and outlives it. Alone owns the exchange, both sides
 of it: a request, with three descriptors, is one message on a connection of its own; the answers are
-the process's id, then its exit code, a line each. A byte from the client ends the process; a client
-that hangs up lets it live. Any thread.
+the process's id, then that it has ended, a line each. A byte from the client ends the process; a
+client that hangs up lets it live. Any thread.
 
 The spawner's container may be of another release than a client's: it is replaced later. What it
 starts is of its own release, and is handed plans of the client's. So both say their `PROTOCOL`, and
@@ -14,16 +16,12 @@ where these differ nothing is started: the client does so itself, as where there
 import contextlib
 import logging
 import os
-import re
-import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from bootseer.base.documents import Text, from_line, to_line
 from bootseer.errors import (
@@ -33,9 +31,8 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.linux.processes import wait_readable
-from bootseer.linux.scripts import python_environment
-from bootseer.served.background import SPAWNER
 from bootseer.served.control import is_trusted_peer, short_address
+from bootseer.served.processes import ROLES, SPAWNER, Role
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +44,7 @@ _END_S = 10.0
 _REQUEST_BYTES_MAX = 128 * 1024
 _ANSWER_BYTES_MAX = 4096
 _DESCRIPTORS = 3
-"""The process's input, its output, and what it inherits beside them."""
-_OURS = re.compile(r"bootseer(\.[a-z][a-z0-9_]*)+")
+"""Of the process's plan, its log, and its report."""
 _warned = threading.Event()
 
 
@@ -59,93 +55,67 @@ class _Head(Struct, frozen=True):
 
 
 class SpawnRequest(Struct, frozen=True):
-    """A program of ours to start: `python -m MODULE ARGUMENTS... DESCRIPTOR`."""
+    """A process of ours to begin, by the module of its role."""
 
     protocol: int
     module: Text
-    arguments: Annotated[tuple[Text, ...], Meta(max_length=16)]
     environment: dict[Text, Text]
 
 
 class _Answer(Struct, frozen=True):
     protocol: int = PROTOCOL
     pid: int = 0
-    code: int | None = None
+    has_ended: bool = False
     failure: str = ""
 
 
 class Spawned:
-    """What `subprocess.Popen` is to a process that this one has started: as much of it as is
-    needed."""
+    """A process that the spawner has begun for this one (`processes.Carrier`)."""
 
-    def __init__(self, connection: socket.socket, pid: int, stdin: IO[bytes] | None) -> None:
+    def __init__(self, connection: socket.socket, pid: int) -> None:
         self.pid = pid
-        self.stdin = stdin
-        self.returncode: int | None = None
         self._connection = connection
+        self._has_ended = False
 
-    def kill(self) -> None:
-        """Have the spawner end it with SIGKILL. Nothing where it was waited for already."""
-        if self.returncode is None:
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it ends in time, or the spawner is gone. Idempotent."""
+        if not self._has_ended and wait_readable([self._connection.fileno()], timeout_s):
+            self._has_ended = True
+            self._connection.close()
+        return self._has_ended
+
+    def end(self) -> None:
+        """Have the spawner end it with SIGKILL. Idempotent."""
+        if not self._has_ended:
             with contextlib.suppress(OSError):
                 self._connection.send(b"k")
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; that of a killed one where the spawner is gone, or does not tell for
-        longer than it may take. Raises: subprocess.TimeoutExpired."""
-        if self.returncode is None:
-            if not wait_readable(
-                [self._connection.fileno()], _END_S if timeout is None else timeout
-            ):
-                if timeout is not None:
-                    raise subprocess.TimeoutExpired([], timeout)
-            else:
-                with contextlib.suppress(OSError, CorruptError):
-                    self.returncode = _receive(self._connection).code
+            self.wait(_END_S)
             self._connection.close()
-            if self.returncode is None:
-                self.returncode = -signal.SIGKILL
-        return self.returncode
-
-    def poll(self) -> int | None:
-        """Its exit code; None while it lives."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
+            self._has_ended = True
 
 
 def ask_spawner(
-    address: Path,
-    module: str,
-    arguments: Sequence[str],
-    sink: int,
-    fd: int,
-    variables: Mapping[str, str | None],
-    *,
-    has_input: bool,
+    address: Path, role: Role, environment: Mapping[str, str], files: Sequence[int]
 ) -> Spawned | None:
-    """Have the spawner at `address` start `module`, with the inherited descriptor's number as its
-    last argument; None where none answers, or one of another protocol, which costs one warning.
+    """Have the spawner at `address` begin a process with these descriptors as 0 to 3; None where
+    none answers, or one of another protocol, which costs one warning.
 
     Raises: UnavailableError where the spawner cannot start it.
     """
-    theirs, ours = os.pipe2(os.O_CLOEXEC) if has_input else (_open_nothing(), -1)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        environment = python_environment(variables)
-        del environment[SPAWNER]
-        request = SpawnRequest(PROTOCOL, module, tuple(arguments), environment)
+        theirs = {name: text for name, text in environment.items() if name != SPAWNER}
+        request = SpawnRequest(PROTOCOL, role.module, theirs)
         connection.settimeout(_ANSWER_S)
         with short_address(address) as short:
             connection.connect(short)
         if not is_trusted_peer(connection):
             raise PermissionError("another user listens there")
-        socket.send_fds(connection, [to_line(request).encode()], [theirs, sink, fd])
+        plan, sink, _, report = files
+        socket.send_fds(connection, [to_line(request).encode()], [plan, sink, report])
         answer = _receive(connection)
     except (OSError, CorruptError, UnknownFormatError) as error:
         connection.close()
-        if ours >= 0:
-            os.close(ours)
         if not _warned.is_set():
             _warned.set()
             _log.warning(
@@ -154,14 +124,12 @@ def ask_spawner(
                 error,
             )
         return None
-    finally:
-        os.close(theirs)
     if answer.failure:
         connection.close()
-        if ours >= 0:
-            os.close(ours)
-        raise UnavailableError(f"the spawner at {address} cannot start {module}: {answer.failure}")
-    return Spawned(connection, answer.pid, os.fdopen(ours, "wb") if ours >= 0 else None)
+        raise UnavailableError(
+            f"the spawner at {address} cannot start {role.title}: {answer.failure}"
+        )
+    return Spawned(connection, answer.pid)
 
 
 def answers(address: Path) -> bool:
@@ -176,10 +144,6 @@ def answers(address: Path) -> bool:
         connection.send(b"?")
         return bool(connection.recv(_ANSWER_BYTES_MAX))
     return False
-
-
-def _open_nothing() -> int:
-    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _receive(connection: socket.socket) -> _Answer:
@@ -213,7 +177,7 @@ def receive_request(connection: socket.socket) -> tuple[SpawnRequest, list[int]]
             raise InvalidInputError("the request is too long, or lacks its descriptors")
         _check_protocol(data)
         request = from_line(data, SpawnRequest)
-        if not _OURS.fullmatch(request.module):
+        if request.module not in ROLES:
             raise InvalidInputError("the program is none of Bootseer's")
         if any("=" in name or not name for name in request.environment):
             raise InvalidInputError("a variable has no name that a program could have")
@@ -229,9 +193,9 @@ def answer_started(connection: socket.socket, pid: int) -> None:
     connection.send(to_line(_Answer(pid=pid)).encode())
 
 
-def answer_ended(connection: socket.socket, code: int) -> None:
+def answer_ended(connection: socket.socket) -> None:
     """Raises: OSError."""
-    connection.send(to_line(_Answer(code=code)).encode())
+    connection.send(to_line(_Answer(has_ended=True)).encode())
 
 
 def answer_failed(connection: socket.socket, failure: str) -> None:

@@ -1,0 +1,503 @@
+"""One way to begin a process of ours, tell it what to do, and hear from it once.
+
+`start` begins a process of a role as soon as it is clear that there will be one; it loads its code
+beside whatever else its caller has to do. `Process.tell` hands it its plan, a line on its standard
+input and never on a command line: it may hold credentials. The process (`serve`) goes on as a child
+of init, since its caller may become another program, and says "ready" or why not (`Report`).
+
+A process begins in one of three ways, in each with the plan as descriptor 0, its log as 1 and 2,
+the report as 3, nothing else of ours, and a session of its own: by the spawner, where
+BOOTSEER_SPAWNER names one; as a copy of this process, if the caller allows that and this process
+has one thread (an interpreter would load once more what this one has: half of what a server takes
+until it can serve); else as a new interpreter.
+
+Light, since the program that starts a process waits for what is loaded here. One thread for each
+object.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import logging
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
+
+from msgspec import Struct
+
+from bootseer.base.documents import from_builtins, from_line, to_builtins, to_line
+from bootseer.base.json_errors import Failure, error_of, failure_of
+from bootseer.base.patience import PATIENCE
+from bootseer.errors import (
+    BootseerError,
+    DeadlineError,
+    UnavailableError,
+    exit_code_of,
+    from_oserror,
+)
+from bootseer.linux.locks import open_log
+from bootseer.linux.private_files import private_directory
+from bootseer.linux.processes import (
+    close_descriptors,
+    kill_child,
+    may_fork,
+    reap,
+    stat_fields,
+    wait_readable,
+)
+from bootseer.linux.scripts import python_environment
+from bootseer.served.folders import log_path, new_identity
+
+_log = logging.getLogger(__name__)
+
+SPAWNER = "BOOTSEER_SPAWNER"
+"""The variable that names the socket of the process that starts servers in this one's place."""
+START_S = 30.0
+_REPORT = 3
+_REPORT_BYTES_MAX = 1 << 16
+_LOG_TAIL_BYTES = 2000
+_FAILED = 70  # EX_SOFTWARE of sysexits.h
+# Of /proc/self/stat, behind the name: arg_start and arg_end of proc_pid_stat(5).
+_ARGUMENTS = slice(45, 47)
+_DEVICE = "/dev/fuse"
+
+
+class Role(NamedTuple):
+    """A kind of process of ours."""
+
+    module: str
+    """Its `main` calls `serve`."""
+    title: str
+    """For people, in messages."""
+
+
+TREE = Role("bootseer.prefetch.serve.server", "the image's server")
+CHECKPOINTS = Role("bootseer.fuse.striped.mounted.server", "the mount's server")
+HOLDER = Role("bootseer.snapshots.holder", "the holder of a linked snapshot")
+PUBLISHER = Role("bootseer.prefetch.publish.publishing", "the publisher")
+WARMER = Role("bootseer.prefetch.warm.worker", "warming")
+KEEPER = Role("bootseer.launch.caches.keeper", "the keeper of caches")
+LINGERER = Role("bootseer.launch.linger", "the process for which mounts linger")
+ROLES = {
+    role.module: role for role in (TREE, CHECKPOINTS, HOLDER, PUBLISHER, WARMER, KEEPER, LINGERER)
+}
+"""All roles, by module: a spawner starts nothing else."""
+
+
+class Ready(Struct, frozen=True):
+    """Answer of a process that does what it was told, and has no more to say."""
+
+
+T = TypeVar("T", bound=Struct)
+
+
+class _Message(Struct, frozen=True):
+    """What a process says to the process that started it."""
+
+    answer: dict[str, Any] | None = None
+    failure: Failure | None = None
+
+
+class Carrier(Protocol):
+    """The process that was begun, which ends once it has been told what to do: its child serves."""
+
+    pid: int
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, and reap it. Return whether it has ended. Idempotent."""
+
+    def end(self) -> None:
+        """Kill it if it lives, and reap it. Idempotent."""
+
+
+class _Child:
+    """A process that this one has begun itself."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._is_reaped = False
+
+    def wait(self, timeout_s: float) -> bool:
+        self._is_reaped = self._is_reaped or reap(self.pid, timeout_s) is not None
+        return self._is_reaped
+
+    def end(self) -> None:
+        if not self._is_reaped:
+            kill_child(self.pid)
+            self._is_reaped = True
+
+
+# ---- the caller's side ------------------------------------------------------------------------
+
+
+class Process:
+    """A process that waits to be told what to do. A `with` block ends it unless it was told."""
+
+    def __init__(
+        self, role: Role, carrier: Carrier, plan: int, report: int, identity: str, log: Path
+    ) -> None:
+        self.identity = identity
+        """The identity of the service that it will be, and the name of its log."""
+        self.log = log
+        """Where its last words are looked for."""
+        self._title = role.title
+        self._carrier = carrier
+        self._plan = plan
+        self._report = report
+
+    @property
+    def pid(self) -> int:
+        """The process that was begun: it leads the group of all that it becomes."""
+        return self._carrier.pid
+
+    def tell(self, plan: Struct) -> None:
+        """Hand it its plan, once. It prepares what it can until `go`. Then `wait` or `leave`."""
+        try:
+            data = memoryview(f"{to_line(plan)}\n".encode())
+            # Its report, or the lack of one, tells more than the broken pipe.
+            with contextlib.suppress(BrokenPipeError):
+                while data:
+                    data = data[os.write(self._plan, data) :]
+        except BaseException:
+            self.abandon()
+            raise
+
+    def go(self) -> None:
+        """Let it begin: what its plan names is there. Idempotent."""
+        plan, self._plan = self._plan, -1
+        if plan >= 0:
+            os.close(plan)
+
+    def is_answered(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+        return self._report < 0 or bool(wait_readable([self._report], 0))
+
+    def wait(self, timeout_s: float = START_S, answer: type[T] = Ready) -> T:  # type: ignore[assignment]
+        """Let it begin, once it was told, and return its answer: it serves, as a child of init.
+
+        Raises: what it reported instead; UnavailableError when it ended without a word;
+        DeadlineError.
+        """
+        self.go()
+        try:
+            # Several processes may report one failure: the first is nearest to the cause.
+            line = self._read(timeout_s).partition(b"\n")[0]
+        finally:
+            # What was begun has ended by now, as it should: its child serves.
+            self.abandon()
+        message = from_line(line, _Message) if line else _Message()
+        if message.failure is not None:
+            raise error_of(message.failure)
+        if message.answer is None:
+            raise UnavailableError(f"{self._title} ended before it was ready: {self._last_words()}")
+        return from_builtins(message.answer, answer)
+
+    def leave(self, timeout_s: float = START_S) -> None:
+        """Let it begin, once it was told, and wait for nothing but that it is nobody's child."""
+        self.go()
+        self._carrier.wait(timeout_s)
+        self.abandon()
+
+    def _read(self, timeout_s: float) -> bytes:
+        deadline_s = time.monotonic() + timeout_s
+        data = b""
+        while b"\n" not in data and len(data) < _REPORT_BYTES_MAX:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            if not wait_readable([self._report], left_s):
+                raise DeadlineError(
+                    f"{self._title} was not ready in {timeout_s:g} s; see {self.log}"
+                )
+            piece = os.read(self._report, _REPORT_BYTES_MAX)
+            if not piece:
+                # Killed in the middle of a line: it has said nothing.
+                return b""
+            data += piece
+        return data
+
+    def _last_words(self) -> str:
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES, 0))
+                tail = file.read().decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError:
+            tail = ""
+        return f"{self.log}: {tail}" if tail else f"see {self.log}"
+
+    def abandon(self) -> None:
+        """End the process that was begun, if it lives, and hear of it no more. Idempotent.
+
+        What it has become by being told goes on.
+        """
+        report, self._report = self._report, -1
+        if report >= 0:
+            os.close(report)
+            self._carrier.end()
+            self.go()
+
+    def kill(self) -> None:
+        """Kill all that it has become: its process group. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+
+def start(
+    role: Role,
+    run_dir: Path,
+    *,
+    identity: str = "",
+    copy: bool = False,
+    variables: Mapping[str, str | None] = MappingProxyType({}),
+) -> Process:
+    """Begin a process of ours, which waits for its plan. It ends when it gets none because this
+    process has ended.
+
+    Args:
+        role: What it is.
+        run_dir: Where its log is.
+        identity: The name of its log; by default a new one.
+        copy: Whether it may be a copy of this process: a program of ours, at its beginning. A
+            library must not copy the process that uses it.
+        variables: What its environment has beside ours, such as credentials; None: what it lacks.
+
+    Raises: BootseerError; no process is left then.
+    """
+    identity = identity or new_identity()
+    log = log_path(run_dir, identity)
+    private_directory(log.parent)
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        try:
+            sink = open_log(log)
+        except OSError as error:
+            raise from_oserror(error, f"open the log {log}") from error
+        theirs.callback(os.close, sink)
+        try:
+            plan, to_tell = os.pipe2(os.O_CLOEXEC)
+            theirs.callback(os.close, plan)
+            ours.callback(os.close, to_tell)
+            to_hear, report = os.pipe2(os.O_CLOEXEC)
+            theirs.callback(os.close, report)
+            ours.callback(os.close, to_hear)
+            carrier = _begin(role, (plan, sink, sink, report), variables, copy)
+        except OSError as error:
+            raise from_oserror(error, f"start {role.title}") from error
+        ours.pop_all()
+    return Process(role, carrier, to_tell, to_hear, identity, log)
+
+
+def _begin(
+    role: Role, files: Sequence[int], variables: Mapping[str, str | None], copy: bool
+) -> Carrier:
+    environment = python_environment(variables)
+    if address := os.environ.get(SPAWNER):
+        # Here: no start of a job has one.
+        from bootseer.served.spawner import ask_spawner
+
+        spawned = ask_spawner(Path(address), role, environment, files)
+        if spawned is not None:
+            return spawned
+    elif copy and may_fork():
+        return _Child(_fork(role, files, environment))
+    return _Child(spawn(role, files, environment))
+
+
+def spawn(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> int:
+    """Start an interpreter for a role, with these descriptors as 0 to 3; its id. Raises: OSError,
+    ValueError."""
+    with contextlib.ExitStack() as stack:
+        moved = _out_of_the_way(files)
+        for descriptor in moved:
+            stack.callback(os.close, descriptor)
+        return os.posix_spawn(
+            sys.executable,
+            # What lies in the folder where this process is, is none of ours.
+            [sys.executable, "-P", "-m", role.module],
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, one, number) for number, one in enumerate(moved)],
+            setsid=True,
+            setsigmask=(),
+        )
+
+
+def _out_of_the_way(files: Sequence[int]) -> list[int]:
+    """Return copies of the descriptors with numbers that a new process's own do not have."""
+    return [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _REPORT + 1) for one in files]
+
+
+def may_mount() -> bool:
+    """Return whether this process can mount anything by itself."""
+    return os.geteuid() == 0 and os.access(_DEVICE, os.R_OK | os.W_OK)
+
+
+# ---- a copy of this process ---------------------------------------------------------------------
+
+
+def _fork(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become(role, files, environment)
+    return pid
+
+
+def _become(role: Role, files: Sequence[int], environment: Mapping[str, str]) -> NoReturn:
+    """Go on as if this process had been started as `python -m MODULE`."""
+    code = _FAILED
+    try:
+        os.setsid()
+        os.chdir("/")
+        for number, descriptor in enumerate(_out_of_the_way(files)):
+            os.dup2(descriptor, number)
+        close_descriptors(_REPORT)
+        _forget_handlers()
+        os.environ.clear()
+        os.environ.update(environment)
+        PATIENCE.limit(math.inf)
+        try:
+            _show_as(["python", "-m", role.module])
+        except OSError:
+            # A tool that ends processes by their command line would take it for ours.
+            os.execve(sys.executable, [sys.executable, "-P", "-m", role.module], environment)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(number, mode, closefd=False)  # noqa: SIM115
+            for number, mode in enumerate(("r", "w", "w"))
+        )
+        sys.argv[:] = [role.module]
+        code = importlib.import_module(role.module).main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else _FAILED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Not sys.exit: everything above this frame belongs to the process that was copied.
+        os._exit(code)
+
+
+def _forget_handlers() -> None:
+    """Set the handlers of signals and of logs to those of a new interpreter."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for handler in logging.root.handlers[:]:
+        logging.root.removeHandler(handler)
+
+
+def _show_as(command: Sequence[str]) -> None:
+    """Have `ps` show this command. Raises: OSError where the kernel does not let us."""
+    fields = stat_fields("self")
+    start, end = (int(field) for field in fields[_ARGUMENTS])
+    if start == 0:
+        raise PermissionError
+    words = "\0".join(command).encode()[: end - start - 1]
+    memory = os.open("/proc/self/mem", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(memory, words.ljust(end - start, b"\0"), start)
+    finally:
+        os.close(memory)
+
+
+# ---- the process's side -----------------------------------------------------------------------
+
+
+def serve(
+    role: Role,
+    work: Callable[[bytes, "Report"], object],
+    load: Callable[[], object] = lambda: None,
+) -> int:
+    """Wait for the plan, a line on standard input, and carry it out as a child of init: the job
+    that replaces the program that started us must not find a child that it never made.
+
+    `load` brings what is needed, before the plan is there. What follows the line in the input, if
+    anything does, is for `work`. Returns the exit code: 0 at its end.
+    """
+    os.chdir("/")
+    os.set_inheritable(_REPORT, False)
+    close_descriptors(_REPORT)
+    load()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        # The process that began us needs no server, or has ended.
+        return 0
+    if os.fork():
+        os._exit(0)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    report = Report(role)
+    try:
+        work(line, report)
+    except (BootseerError, OSError) as error:
+        _log.error("%s", error)
+        report.failed(error)
+        return exit_code_of(error)
+    except Exception as error:
+        _log.exception("%s failed", role.title)
+        report.failed(error)
+        return 1
+    return 0
+
+
+class Report:
+    """One message to the process that started this one; later ones go nowhere. A fork has a
+    copy of its own."""
+
+    def __init__(self, role: Role) -> None:
+        self._fd = _REPORT
+        self._title = role.title
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+            # Ignored by the process that started us. A server that does so cannot be told to end.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def fileno(self) -> int:
+        """The end of a pipe, which poll(2) reports once nobody can read the message any more; -1
+        when it was sent."""
+        return self._fd
+
+    def ready(self, answer: Struct = Ready()) -> bool:  # noqa: B008  (frozen)
+        """Say that what was told is done, or goes on. Return False when who started us is gone, or
+        has been told something before."""
+        return self._send(_Message(answer=to_builtins(answer)))
+
+    def failed(self, error: BaseException) -> None:
+        """Have the other side raise the same. Never raises."""
+        self._send(_Message(failure=failure_of(error, self._title)))
+
+    def _send(self, message: _Message) -> bool:
+        if self._fd < 0:
+            return False
+        try:
+            os.write(self._fd, to_line(message).encode("ascii") + b"\n")
+        except OSError:
+            return False
+        finally:
+            self.close()
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
