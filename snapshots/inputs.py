@@ -20,10 +20,9 @@ from msgspec import Struct
 
 from bootseer.base.redact import HIDDEN, secret_values, without_users
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
-from bootseer.linux.root_paths import resolve_in_root
+from bootseer.linux.root_paths import Place, resolve_in_root
 from bootseer.snapshots.commands import Hints, hints_of_script, merged, moved_to
 from bootseer.snapshots.parts import Part, Public
-from bootseer.snapshots.python import Place
 from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
 from bootseer.snapshots.shown import shown_values
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from bootseer.base.redact import HIDDEN, redact, without_users
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.processes import KILLED_S, wait_readable
-from bootseer.linux.root_paths import find_program
+from bootseer.linux.root_paths import Place, find_program
 from bootseer.linux.scripts import RunOptions, as_script
 from bootseer.snapshots.commands import FILE_VARIABLES, Hints, hints_of
 from bootseer.snapshots.inputs import (
@@ -45,7 +45,6 @@ from bootseer.snapshots.parts import (
     variable_parts,
 )
 from bootseer.snapshots.python import (
-    Place,
     Runner,
     find_python,
     find_uv_environment,

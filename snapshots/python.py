@@ -20,26 +20,11 @@ from msgspec.structs import replace
 from bootseer.base.documents import Form
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import read_private_file, write_private_file
-from bootseer.linux.root_paths import find_program, resolve_in_root
+from bootseer.linux.root_paths import Place, find_program
 from bootseer.linux.scripts import RunOptions
 from bootseer.snapshots.parts import Part
 
 logger = logging.getLogger(__name__)
-
-
-class Place(Struct, frozen=True):
-    """How the set-up's paths are found on this host."""
-
-    root: Path
-    directory: str
-    """The working directory, inside the root."""
-
-    def absolute(self, path: str) -> str:
-        return os.path.join(self.directory, path)  # a path of the root, not ours
-
-    def host(self, path: str) -> Path:
-        return resolve_in_root(self.root, os.fsencode(self.absolute(path)))
-
 
 PROBE_TIMEOUT_S = 30.0
 _OUTPUT_BYTES_MAX = 256 * 1024

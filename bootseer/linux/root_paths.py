@@ -10,6 +10,8 @@ import os
 import stat
 from pathlib import Path
 
+from msgspec import Struct
+
 from bootseer.errors import InvalidInputError
 
 # As the kernel counts (MAXSYMLINKS).
@@ -71,3 +73,19 @@ def find_program(root: Path, name: str, search_path: str, directory: str) -> str
         except (InvalidInputError, OSError):
             continue  # as a shell goes on behind a folder that it may not search
     return None
+
+
+class Place(Struct, frozen=True):
+    """A working directory in a root: how a command's paths are found on this host."""
+
+    root: Path
+    directory: str
+    """The working directory, inside the root."""
+
+    def absolute(self, path: str) -> str:
+        """Return the path inside the root that `path` stands for."""
+        return os.path.join(self.directory, path)  # a path of the root, not ours
+
+    def host(self, path: str) -> Path:
+        """Return the path on this host. Raises: as `resolve_in_root`."""
+        return resolve_in_root(self.root, os.fsencode(self.absolute(path)))

@@ -27,10 +27,10 @@ from bootseer.launch.caches.known import (
 from bootseer.launch.caches.machine import compiler_parts, cpu_parts, gpu_parts, vendors
 from bootseer.launch.caches.packages import Python, python_of
 from bootseer.launch.caches.records import own_folder
+from bootseer.linux.root_paths import Place
 from bootseer.settings.config import Settings
 from bootseer.snapshots.manifest import CACHE
 from bootseer.snapshots.parts import Part, fingerprint
-from bootseer.snapshots.python import Place
 from bootseer.snapshots.scan import target_path
 
 if TYPE_CHECKING:

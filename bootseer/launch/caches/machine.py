@@ -17,7 +17,7 @@ from bootseer.snapshots.parts import Part
 
 if TYPE_CHECKING:
     from bootseer.snapshots.python import Runner
-from bootseer.snapshots.python import Place
+from bootseer.linux.root_paths import Place
 
 _log = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.package_names import package_of
 from bootseer.errors import BootseerError
 from bootseer.launch.caches.known import ALL_PACKAGES, data_cache_path
-from bootseer.linux.root_paths import find_program, resolve_in_root
-from bootseer.snapshots.diff import package_of
-from bootseer.snapshots.python import Place
+from bootseer.linux.root_paths import Place, find_program, resolve_in_root
 
 _PYTHON = re.compile(r"python(\d+(\.\d+t?)?)?")
 _FOLDERS = ("lib*/python3*/site-packages", "lib/python3*/dist-packages")

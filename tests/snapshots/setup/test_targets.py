@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnsupportedError
+from bootseer.linux.root_paths import Place
 from bootseer.snapshots import python as asking
 from bootseer.snapshots.commands import hints_of
 from bootseer.snapshots.key import Request, resolve, run_plainly
-from bootseer.snapshots.python import Interpreter, Place, find_python, parse, probe, remembered
+from bootseer.snapshots.python import Interpreter, find_python, parse, probe, remembered
 from bootseer.snapshots.targets import declared_targets, infer_targets
 
 

@@ -11,8 +11,8 @@ from bootseer.launch.caches import machine
 from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
 from bootseer.launch.caches.known import data_cache_path
 from bootseer.launch.caches.packages import python_of
+from bootseer.linux.root_paths import Place
 from bootseer.settings.config import Settings, load_settings
-from bootseer.snapshots.python import Place
 
 
 class Host:
