@@ -1,0 +1,1 @@
+"""Fan-out: its plan simulated, and the real thing between network namespaces."""

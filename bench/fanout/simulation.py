@@ -1,0 +1,331 @@
+"""Discrete-event simulation of the fan-out: the real plan, simulated clocks, lines and faults.
+
+Each node has a line with a rate both ways. A chunk takes as long as the fuller one of the two lines
+needs, shared evenly by the streams that are busy when the chunk begins. Between chunks and looks at
+the clock nothing happens, so that 10,000 nodes take a minute.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bootseer.fanout.plan import (
+    ASK_S,
+    STUCK_S,
+    Ask,
+    Offer,
+    Reason,
+    SourcePlan,
+    Take,
+    has_room,
+)
+from bootseer.fanout.trees import STORE, TREE_COUNT, Trees, chunks_of
+
+
+@dataclass(frozen=True)
+class World:
+    """What is simulated."""
+
+    nodes: int
+    chunks: int = 256
+    chunk_bytes: int = 65536
+    rate: float = 2e6
+    """Bytes per second of each line, both ways."""
+    hop_s: float = 0.01
+    """One way through the network, with what the programs need."""
+    tick_s: float = 0.1
+    store_rate: float = 0.0
+    """Bytes per second that the store sends; 0: as much as a node."""
+    lost: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
+    slow: tuple[int, ...] = ()
+    fault_s: float = 2.0
+    joined_s: dict[int, float] = field(default_factory=dict)
+    """When a node begins, where that is not 0."""
+    absent: tuple[int, ...] = ()
+    seed: int = 1
+
+
+@dataclass
+class Outcome:
+    """How it went."""
+
+    alone_s: float
+    took_s: dict[int, float]
+    """Seconds from its beginning until it had everything, for each sound node."""
+    first_s: dict[int, float]
+    """Seconds until its first chunk."""
+    copies: float
+    """Bytes that the store sent, by the size of the object."""
+    moves: list[tuple[float, int, int, Take]]
+
+    @property
+    def ratio(self) -> float:
+        """The slowest node by one node alone."""
+        return max(self.took_s.values()) / self.alone_s
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    source: "_Node"
+    child: "_Node"
+    tree: int
+    next: int
+    """The chunk of the tree that is sent next."""
+    reads_store: bool
+    is_open: bool = True
+    is_busy: bool = False
+    is_stuck: bool = False
+    """Whether the child is gone, and what was sent last lies in buffers."""
+    begun_s: float = 0.0
+    took_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    number: int
+    rate: float
+    start_s: float
+    fault: str = ""
+    count: list[int] = field(default_factory=lambda: [0] * TREE_COUNT)
+    plans: list[SourcePlan] = field(default_factory=list)
+    fed_by: list[_Stream | None] = field(default_factory=lambda: [None] * TREE_COUNT)
+    feeds: list[list[_Stream]] = field(default_factory=lambda: [[] for _ in range(TREE_COUNT)])
+    busy_in: int = 0
+    busy_out: int = 0
+    first_s: float = -1.0
+
+    def sending(self) -> list[_Stream]:
+        """Return the streams on which it sends now."""
+        return [one for feeds in self.feeds for one in feeds if one.is_busy and not one.is_stuck]
+
+    def receiving(self) -> list[_Stream]:
+        """Return the streams on which it receives now."""
+        return [one for one in self.fed_by if one is not None and one.is_open and one.is_busy]
+
+    def streams(self, now_s: float) -> int:
+        """Return how many it feeds, without those that take nothing."""
+        streams = [one for feeds in self.feeds for one in feeds]
+        return sum(not one.is_busy or now_s - one.begun_s < STUCK_S for one in streams)
+
+
+def _share(rate: float, limits: list[float]) -> float:
+    """Return what a line gives to a stream: as much as to the others, which may be limited."""
+    left = len(limits)
+    for limit in sorted(limits):
+        if limit >= rate / left:
+            return rate / left
+        rate, left = rate - limit, left - 1
+    return max(limits)
+
+
+class Simulation:
+    """One run. Not thread-safe."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.trees = Trees(world.nodes)
+        self.dice = random.Random(world.seed)
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._event_number = 0
+        self._lengths = [chunks_of(tree, world.chunks) for tree in range(TREE_COUNT)]
+        self.nodes = [_Node(n, world.rate, world.joined_s.get(n, 0.0)) for n in range(world.nodes)]
+        self.store = _Node(STORE, world.store_rate or world.rate, 0.0)
+        self.store.count = list(self._lengths)
+        self.store_bytes = 0
+        self.done_s: dict[int, float] = {}
+        self.moves: list[tuple[float, int, int, Take]] = []
+
+    def run(self, limit_s: float = 300.0) -> Outcome:
+        """Run until every sound node has everything. Raises: RuntimeError after `limit_s`."""
+        world = self.world
+        for node in self.nodes:
+            if node.number in world.absent:
+                node.fault = "absent"
+            else:
+                self._at(node.start_s, self._begin, node)
+        self._at(world.fault_s, self._break)
+        sound = set(range(world.nodes)) - {*world.lost, *world.frozen, *world.slow, *world.absent}
+        while self._done_count(sound) < len(sound):
+            if not self._events or self.now_s > limit_s:
+                late = sorted(sound - self.done_s.keys())
+                raise RuntimeError(f"not done after {self.now_s:.0f} s: nodes {late[:20]}")
+            self.now_s, _, call, arguments = heapq.heappop(self._events)
+            call(*arguments)
+        return Outcome(
+            alone_s=world.chunks * world.chunk_bytes / world.rate,
+            took_s={n: self.done_s[n] - self.nodes[n].start_s for n in sound},
+            first_s={n: self.nodes[n].first_s - self.nodes[n].start_s for n in sound},
+            copies=self.store_bytes / (world.chunks * world.chunk_bytes),
+            moves=self.moves,
+        )
+
+    def _done_count(self, sound: set[int]) -> int:
+        if len(self.done_s) < len(sound):
+            return 0
+        return len(self.done_s.keys() & sound)
+
+    def _at(self, at_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._event_number += 1
+        heapq.heappush(self._events, (at_s, self._event_number, call, arguments))
+
+    # Nodes
+
+    def _begin(self, node: _Node) -> None:
+        for tree in range(TREE_COUNT):
+            node.plans.append(
+                SourcePlan(
+                    self.trees, node.number, tree, chunk_bytes=self.world.chunk_bytes,
+                    dice=self.dice.random, now_s=self.now_s,
+                )
+            )  # fmt: skip
+            self._tick(node, tree)
+
+    def _break(self) -> None:
+        for kind in ("lost", "frozen"):
+            for number in getattr(self.world, kind):
+                self.nodes[number].fault = kind
+        for number in self.world.slow:
+            self.nodes[number].rate /= 10
+
+    def _tick(self, node: _Node, tree: int) -> None:
+        if node.fault or node.count[tree] == self._lengths[tree]:
+            return
+        plan, stream = node.plans[tree], node.fed_by[tree]
+        if stream is not None and stream.is_open and not stream.source.fault:
+            if stream.is_busy:
+                part = min(1.0, (self.now_s - stream.begun_s) / stream.took_s)
+                plan.alive(self.now_s, int((node.count[tree] + part) * self.world.chunk_bytes))
+            elif stream.source is not self.store:
+                plan.heard(self.now_s, self._offer(stream.source, tree))
+        self._do(node, tree, plan.step(self.now_s))
+        self._at(self.now_s + self.world.tick_s, self._tick, node, tree)
+
+    def _do(self, node: _Node, tree: int, step: Ask | Take | None) -> None:
+        if isinstance(step, Take):
+            self.moves.append((self.now_s, node.number, tree, step))
+            self._take(node, tree, step)
+        elif step is not None:
+            asked = [self.nodes[n] for n in step.nodes]
+            is_late = any(one.fault in ("lost", "frozen") for one in asked)
+            late_s = 3 * self.world.hop_s + 0.1 * is_late
+            self._at(self.now_s + late_s, self._answer, node, tree, asked)
+
+    def _answer(self, node: _Node, tree: int, asked: list[_Node]) -> None:
+        if node.fault:
+            return
+        offers = [self._offer(one, tree) for one in asked if one.plans and not one.fault]
+        self._do(node, tree, node.plans[tree].answered(self.now_s, offers))
+
+    def _offer(self, node: _Node, tree: int) -> Offer:
+        return node.plans[tree].offer(node.streams(self.now_s))
+
+    def _lost(self, stream: _Stream, reason: Reason) -> None:
+        child, tree = stream.child, stream.tree
+        if stream.is_open and not child.fault:
+            self._close(stream)
+            child.plans[tree].lost(self.now_s, reason)
+            self._do(child, tree, child.plans[tree].step(self.now_s))
+
+    # Streams
+
+    def _take(self, node: _Node, tree: int, step: Take) -> None:
+        if (old := node.fed_by[tree]) is not None:
+            self._close(old)
+        source = self.store if step.source == STORE else self.nodes[step.source]
+        stream = _Stream(source, node, tree, node.count[tree], step.reads_store)
+        node.fed_by[tree] = stream
+        self._at(self.now_s + 3 * self.world.hop_s, self._open, stream)
+
+    def _open(self, stream: _Stream) -> None:
+        source, child = stream.source, stream.child
+        if not stream.is_open or child.fault:
+            return
+        if source is self.store:
+            self._feed(stream)
+        elif source.fault == "absent" or not source.plans:
+            self._lost(stream, Reason.REFUSED)
+        elif source.fault:
+            self._at(self.now_s + ASK_S, self._lost, stream, Reason.REFUSED)
+        else:
+            is_child = self.trees.parent(stream.tree, child.number) == source.number
+            if has_room(
+                source.streams(self.now_s), is_home=is_child, reads_store=stream.reads_store
+            ):
+                self._feed(stream)
+            else:
+                self._lost(stream, Reason.BUSY)
+
+    def _feed(self, stream: _Stream) -> None:
+        stream.source.feeds[stream.tree].append(stream)
+        if stream.source is not self.store:
+            stream.child.plans[stream.tree].heard(
+                self.now_s, self._offer(stream.source, stream.tree)
+            )
+        self._pump(stream)
+
+    def _close(self, stream: _Stream) -> None:
+        if stream.is_open:
+            stream.is_open = False
+            if stream in stream.source.feeds[stream.tree]:
+                stream.source.feeds[stream.tree].remove(stream)
+            if stream.is_busy and not stream.is_stuck:
+                stream.source.busy_out -= 1
+                stream.child.busy_in -= 1
+
+    def _pump(self, stream: _Stream) -> None:
+        source, child, tree = stream.source, stream.child, stream.tree
+        if stream.is_busy or not stream.is_open or source.fault or child.fault:
+            return
+        if stream.next >= source.count[tree] or stream.next >= self._lengths[tree]:
+            return
+        stream.is_busy = True
+        source.busy_out += 1
+        child.busy_in += 1
+        rate = min(
+            _share(source.rate, [one.child.rate / one.child.busy_in for one in source.sending()]),
+            _share(
+                child.rate, [one.source.rate / one.source.busy_out for one in child.receiving()]
+            ),
+        )
+        stream.begun_s, stream.took_s = self.now_s, self.world.chunk_bytes / rate
+        told = None if source is self.store else self._offer(source, tree)
+        self._at(self.now_s + stream.took_s, self._sent, stream, told)
+
+    def _sent(self, stream: _Stream, told: Offer | None) -> None:
+        if not stream.is_open or stream.source.fault:
+            return
+        if stream.child.fault:
+            stream.source.busy_out -= 1  # what was sent last lies in its buffers
+            stream.is_stuck = True
+            return
+        stream.is_busy = False
+        stream.source.busy_out -= 1
+        stream.child.busy_in -= 1
+        stream.next += 1
+        if told is None:
+            self.store_bytes += self.world.chunk_bytes
+        self._at(self.now_s + self.world.hop_s, self._arrive, stream, told)
+        self._pump(stream)
+
+    def _arrive(self, stream: _Stream, told: Offer | None) -> None:
+        node, tree = stream.child, stream.tree
+        if not stream.is_open or node.fault:
+            return
+        node.count[tree] += 1
+        if node.first_s < 0 and tree == 0:
+            node.first_s = self.now_s
+        plan = node.plans[tree]
+        plan.count = node.count[tree]
+        plan.alive(self.now_s, node.count[tree] * self.world.chunk_bytes)
+        if told is not None:
+            plan.heard(self.now_s, told)
+        for other in node.feeds[tree]:
+            self._pump(other)
+        if node.count[tree] == self._lengths[tree]:
+            self._close(stream)
+            if node.count == self._lengths:
+                self.done_s[node.number] = self.now_s

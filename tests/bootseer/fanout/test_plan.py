@@ -1,0 +1,108 @@
+"""The plan, driven by simulated clocks and lines: whoever is at fault, all others are fed."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.fanout.simulation import Outcome, Simulation, World
+from bootseer.fanout.plan import Offer, Reason, SourcePlan, Take
+from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
+
+
+def run(world: World) -> Outcome:
+    return Simulation(world).run()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 8, 32])
+def test_without_faults_nobody_moves_and_the_store_sends_one_copy(nodes: int) -> None:
+    outcome = run(World(nodes, chunks=64, chunk_bytes=1 << 18))
+    assert outcome.copies == 1
+    assert len(outcome.moves) == TREE_COUNT * nodes
+    assert outcome.ratio < 1.2
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), nodes=st.integers(2, 10))
+def test_whatever_is_lost_frozen_slow_late_or_absent_the_others_get_everything(
+    seed: int, nodes: int
+) -> None:
+    dice = random.Random(seed)
+    kinds = [
+        dice.choice(["sound"] * 3 + ["lost", "frozen", "slow", "absent"]) for _ in range(nodes)
+    ]
+    kinds[dice.randrange(nodes)] = "sound"
+    groups = {kind: tuple(n for n, one in enumerate(kinds) if one == kind) for kind in set(kinds)}
+    outcome = run(
+        World(
+            nodes,
+            chunks=dice.choice([1, 2, 3, 32]),
+            chunk_bytes=1 << 18,
+            lost=groups.get("lost", ()),
+            frozen=groups.get("frozen", ()),
+            slow=groups.get("slow", ()),
+            absent=groups.get("absent", ()),
+            joined_s={n: dice.choice([0.0, 3 * dice.random()]) for n in range(nodes)},
+            fault_s=3 * dice.random(),
+            seed=seed,
+        )
+    )
+    assert set(outcome.took_s) == set(groups["sound"])
+    assert outcome.copies <= nodes
+
+
+@pytest.mark.parametrize("slow", [3, 7, 11, 19, 23])
+def test_a_node_at_a_tenth_of_its_rate_is_left_within_about_a_second(slow: int) -> None:
+    outcome = run(World(32, slow=(slow,), fault_s=2.0))
+    tree = 0 if Trees(32).children(0, slow) else 1
+    for child in Trees(32).children(tree, slow):
+        left_s = [s for s, node, in_tree, _ in outcome.moves if (node, in_tree) == (child, tree)][1]
+        assert left_s - 2.0 < 1.3
+    assert outcome.copies == 1
+    assert outcome.ratio < 1.3
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_six_faulty_nodes_of_32_cost_little(seed: int) -> None:
+    hit = random.Random(seed).sample(range(32), 6)
+    world = World(
+        32, chunks=128, chunk_bytes=1 << 17, lost=tuple(hit[:2]), frozen=(hit[2],),
+        slow=tuple(hit[3:]), seed=seed,
+    )  # fmt: skip
+    outcome = run(world)
+    assert outcome.ratio < 2
+    assert outcome.copies < 1.5
+
+
+def plan_of(node: int) -> SourcePlan:
+    return SourcePlan(Trees(7), node, 0, chunk_bytes=1, dice=lambda: 0.5, now_s=0.0)
+
+
+def test_a_node_leaves_a_source_that_it_feeds_itself() -> None:
+    plan = plan_of(0)
+    assert plan.step(0.0) == Take(1, None)
+    plan.heard(0.1, Offer(1, 5, 1, (3, 0, STORE)))
+    assert plan.source is None
+
+
+def test_a_source_that_sent_wrong_bytes_is_never_asked_again() -> None:
+    plan = plan_of(0)
+    plan.step(0.0)
+    plan.lost(0.1, Reason.WRONG)
+    now_s = 0.1
+    for _ in range(200):
+        now_s += 0.1
+        if (step := plan.step(now_s)) is None or isinstance(step, Take):
+            assert plan.source != 1
+            continue
+        assert 1 not in step.nodes
+        plan.answered(now_s, [Offer(1, 99, 0, (STORE,))])
+    assert plan.source == STORE
+
+
+def test_a_path_ends_at_the_store() -> None:
+    plan = plan_of(0)
+    plan.step(0.0)
+    plan.heard(0.1, Offer(1, 5, 1, (3, STORE)))
+    assert plan.path == (1, 3, STORE)
