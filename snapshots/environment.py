@@ -2,13 +2,20 @@
 
 `run_setup` computes the key of the set-up, looks for its snapshot on this node and in the store,
 and restores it. If there is none, one node of the cluster runs the command under a lease, captures
-what it changed and publishes the snapshot; the other nodes wait for it. An error of the store, of a
-snapshot or of a capture never fails a start: the command then runs as it does without Bootseer,
-after one warning. A command that has run is never run again.
+what it changed and publishes the snapshot; the other nodes wait for it. The states:
+
+    look      -> in place | stored | too old | damaged | missing     (`decide`)
+    stored    -> restore, and damaged if that finds damage
+    too old, damaged, missing -> lease
+    lease     -> mine: look again, run the command, capture, publish; another node's: wait, look
+
+An error of the store, of a snapshot or of a capture never fails a start: the command then runs as
+it does without Bootseer, after one warning. A command that has run is never run again.
 
 Call it from the main thread: it may enter a mount namespace and fork a server.
 """
 
+import enum
 import logging
 import os
 import signal
@@ -17,8 +24,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.shown import shown_age
@@ -72,55 +80,196 @@ from bootseer.store import LeaseWatch, Store, open_own_store
 from bootseer.store.objects.lease import LeaseRenewal
 
 logger = logging.getLogger(__name__)
+
 OPEN_AGE_S = 7 * 86_400.0
-"""How old a snapshot may be, unless a setting says otherwise, if its set-up gets something else
-once an index has something else. Young enough that a security fix arrives within a week; old enough
-that one start a week, and no other, pays for the set-up."""
+"""Maximum age of a stored snapshot, unless a setting says otherwise, if its set-up gets something
+else once an index has something else. Young enough that a security fix arrives within a week; old
+enough that one start a week, and no other, pays for the set-up."""
+
+_ROOT = Path("/")
+_POLL_FIRST_S = 0.1
+_POLL_MAX_S = 2.0
+# The set-up's output is not ours to put on stdout, which carries data.
+_STDERR = 2
+
+
+# ---- the decision -----------------------------------------------------------------------------
+
+
+class Situation(enum.Enum):
+    """State of a set-up's snapshot, before anything is changed."""
+
+    IN_PLACE = "the targets hold the snapshot"
+    STORED = "the store has the snapshot"
+    TOO_OLD = "the snapshot is older than its maximum age"
+    DAMAGED = "the snapshot, or a part of it, cannot be read"
+    MISSING = "the store has no snapshot of this set-up"
+
+
+MOUNTED = "it is mounted on the targets"
+HELD = "the targets hold it, untouched since it was put there"
+
+
+class Known(Struct, frozen=True):
+    """Facts about the snapshot of one key, on this node and in the store."""
+
+    manifest: Manifest | None
+    """The stored snapshot; None if there is none, or if it was not read."""
+    max_age_s: float
+    """Maximum age of the snapshot; 0: any age."""
+    damage: str = ""
+    """Reason why the manifest cannot be read."""
+    in_place: str = ""
+    """MOUNTED or HELD; empty if the targets do not hold the snapshot."""
+    is_used: bool = False
+    """Whether another job runs on what is in place, so that it cannot be replaced."""
+
+
+class Decision(Struct, frozen=True):
+    """Situation of a set-up, and the reason for what happens."""
+
+    situation: Situation
+    reason: str
+
+
+def decide(known: Known, now_ns: int) -> Decision:
+    """Return the situation of a set-up. `snapshot explain` uses this, too. Pure."""
+    if known.damage and not known.in_place:
+        return Decision(Situation.DAMAGED, known.damage)
+    manifest = known.manifest
+    if manifest is None:
+        if known.in_place:
+            return Decision(Situation.IN_PLACE, known.in_place)
+        return Decision(Situation.MISSING, "there is no snapshot of it")
+    age_ns = now_ns - manifest.created_ns
+    age = shown_age(age_ns)
+    is_old = known.max_age_s > 0 and age_ns > known.max_age_s * 1e9
+    if known.in_place and not is_old:
+        return Decision(Situation.IN_PLACE, known.in_place)
+    if known.in_place and known.is_used:
+        reason = f"{known.in_place}; it is {age} old, and used as it is: another job runs on it"
+        return Decision(Situation.IN_PLACE, reason)
+    if is_old:
+        what = "what is in place" if known.in_place else "its snapshot"
+        reason = f"{what} was made {age} ago, which is beyond the maximum age"
+        return Decision(Situation.TOO_OLD, reason)
+    return Decision(Situation.STORED, f"its snapshot was made {age} ago by {manifest.node}")
 
 
 def settled_max_age(setting_s: float, *, is_open: bool) -> float:
-    """How old a stored snapshot may be, 0 for any age, of a set-up whose result may change without
-    notice, or not. What is in place on a node has only the limit that the user set: to run pip
-    again on top of what satisfies it changes nothing."""
+    """Return the maximum age of a stored snapshot, 0 for any age.
+
+    `is_open`: the result of the set-up may change without notice. What is in place on a node has
+    only the limit that the user set: to run pip again on top of what satisfies it changes nothing.
+    """
     if setting_s != AUTOMATIC_AGE_S:
         return setting_s
     return OPEN_AGE_S if is_open else 0.0
 
 
-def is_too_old(manifest: Manifest, max_age_s: float) -> bool:
-    """Whether a snapshot is older than `max_age_s`; without a positive one none is."""
-    return max_age_s > 0 and time.time_ns() - manifest.created_ns > max_age_s * 1e9
+def look_up(store: Store, key: str, max_age_s: float) -> Known:
+    """Return the facts about a stored snapshot. Raises: UnavailableError, DeadlineError."""
+    try:
+        return Known(catalogue.load(store, key), max_age_s)
+    except (CorruptError, NotFoundError) as error:
+        return Known(None, max_age_s, damage=str(error))
 
 
-def age_of(manifest: Manifest) -> str:
-    """A snapshot's age for people."""
-    return shown_age(time.time_ns() - manifest.created_ns)
+def may_replace(
+    settings: Settings, request: Request, paths: Mapping[bytes, Path], *, until_exit: bool
+) -> bool:
+    """Return whether what is in place can be made anew without changing it for another job."""
+    if request.root != _ROOT or (until_exit and can_mount_directly()):
+        return True
+    return not other_users(settings.run_dir, paths.values())
+
+
+def held_in_place(
+    settings: Settings,
+    resolved: Resolved,
+    paths: Mapping[bytes, Path],
+    scans: Mapping[bytes, Scan],
+) -> tuple[str, dict[bytes, str]] | None:
+    """Return the key of the set-up and the base digests of its targets, if all targets hold that
+    snapshot, untouched since; else None. `scans` are fresh scans of `paths`."""
+    bases = {}
+    fingerprints = set()
+    for target in resolved.targets:
+        state = load_state(settings.cache_dir, paths[target], scans[target])
+        if state is None:
+            return None
+        bases[target] = state.base
+        fingerprints.add(state.fingerprint)
+    key = resolved.key(bases)
+    return (key, bases) if fingerprints == {key} else None
+
+
+def mounted_in_place(
+    settings: Settings, resolved: Resolved, paths: Mapping[bytes, Path]
+) -> tuple[str, dict[bytes, str], list[Found]] | None:
+    """Return the key of the set-up, the base digests of its targets, and the mounts, if its
+    snapshot is mounted; else None. Contents of mounts are not scanned. Raises: BootseerError."""
+    found = {target: find_mounted(settings, paths[target]) for target in resolved.targets}
+    mounts = [one for one in found.values() if one is not None]
+    if not mounts:
+        return None
+    bases = {}
+    fingerprints = set()
+    for target, one in found.items():
+        # The set-up has made nothing in targets without a mount.
+        state = (
+            one.record
+            if one
+            else load_state(settings.cache_dir, paths[target], scan(paths[target]))
+        )
+        if state is None:
+            return None
+        bases[target] = state.base
+        fingerprints.add(state.fingerprint)
+    key = resolved.key(bases)
+    return (key, bases, mounts) if fingerprints == {key} else None
+
+
+# ---- one set-up -------------------------------------------------------------------------------
+
+
+class Host(Protocol):
+    """Start that goes on in this process: mounts of the set-up end when the process ends."""
+
+    def before_own_view(self) -> None:
+        """Finish the mounts that the process needs, before it enters a mount namespace."""
+
+    def waiting_for(self, node: str, created_ns: int) -> Callable[[], object]:
+        """Begin the stage of waiting for `node`, and return the function that ends the stage.
+
+        `created_ns` is the time at which the node made the snapshot, 0 if it has not yet.
+        """
 
 
 class SetupResult(Struct, frozen=True):
-    """What `run_setup` did."""
+    """Result of one set-up on one node."""
 
     how: str
     """"in place" (was there already, untouched), "restored", "captured" (ran, and the snapshot is
     in the store) or "ran" (ran, nothing stored)."""
     fingerprint: str
-    """Empty where it could not be computed."""
+    """The key of the set-up; empty if it could not be computed."""
     targets: tuple[str, ...]
     file_count: int
     content_bytes: int
     moved_bytes: int
-    """Over the network, to or from the store."""
+    """Bytes read from the store or written to it."""
     seconds: float
     setup_seconds: float
     """Seconds of the command itself, now or when the snapshot was made."""
     mode: str = ""
-    """How it was restored: "mount", "link", "hardlink" or "extract"; empty where it was not."""
+    """How it was restored: "mount", "link" or "extract"; empty if it was not."""
     mode_reason: str = ""
     ready_names: tuple[str, ...] = ()
-    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the records of mounts."""
+    """Names for BOOTSEER_READY_SOCKETS: "ready" sent there ends the records of mounts."""
     changed_outside: tuple[str, ...] = ()
-    """What changed outside the targets while a set-up that was "captured" ran, as far as a short
-    look told; of "restored": the first of that, as the snapshot has it."""
+    """Names that changed outside the targets while a set-up that was "captured" ran, as far as a
+    short look told; of "restored" the names in the snapshot."""
     is_changed: bool = False
     """Whether something else had lingered on the targets since the last start."""
     was_here: bool = False
@@ -132,51 +281,591 @@ class SetupResult(Struct, frozen=True):
         return self.how in ("in place", "restored")
 
 
-NoteWait = Callable[[str, int], Callable[[], object]]
-"""Begins the stage of waiting for a node which is named; `created_ns` (0: not yet) is when that one
-had made what was waited for. Gives what ends the stage."""
+class _NotStoredError(Exception):
+    """The command has run, and its snapshot could not be stored: the command must not run again."""
+
+    def __init__(self, setup_s: float) -> None:
+        super().__init__()
+        self.setup_s = setup_s
 
 
-def no_wait(node: str, created_ns: int) -> Callable[[], object]:
-    """The `NoteWait` of a set-up that has no timeline."""
-    return lambda: None
+def run_setup(
+    settings: Settings,
+    request: Request,
+    *,
+    report: Report = lambda sentence: None,
+    wait_s: float = 1800.0,
+    lease_s: float = 30.0,
+    forks: bool = False,
+    host: Host | None = None,
+) -> SetupResult:
+    """Make the targets as the set-up command would, by restoring its snapshot if there is one.
+
+    Args:
+        report: Called with one sentence at a time; a warning begins with "warning: ".
+        wait_s: Longest wait for another process or node that runs the same set-up.
+        lease_s: Time for which a node that died holds the others up.
+        forks: Whether a server may begin as a copy of this process (see `early_server`).
+        host: Start that goes on in this process; None: mounts stay when the process ends.
+
+    Raises:
+        SetupFailedError: The command failed; the error has its exit code.
+        InvalidInputError, NotFoundError: A declared target or input cannot be used.
+        BusyError: Another job runs on a target that this set-up would change.
+    """
+    one = _SetUp(settings, request, report, wait_s, lease_s, forks, host)
+    sweep_covers(settings.run_dir)
+    try:
+        one.resolved = resolve(request, report, settings.cache_dir / "interpreters")
+    except (InvalidInputError, NotFoundError):
+        raise
+    except Exception as error:
+        reason = _reason_of(error)
+    else:
+        return one.make()
+    return one.ordinary(reason)
 
 
-class Attempt(Struct):
-    """One call of `run_setup`."""
+def _reason_of(error: Exception) -> str:
+    """Return the reason for the ordinary way. A mistake of ours is logged with its traceback."""
+    if isinstance(error, BootseerError | OSError):
+        return str(error)
+    logger.error("unexpected error in a set-up", exc_info=error)
+    return f"unexpected {type(error).__name__}: {error}"
 
-    settings: Settings
-    request: Request
-    report: Report
-    started: float
-    """When the attempt began, on the monotonic clock."""
-    until_exit: bool
-    """What is mounted goes when this process ends."""
-    note: Callable[[Path, str, str, str], None]
-    """Saves that a target holds a fingerprint, made on a base. See `state.remember`."""
-    process: Process | None = None
-    """Serves a mount, if one was begun."""
-    targets: tuple[bytes, ...] = ()
-    paths: dict[bytes, Path] = field(default_factory=dict)
-    """The path of each target on this host."""
-    locks: tuple[int, ...] = ()
-    """Descriptors of the targets' locks, as long as they are held."""
-    key: str = ""
-    """The fingerprint; empty until it is known."""
-    max_age_s: float = 0.0
-    """How old a stored snapshot may be; 0: any age."""
-    note_wait: NoteWait = no_wait
-    is_changed: bool = False
-    """Whether what had lingered on the targets was another one."""
-    waited_s: float = 0.0
-    """Seconds of waiting for another process or node that ran the same set-up."""
 
-    def scan(self) -> dict[bytes, Scan]:
-        """What the targets hold now."""
+class _SetUp:
+    """One call of `run_setup`. One thread."""
+
+    resolved: Resolved
+    store: Store
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: Request,
+        report: Report,
+        wait_s: float,
+        lease_s: float,
+        forks: bool,
+        host: Host | None,
+    ) -> None:
+        self.settings = settings
+        self.request = request
+        self.report = report
+        self.wait_s = wait_s
+        self.lease_s = lease_s
+        self.forks = forks
+        self.host = host
+        self.started = time.monotonic()
+        self.note = noting_shared(remember(settings, request.root))
+        self.paths: dict[bytes, Path] = {}
+        """The path of each target on this host."""
+        self.locks: tuple[int, ...] = ()
+        """Descriptors of the targets' locks, while they are held."""
+        self.process: Process | None = None
+        """A server that was begun for a mount."""
+        self.key = ""
+        self.before: dict[bytes, Scan] = {}
+        """The contents of the targets."""
+        self.bases: dict[bytes, str] = {}
+        """Digests of these contents, as parts of the key."""
+        self.is_changed = False
+        self.waited_s = 0.0
+        self._has_waited = False
+        self._end_stage: Callable[[], object] | None = None
+
+    @property
+    def hosts(self) -> list[Path]:
+        """The paths of the targets on this host."""
+        return list(self.paths.values())
+
+    def make(self) -> SetupResult:
+        """Go through the states; any error but the command's own ends in `ordinary`."""
+        with ExitStack() as stack:
+            try:
+                self.paths = {
+                    target: resolve_in_root(self.request.root, target)
+                    for target in self.resolved.targets
+                }
+                self.locks = stack.enter_context(
+                    locked(
+                        self.settings.run_dir,
+                        self.hosts,
+                        deadline_s=self.wait_s,
+                        report=self.report,
+                    )
+                )
+                recover_mounts(self.settings, self.hosts)
+                recover_targets(self.hosts, self.note)
+                self.store = stack.enter_context(open_own_store(self.settings, self.report))
+                return self._note_users(self._with_live_servers(stack))
+            except SetupFailedError:
+                raise
+            except _NotStoredError as error:
+                self.report(f"warning: the set-up ran but was not stored: {error.__cause__}")
+                return self._note_users(self._result("ran", setup_s=error.setup_s))
+            except Exception as error:
+                reason = _reason_of(error)
+            return self._note_users(self.ordinary(reason))
+
+    def ordinary(self, reason: str) -> SetupResult:
+        """Run the command as without Bootseer."""
+        self._end_waiting()
+        self._leave_to_others()
+        self.report(f"warning: running the set-up without a snapshot: {reason}")
+        self._settle()
+        self._end_server()
+        return self._result("ran", setup_s=_run_command(self.request, self.locks))
+
+    def _note_users(self, result: SetupResult) -> SetupResult:
+        """Note that the job runs on the targets now, unless they are its own."""
+        if self.host is not None and self.request.root == _ROOT:
+            note_user(self.settings.run_dir, shared_targets(self.hosts))
+        return result
+
+    def _with_live_servers(self, stack: ExitStack) -> SetupResult:
+        """Look and make; once more if the server of a mount died meanwhile."""
+        try:
+            return self._look(stack)
+        except (SetupFailedError, _NotStoredError):
+            raise
+        except (BootseerError, OSError) as error:
+            if not recover_mounts_from(self.settings, self.hosts, error):
+                raise
+        self._end_server()
+        return self._look(stack)
+
+    # ---- look ---------------------------------------------------------------------------------
+
+    def _look(self, stack: ExitStack) -> SetupResult:
+        """Keep what is in place, or go on with the store."""
+        kept = self._keep_mount()
+        if kept is not None:
+            return kept
+        self.is_changed = take_off_lingering(self.settings, self.hosts)
+        self._scan()
+        kept = self._keep_directory()
+        if kept is not None:
+            return kept
+        if self._leave_to_others():
+            self._scan()
+        self.bases = {target: base_digest(scanned) for target, scanned in self.before.items()}
+        # In a container this interpreter's files are not there.
+        if self.forks and self.request.root == _ROOT:
+            self.process = stack.enter_context(early_server(self.settings))
+        self.key = self.resolved.key(self.bases)
+        return self._from_store()
+
+    def _keep_mount(self) -> SetupResult | None:
+        """Keep what is mounted on the targets, if it is what was asked for. Nothing is scanned."""
+        found = mounted_in_place(self.settings, self.resolved, self.paths)
+        if found is None:
+            return None
+        self.key, _, mounts = found
+        if drop_damaged(self.settings, mounts):
+            self.report(
+                f"warning: snapshot {self.key[:12]}, which is mounted, is damaged in the store; "
+                "it is restored anew"
+            )
+            return None
+        if not self._is_kept(MOUNTED) or not keep_mounted(
+            self.settings, mounts, until_exit=self.host is not None
+        ):
+            return None
+        self.report(f"snapshot {self.key[:12]} is mounted already")
+        result = self._result("in place", file_count=sum(one.record.file_count for one in mounts))
+        return replace(
+            result,
+            mode=mounts[0].record.mode,
+            mode_reason="it was mounted",
+            ready_names=tuple(filter(None, (one.record.ready_name for one in mounts))),
+        )
+
+    def _keep_directory(self) -> SetupResult | None:
+        """Keep what the targets hold, untouched, if it is what was asked for."""
+        found = held_in_place(self.settings, self.resolved, self.paths, self.before)
+        if found is None:
+            return None
+        self.key = found[0]
+        if not self._is_kept(HELD):
+            return None
+        self.report(f"snapshot {self.key[:12]} is in place already")
+        # Targets themselves do not count, as in manifests.
+        count = sum(len(scanned) - 1 for scanned in self.before.values() if scanned)
+        return self._result("in place", file_count=count)
+
+    def _is_kept(self, in_place: str) -> bool:
+        """Return whether what is in place is not too old by now."""
+        max_age_s = self.settings.snapshot_max_age_s
+        if max_age_s <= 0:
+            return True
+        try:
+            manifest = catalogue.load(self.store, self.key)
+        except BootseerError as error:
+            # What is here is what was asked for; that it may be too old is no reason to fail.
+            self.report(f"warning: cannot tell how old the snapshot in place is: {error}")
+            return True
+        is_used = not may_replace(
+            self.settings, self.request, self.paths, until_exit=self.host is not None
+        )
+        known = Known(manifest, max_age_s, in_place=in_place, is_used=is_used)
+        decision = decide(known, time.time_ns())
+        if decision.reason != in_place:
+            self.report(f"snapshot {self.key[:12]}: {decision.reason}")
+        return decision.situation is Situation.IN_PLACE
+
+    def _scan(self) -> None:
         layers = self.request.layers
-        return {target: scan_before(layers, path) for target, path in self.paths.items()}
+        self.before = {target: scan_before(layers, path) for target, path in self.paths.items()}
 
-    def result(
+    def _leave_to_others(self) -> bool:
+        """Have an own view of targets on which other jobs run, before anything changes there.
+
+        Returns whether there were such targets. Raises: BusyError if that is not possible.
+        """
+        # Another root is this job's alone.
+        if self.request.root != _ROOT:
+            return False
+        hosts = shared_targets(self.hosts)
+        used = other_users(self.settings.run_dir, hosts)
+        if not used:
+            return False
+        if self.host is None:
+            check_unused(self.settings.run_dir, hosts)
+            return False
+        enter_own_view(self.settings, used, self.host.before_own_view)
+        for target, pid in used.items():
+            self.report(
+                f"process {pid}, another job on this node, runs on something else in {target}: "
+                "this job has its own directory there, in a mount namespace of its own"
+            )
+        return True
+
+    # ---- the store ----------------------------------------------------------------------------
+
+    def _from_store(self) -> SetupResult:
+        """Restore the snapshot, or make it under a lease, or wait for the node that makes it."""
+        max_age_s = settled_max_age(self.settings.snapshot_max_age_s, is_open=self.resolved.is_open)
+        pause_s = _POLL_FIRST_S
+        watch = LeaseWatch()
+        while True:
+            known = look_up(self.store, self.key, max_age_s)
+            decision = decide(known, time.time_ns())
+            if decision.situation is Situation.STORED and known.manifest is not None:
+                self._end_waiting(known.manifest)
+                try:
+                    return self._restore(known.manifest)
+                except (CorruptError, NotFoundError) as error:
+                    decision = Decision(Situation.DAMAGED, str(error))
+            if decision.situation is Situation.DAMAGED:
+                self.report(
+                    f"warning: {decision.reason}; running the set-up to replace the snapshot"
+                )
+                self._settle()
+                self._scan()
+            lease = self.store.lease(
+                catalogue.lease_key(self.key),
+                ttl_s=self.lease_s,
+                owner=self.settings.node,
+                watch=watch,
+            )
+            if lease is not None:
+                with LeaseRenewal(lease, self.lease_s):
+                    # It may have been published between our look and our lease.
+                    if decision.situation is not Situation.DAMAGED and self._is_published(
+                        known.manifest
+                    ):
+                        continue
+                    return self._with_lease(decision.situation, known.manifest, max_age_s)
+            if time.monotonic() >= self.started + self.wait_s:
+                return self.ordinary(
+                    f"another node was still busy with it after {self.wait_s:.0f} s"
+                )
+            if decision.situation is Situation.DAMAGED:
+                return self.ordinary("another node is replacing the snapshot")
+            self._wait(watch, pause_s)
+            pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+
+    def _is_published(self, known: Manifest | None) -> bool:
+        """Return whether the store has a snapshot, and another one than `known`."""
+        if known is None:
+            return catalogue.exists(self.store, self.key)
+        manifest = catalogue.load(self.store, self.key)
+        return manifest is not None and manifest.created_ns != known.created_ns
+
+    def _wait(self, watch: LeaseWatch, pause_s: float) -> None:
+        """Wait a moment for the node that holds the lease."""
+        import random  # here: a node that waits has time
+
+        if not self._has_waited:
+            self._has_waited = True
+            if watch.owner != self.settings.node and self.host is not None:
+                self._end_stage = self.host.waiting_for(watch.owner, 0)
+            self.report(f"another node is running the set-up of {self.key[:12]}; waiting")
+        began = time.monotonic()
+        # Spread, so that a thousand nodes do not ask in step.
+        left_s = self.started + self.wait_s - began
+        time.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0, left_s)))
+        self.waited_s += time.monotonic() - began
+
+    def _end_waiting(self, manifest: Manifest | None = None) -> None:
+        """End the stage of waiting for another node.
+
+        A `manifest` that another node made during this start would have been waited for, had this
+        start come earlier: it gets a stage, too.
+        """
+        is_made_elsewhere = manifest is not None and manifest.node != self.settings.node
+        if self.host and manifest and is_made_elsewhere and self._end_stage is None:
+            self._end_stage = self.host.waiting_for(manifest.node, manifest.created_ns)
+        if self._end_stage is not None:
+            self._end_stage()
+            self._end_stage = None
+
+    def _restore(self, manifest: Manifest) -> SetupResult:
+        """Put the stored snapshot on the targets. Raises: as `restore_by_choice`."""
+        placed = place_targets(manifest, self.request.root)
+        if any(item.target.path not in self.paths for item in placed):
+            raise CorruptError(f"snapshot {self.key[:12]} holds targets that were not asked for")
+        catalogue.note_used(self.store, manifest)
+        wish = Wish(
+            self.settings.restore_mode,
+            until_exit=self.host is not None,
+            is_container=self.request.root != _ROOT,
+            scratch=self.request.scratch,
+            process=self.process,
+        )
+        done = restore_by_choice(
+            self.settings,
+            self.store,
+            manifest,
+            placed,
+            self.bases,
+            wish,
+            on_finished=self.note,
+            report=self.report,
+        )
+        # Targets that the set-up did not make: known to be missing.
+        for target in self.bases.keys() - {item.target.path for item in placed}:
+            self.note(self.paths[target], self.key, self.bases[target], "")
+        result = self._result(
+            "restored",
+            file_count=manifest.file_count,
+            content_bytes=manifest.content_bytes,
+            moved_bytes=done.moved_bytes,
+            setup_s=manifest.setup_ns / 1e9,
+            changed_outside=manifest.outside.paths,
+        )
+        waited = f"; waited {self.waited_s:.1f} s for it" if self.waited_s else ""
+        self.report(
+            f"restored snapshot {self.key[:12]}: {result.file_count} files in "
+            f"{result.seconds - self.waited_s:.1f} s instead of {result.setup_seconds:.1f} s, "
+            f"{done.choice.sentence()}{waited}"
+        )
+        if sentence := manifest.outside.restored_sentence(manifest.node):
+            self.report(f"warning: {sentence}")
+        return replace(
+            result,
+            mode=done.choice.mode,
+            mode_reason=done.choice.reason,
+            ready_names=done.ready_names,
+            was_here=done.was_here,
+        )
+
+    # ---- run and capture ----------------------------------------------------------------------
+
+    def _with_lease(
+        self, situation: Situation, manifest: Manifest | None, max_age_s: float
+    ) -> SetupResult:
+        """Run the command and publish its snapshot. `manifest`: the one that is too old."""
+        # Without a limit of the user's an old snapshot is better than none.
+        usable = manifest if self.settings.snapshot_max_age_s == AUTOMATIC_AGE_S else None
+        if usable is not None and self._has_waited:
+            # The node that was waited for has failed, and uses the old one as well.
+            self.report(f"warning: snapshot {self.key[:12]} could not be made anew")
+            return self._restore(usable)
+        if manifest is not None:
+            self.report(f"snapshot {self.key[:12]} is {_age_of(manifest)} old; it is made anew")
+        self._end_server()
+        self._end_waiting()
+        try:
+            return self._run_and_capture(situation, max_age_s)
+        except SetupFailedError as error:
+            if usable is None or not all(map(self._is_made_as_before, self.paths)):
+                raise
+            self.report(
+                f"warning: {error}; snapshot {self.key[:12]} is used once more, though it is "
+                f"{_age_of(usable)} old"
+            )
+        self.process = None  # ended before the set-up
+        return self._restore(usable)
+
+    def _is_made_as_before(self, target: bytes) -> bool:
+        """Remove what a set-up that failed left in a target, and return whether that worked."""
+        path, before = self.paths[target], self.before[target]
+        if scan_before(self.request.layers, path) == before:
+            return True
+        inside = os.fsencode(path) + b"/"
+        if len(before) > 1 or any(one.path.startswith(inside) for one in mount_points()):
+            return False
+        try:
+            empty_directory(path)
+        except OSError:
+            return False
+        return True
+
+    def _run_and_capture(self, situation: Situation, max_age_s: float) -> SetupResult:
+        """Run the command and make its snapshot. Raises: SetupFailedError; _NotStoredError."""
+        # Here: a restore needs none of it.
+        from bootseer.snapshots.sharing import earlier_snapshots, find_base
+
+        is_damaged = situation is Situation.DAMAGED
+        is_new = situation is Situation.MISSING
+        if situation is not Situation.TOO_OLD:
+            self.report(f"no snapshot {self.key[:12]} yet; running the set-up")
+        parts = self.resolved.all_parts(self.bases)
+        earlier = earlier_snapshots(self.store)
+        if is_new and (sentence := _nearest(parts, earlier)):
+            self.report(sentence)
+        # A damaged snapshot may be the base.
+        base = None if is_damaged else find_base(earlier, parts, self.resolved.targets)
+        del earlier
+        look = self._outside_look()
+        setup_s = _run_command(self.request, self.locks)
+        try:
+            outside = look(setup_s)
+            shown = shown_paths(self.resolved.targets)
+            self.report(f"the set-up took {setup_s:.1f} s; capturing {shown}")
+            try:
+                manifest = self._capture(parts, base, outside, setup_s, replaces=is_damaged)
+                is_stored = catalogue.publish(self.store, manifest, replace=not is_new)
+            except BusyError as error:
+                if base is None:
+                    raise
+                logger.info("stored whole, since what it was to share is gone: %s", error)
+                manifest = self._capture(parts, None, outside, setup_s, replaces=is_damaged)
+                is_stored = catalogue.publish(self.store, manifest, replace=not is_new)
+        except Exception as error:
+            if not isinstance(error, BootseerError | OSError):
+                logger.exception("unexpected error in a capture")
+            # Whatever it is: the command has run, and must not run again.
+            raise _NotStoredError(setup_s) from error
+        for target, path in self.paths.items():
+            self.note(path, self.key, self.bases[target], "")
+        result = self._result(
+            "captured" if is_stored else "ran",
+            file_count=manifest.file_count,
+            content_bytes=manifest.content_bytes,
+            moved_bytes=manifest.stored_bytes if is_stored else 0,
+            setup_s=setup_s,
+            changed_outside=outside.paths,
+        )
+        if unknown := self.resolved.all_unknown(self.bases):
+            age = f"; it is made anew once it is {shown_age(int(max_age_s * 1e9))} old"
+            self.report(
+                f"the key of the snapshot does not tell {'; '.join(unknown)}"
+                f"{age if max_age_s else ''}"
+            )
+        if sentence := outside.sentence():
+            self.report(f"warning: {sentence}")
+        if not is_stored:
+            self.report(
+                f"warning: another node has stored snapshot {self.key[:12]} meanwhile, since this "
+                "one could not renew its lease; what the set-up made here is not stored"
+            )
+            return result
+        self.report(
+            f"stored snapshot {self.key[:12]}: {result.file_count} files; the set-up took "
+            f"{setup_s:.1f} s, capturing {result.seconds - setup_s - self.waited_s:.1f} s"
+        )
+        return result
+
+    def _outside_look(self) -> Callable[[float], Outside]:
+        """Prepare the look at changes outside the targets, and return the function that makes it
+        when the command has taken some seconds."""
+        from bootseer.snapshots.capture import OutsideLayers, look_outside, now_ns
+
+        request = self.request
+        environ = os.environ if request.environ is None else request.environ
+        directory = working_directory(request)
+        if request.layers is not None:
+            layers = OutsideLayers(request.layers, environ, directory, self.hosts)
+            return lambda setup_s: layers.changed()
+        if request.root != _ROOT:
+            return lambda setup_s: Outside(is_complete=False)
+        began_ns = now_ns()
+        return lambda setup_s: look_outside(
+            self.settings, began_ns, setup_s, environ, directory, self.hosts
+        )
+
+    def _capture(
+        self,
+        parts: Sequence[Part],
+        base: Manifest | None,
+        outside: Outside,
+        setup_s: float,
+        *,
+        replaces: bool,
+    ) -> Manifest:
+        """Store everything that the command did, but for contents in blobs of `base`."""
+        from bootseer.snapshots.capture import Change, capture, make_manifest
+
+        wanted = self.resolved.targets
+        earlier = {target.path: target for target in base.targets} if base else {}
+        if len(earlier) == len(wanted) == 1:
+            earlier = dict(zip(wanted, earlier.values(), strict=True))  # at another path
+        layers = self.request.layers
+        targets = []
+        for target in wanted:
+            # Once more: the command may have made it a symbolic link.
+            host = resolve_in_root(self.request.root, target)
+            before = self.before[target]
+            is_same = host == self.paths[target]
+            after = scan_after(layers, host, before) if is_same else scan(host)
+            if not after and not before:
+                continue
+            if not after:
+                raise NotFoundError(f"{text_of(target)} does not exist after the set-up")
+            links = hard_links(layers, host, after) if layers else {}
+            change = Change(target, host, before, after, links)
+            targets.append(
+                capture(
+                    self.store,
+                    self.settings.cache_dir,
+                    change,
+                    base=earlier.get(target),
+                    replace=replaces,
+                )
+            )
+        if not targets:
+            raise NotFoundError(f"the set-up made none of {shown_paths(wanted)}")
+        return make_manifest(
+            parts, targets, setup_ns=int(setup_s * 1e9), node=self.settings.node, outside=outside
+        )
+
+    # ---- common steps -------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Finish or give up pending restores, before the command writes to the targets."""
+        if not self.locks:
+            return
+        try:
+            recover_mounts(self.settings, self.hosts)
+        except BootseerError as error:
+            logger.warning("what a dead server has mounted stays: %s", error)
+        try:
+            recover_targets(self.hosts, self.note)
+        except BootseerError as error:
+            logger.warning("giving up an interrupted restore: %s", error)
+            abandon_targets(self.hosts)
+
+    def _end_server(self) -> None:
+        """End a server that was begun for a mount: nothing will be mounted, and a set-up may take
+        long."""
+        if self.process is not None:
+            self.process.abandon()
+
+    def _result(
         self,
         how: str,
         *,
@@ -186,11 +875,11 @@ class Attempt(Struct):
         setup_s: float = 0.0,
         changed_outside: tuple[str, ...] = (),
     ) -> SetupResult:
-        """What came of it by now."""
+        """Return the result by now."""
         return SetupResult(
             how=how,
             fingerprint=self.key,
-            targets=tuple(text_of(target) for target in self.targets),
+            targets=tuple(text_of(target) for target in self.paths),
             file_count=file_count,
             content_bytes=content_bytes,
             moved_bytes=moved_bytes,
@@ -201,324 +890,12 @@ class Attempt(Struct):
         )
 
 
-def keep_mount(attempt: Attempt, store: Store, resolved: Resolved) -> SetupResult | None:
-    """What is mounted on the targets, if it is what was asked for: nothing is scanned then."""
-    found = mounts_in_place(attempt.settings, resolved, attempt.paths)
-    if found is None:
-        return None
-    attempt.key, mounts = found
-    if drop_damaged(attempt.settings, mounts):
-        attempt.report(
-            f"warning: snapshot {attempt.key[:12]}, which is mounted, is damaged in the store; "
-            "it is restored anew"
-        )
-        return None
-    if _is_outdated(attempt, store) or not keep_mounted(
-        attempt.settings, mounts, until_exit=attempt.until_exit
-    ):
-        return None
-    attempt.report(f"snapshot {attempt.key[:12]} is mounted already")
-    result = attempt.result("in place", file_count=sum(one.record.file_count for one in mounts))
-    return replace(
-        result,
-        mode=mounts[0].record.mode,
-        mode_reason="it was mounted",
-        ready_names=tuple(filter(None, (one.record.ready_name for one in mounts))),
-    )
-
-
-def keep_in_place(
-    attempt: Attempt, store: Store, resolved: Resolved, before: Mapping[bytes, Scan]
-) -> SetupResult | None:
-    """What the targets hold, untouched, if it is what was asked for."""
-    found = key_in_place(attempt.settings.cache_dir, resolved, attempt.paths, before)
-    if found is None:
-        return None
-    attempt.key = found[0]
-    if _is_outdated(attempt, store):
-        return None
-    attempt.report(f"snapshot {attempt.key[:12]} is in place already")
-    # Targets themselves do not count, as in manifests.
-    count = sum(len(scanned) - 1 for scanned in before.values() if scanned)
-    return attempt.result("in place", file_count=count)
-
-
-def _is_outdated(attempt: Attempt, store: Store) -> bool:
-    """Whether the snapshot in place is too old by now."""
-    max_age_s = attempt.settings.snapshot_max_age_s
-    if max_age_s <= 0:
-        return False
-    try:
-        manifest = catalogue.load(store, attempt.key)
-    except BootseerError as error:
-        # What is here is what was asked for; that it may be too old is no reason to fail.
-        attempt.report(f"warning: cannot tell how old the snapshot in place is: {error}")
-        return False
-    if manifest is None or not is_too_old(manifest, max_age_s):
-        return False
-    age = age_of(manifest)
-    attempt.report(f"snapshot {attempt.key[:12]}, which is in place, is {age} old")
-    if not _may_replace(attempt):
-        attempt.report("it is used as it is: another job on this node runs on it")
-        return False
-    return True
-
-
-def _may_replace(attempt: Attempt) -> bool:
-    """Whether what is in place can be made anew without changing it for another job."""
-    if attempt.request.root != Path("/") or (attempt.until_exit and can_mount_directly()):
-        return True
-    return not other_users(attempt.settings.run_dir, attempt.paths.values())
-
-
-def restore_instead(
-    attempt: Attempt,
-    store: Store,
-    manifest: Manifest,
-    before: Mapping[bytes, Scan],
-    bases: Mapping[bytes, str],
-    error: SetupFailedError,
-) -> SetupResult:
-    """Put a stored snapshot on the targets, though it is old, since the set-up that was to replace
-    it has failed. What that left where nothing was (`before`) is removed.
-
-    Raises: `error` where the targets cannot be made as they were; as `restore_by_choice`.
-    """
-    for target, path in attempt.paths.items():
-        if not _made_as_before(attempt, path, before[target]):
-            raise error
-    attempt.report(
-        f"warning: {error}; snapshot {attempt.key[:12]} is used once more, though it is "
-        f"{age_of(manifest)} old"
-    )
-    attempt.process = None  # ended before the set-up
-    return restore_stored(attempt, store, manifest, bases)
-
-
-def _made_as_before(attempt: Attempt, path: Path, before: Scan) -> bool:
-    if scan_before(attempt.request.layers, path) == before:
-        return True
-    inside = os.fsencode(path) + b"/"
-    if len(before) > 1 or any(one.path.startswith(inside) for one in mount_points()):
-        return False
-    try:
-        empty_directory(path)
-    except OSError:
-        return False
-    return True
-
-
-def restore_stored(
-    attempt: Attempt, store: Store, manifest: Manifest, bases: Mapping[bytes, str]
-) -> SetupResult:
-    """Put the stored snapshot on the targets. Raises: as `restore_by_choice`."""
-    placed = place_targets(manifest, attempt.request.root)
-    if any(item.target.path not in attempt.paths for item in placed):
-        raise CorruptError(f"snapshot {attempt.key[:12]} holds targets that were not asked for")
-    catalogue.note_used(store, manifest)
-    wish = Wish(
-        attempt.settings.restore_mode,
-        until_exit=attempt.until_exit,
-        is_container=attempt.request.root != Path("/"),
-        scratch=attempt.request.scratch,
-        process=attempt.process,
-    )
-    done = restore_by_choice(
-        attempt.settings,
-        store,
-        manifest,
-        placed,
-        bases,
-        wish,
-        on_finished=attempt.note,
-        report=attempt.report,
-    )
-    # Targets that the set-up did not make: known to be missing.
-    for target in bases.keys() - {item.target.path for item in placed}:
-        attempt.note(attempt.paths[target], attempt.key, bases[target], "")
-    result = attempt.result(
-        "restored",
-        file_count=manifest.file_count,
-        content_bytes=manifest.content_bytes,
-        moved_bytes=done.moved_bytes,
-        setup_s=manifest.setup_ns / 1e9,
-        changed_outside=manifest.outside.paths,
-    )
-    waited = f"; waited {attempt.waited_s:.1f} s for it" if attempt.waited_s else ""
-    attempt.report(
-        f"restored snapshot {attempt.key[:12]}: {result.file_count} files in "
-        f"{result.seconds - attempt.waited_s:.1f} s instead of {result.setup_seconds:.1f} s, "
-        f"{done.choice.sentence()}{waited}"
-    )
-    if sentence := manifest.outside.restored_sentence(manifest.node):
-        attempt.report(f"warning: {sentence}")
-    return replace(
-        result,
-        mode=done.choice.mode,
-        mode_reason=done.choice.reason,
-        ready_names=done.ready_names,
-        was_here=done.was_here,
-    )
-
-
-def key_in_place(
-    cache_dir: Path,
-    resolved: Resolved,
-    paths: Mapping[bytes, Path],
-    scans: Mapping[bytes, Scan],
-) -> tuple[str, dict[bytes, str]] | None:
-    """The set-up's fingerprint and what was in its targets before, if all of them (`paths` on
-    this host, found to hold `scans`) hold that snapshot, untouched since; else None."""
-    states = [load_state(cache_dir, paths[target], scans[target]) for target in resolved.targets]
-    known = [state for state in states if state is not None]
-    if len(known) < len(resolved.targets):
-        return None
-    bases = {target: state.base for target, state in zip(resolved.targets, known, strict=True)}
-    key = resolved.key(bases)
-    return (key, bases) if {state.fingerprint for state in known} == {key} else None
-
-
-def mounts_in_place(
-    settings: Settings, resolved: Resolved, paths: Mapping[bytes, Path]
-) -> tuple[str, list[Found]] | None:
-    """`key_in_place` for snapshots that are mounted: the fingerprint and the mounts. Nothing in
-    them is looked at. Raises: BootseerError."""
-    mounts: list[Found] = []
-    bases: dict[bytes, str] = {}
-    fingerprints = set()
-    others = []
-    for target in resolved.targets:
-        found = find_mounted(settings, paths[target])
-        if found is None:
-            others.append(target)
-            continue
-        mounts.append(found)
-        bases[target] = found.record.base
-        fingerprints.add(found.record.fingerprint)
-    if not mounts:
-        return None
-    for target in others:
-        # The set-up has made nothing here.
-        state = load_state(settings.cache_dir, paths[target], scan(paths[target]))
-        if state is None:
-            return None
-        bases[target] = state.base
-        fingerprints.add(state.fingerprint)
-    key = resolved.key(bases)
-    return (key, mounts) if fingerprints == {key} else None
-
-
-# The set-up's output is not ours to put on stdout, which carries data.
-_STDERR = 2
-
-
-class NotStoredError(Exception):
-    """The command has run; its snapshot could not be stored. It must not run again."""
-
-    def __init__(self, setup_s: float) -> None:
-        super().__init__()
-        self.setup_s = setup_s
-
-
-class Circumstances(Struct, frozen=True):
-    """Under which a command is run."""
-
-    resolved: Resolved
-    before: Mapping[bytes, Scan]
-    """What the targets held."""
-    bases: Mapping[bytes, str]
-    """What the targets held before, as parts of the fingerprint."""
-    replace: bool = False
-    """What is stored is damaged."""
-    renew: bool = False
-    """What is stored is whole, but too old."""
-
-
-class Ran(Struct, frozen=True):
-    """A command that has been run."""
-
-    setup_s: float
-    """How long it took."""
-    outside: Outside
-    """What it changed that is not captured."""
-
-
-def run_and_capture(attempt: Attempt, store: Store, under: Circumstances) -> SetupResult:
-    """Run the command and make its snapshot. Raises: SetupFailedError; NotStoredError."""
-    # Here: a restore needs none of it.
-    from bootseer.snapshots.sharing import earlier_snapshots, find_base
-
-    if not under.renew:
-        attempt.report(f"no snapshot {attempt.key[:12]} yet; running the set-up")
-    parts = under.resolved.all_parts(under.bases)
-    earlier = earlier_snapshots(store)
-    if not (under.renew or under.replace) and (sentence := _nearest(parts, earlier)):
-        attempt.report(sentence)
-    # What is damaged may be the base.
-    base = None if under.replace else find_base(earlier, parts, attempt.targets)
-    del earlier
-    look = _look_outside(attempt)
-    setup_s = run_command(attempt.request, attempt.locks)
-    try:
-        ran = Ran(setup_s, look(setup_s))
-        attempt.report(f"the set-up took {setup_s:.1f} s; capturing {shown_paths(attempt.targets)}")
-        manifest, is_stored = _publish(attempt, store, under, parts, base, ran)
-    except Exception as error:
-        if not isinstance(error, BootseerError | OSError):
-            logger.exception("unexpected error in a capture")
-        # Whatever it is: the command has run, and must not run again.
-        raise NotStoredError(setup_s) from error
-    for target, path in attempt.paths.items():
-        attempt.note(path, attempt.key, under.bases[target], "")
-    result = attempt.result(
-        "captured" if is_stored else "ran",
-        file_count=manifest.file_count,
-        content_bytes=manifest.content_bytes,
-        moved_bytes=manifest.stored_bytes if is_stored else 0,
-        setup_s=setup_s,
-        changed_outside=ran.outside.paths,
-    )
-    if not_in_key := under.resolved.all_unknown(under.bases):
-        limit = attempt.max_age_s
-        renewed = f"; it is made anew once it is {shown_age(int(limit * 1e9))} old" if limit else ""
-        attempt.report(f"the key of the snapshot does not tell {'; '.join(not_in_key)}{renewed}")
-    if sentence := ran.outside.sentence():
-        attempt.report(f"warning: {sentence}")
-    if not is_stored:
-        attempt.report(
-            f"warning: another node has stored snapshot {attempt.key[:12]} meanwhile, since this "
-            "one could not renew its lease; what the set-up made here is not stored"
-        )
-        return result
-    attempt.report(
-        f"stored snapshot {attempt.key[:12]}: {result.file_count} files; the set-up took "
-        f"{setup_s:.1f} s, capturing {result.seconds - setup_s - attempt.waited_s:.1f} s"
-    )
-    return result
-
-
-def _look_outside(attempt: Attempt) -> Callable[[float], Outside]:
-    """Before the command: what gives, when that has taken some seconds, what else it changed."""
-    # Here: a restore needs none of it.
-    from bootseer.snapshots.capture import OutsideLayers, look_outside, now_ns
-
-    request = attempt.request
-    environ = os.environ if request.environ is None else request.environ
-    directory = working_directory(request)
-    targets = list(attempt.paths.values())
-    if request.layers is not None:
-        layers = OutsideLayers(request.layers, environ, directory, targets)
-        return lambda setup_s: layers.changed()
-    if request.root != Path("/"):
-        return lambda setup_s: Outside(is_complete=False)
-    began_ns = now_ns()
-    return lambda setup_s: look_outside(
-        attempt.settings, began_ns, setup_s, environ, directory, targets
-    )
+def _age_of(manifest: Manifest) -> str:
+    return shown_age(time.time_ns() - manifest.created_ns)
 
 
 def _nearest(parts: Sequence[Part], earlier: Sequence[Manifest]) -> str:
-    """Say what has changed since the snapshot that comes nearest, if it is one of this set-up."""
+    """Return a sentence about the changes since the nearest snapshot, if it is of this set-up."""
     from bootseer.snapshots.diff import compare_parts, in_words, nearest
 
     near = nearest(parts, earlier)
@@ -531,74 +908,12 @@ def _nearest(parts: Sequence[Part], earlier: Sequence[Manifest]) -> str:
     return f"nearest is snapshot {near.fingerprint[:12]}; it differs in {in_words(differences)}"
 
 
-def _publish(
-    attempt: Attempt,
-    store: Store,
-    under: Circumstances,
-    parts: Sequence[Part],
-    base: Manifest | None,
-    ran: Ran,
-) -> tuple[Manifest, bool]:
-    """What the set-up made, and whether it is in the store: else another node's is."""
-    manifest = _captured(attempt, store, under, parts, base, ran)
-    try:
-        is_stored = catalogue.publish(store, manifest, replace=under.replace or under.renew)
-    except BusyError as error:
-        if not manifest.is_layered:
-            raise
-        logger.info("stored whole, since what it was to share is gone: %s", error)
-        manifest = _captured(attempt, store, under, parts, None, ran)
-        is_stored = catalogue.publish(store, manifest, replace=under.replace or under.renew)
-    return manifest, is_stored
+def _run_command(request: Request, locks: Sequence[int]) -> float:
+    """Run the command of a set-up, and return the seconds that it took.
 
-
-def _captured(
-    attempt: Attempt,
-    store: Store,
-    under: Circumstances,
-    parts: Sequence[Part],
-    base: Manifest | None,
-    ran: Ran,
-) -> Manifest:
-    """All that the command did, in the store, but for what blobs of `base` have already."""
-    from bootseer.snapshots.capture import Change, capture, make_manifest
-
-    earlier = {target.path: target for target in base.targets} if base else {}
-    if len(earlier) == len(attempt.targets) == 1:
-        earlier = dict(zip(attempt.targets, earlier.values(), strict=True))  # at another path
-    layers = attempt.request.layers
-    targets = []
-    for target in attempt.targets:
-        # Once more: the command may have made it a symbolic link.
-        host = resolve_in_root(attempt.request.root, target)
-        before = under.before[target]
-        is_same = host == attempt.paths[target]
-        after = scan_after(layers, host, before) if is_same else scan(host)
-        if not after and not before:
-            continue
-        if not after:
-            raise NotFoundError(f"{text_of(target)} does not exist after the set-up")
-        links = hard_links(layers, host, after) if layers else {}
-        change = Change(target, host, before, after, links)
-        cache_dir = attempt.settings.cache_dir
-        targets.append(
-            capture(store, cache_dir, change, base=earlier.get(target), replace=under.replace)
-        )
-    if not targets:
-        raise NotFoundError(f"the set-up made none of {shown_paths(attempt.targets)}")
-    return make_manifest(
-        parts,
-        targets,
-        setup_ns=int(ran.setup_s * 1e9),
-        node=attempt.settings.node,
-        outside=ran.outside,
-    )
-
-
-def run_command(request: Request, locks: Sequence[int]) -> float:
-    """Run it; how many seconds it took. `locks`: descriptors that it inherits, so that no other
-    process changes the targets while it runs, should this process be killed. Raises:
-    SetupFailedError."""
+    The command inherits the descriptors `locks`: no other process changes the targets while it
+    runs, should this process be killed. Raises: SetupFailedError.
+    """
     started = time.monotonic()
     command = list(request.command)
     environ = request.environ
@@ -632,289 +947,3 @@ def run_command(request: Request, locks: Sequence[int]) -> float:
             f"the set-up {program!r} failed with exit code {code}; nothing was stored", code
         )
     return time.monotonic() - started
-
-
-_POLL_FIRST_S = 0.1
-_POLL_MAX_S = 2.0
-
-
-def run_setup(
-    settings: Settings,
-    request: Request,
-    *,
-    report: Report = lambda sentence: None,
-    wait_s: float = 1800.0,
-    lease_s: float = 30.0,
-    until_exit: bool = False,
-    forks: bool = False,
-    before_own_view: Callable[[], None] = lambda: None,
-    note_wait: NoteWait = no_wait,
-) -> SetupResult:
-    """Make the targets as the set-up command would, by restoring its snapshot if there is one.
-
-    `report` gets what happens, a sentence at a time; a warning begins with "warning: ". `wait_s`
-    bounds the wait for another process or node that is running the same set-up; `lease_s` is how
-    long a node that died holds the others up. `until_exit`: what is mounted goes when
-    this process ends, whatever program it is by then; else it stays.
-    `forks`: a server may begin as a copy of this process (see `early_server`).
-    `before_own_view`: called before this process enters a mount namespace of its own, which it does
-    only with `until_exit`, where another job runs on a target (see `mounted.enter_own_view`).
-    `note_wait`: begins the stage of waiting for another node.
-
-    Raises: SetupFailedError with the command's exit code; InvalidInputError or NotFoundError for
-    declared targets or inputs that cannot be used; BusyError where another job runs on a target
-    that this set-up would change.
-    """
-    started = time.monotonic()
-    sweep_covers(settings.run_dir)
-    note = noting_shared(remember(settings, request.root))
-    attempt = Attempt(settings, request, report, started, until_exit, note, note_wait=note_wait)
-    run = _Run(attempt, wait_s, lease_s, forks, before_own_view)
-    try:
-        resolved = resolve(request, report, settings.cache_dir / "interpreters")
-    except (InvalidInputError, NotFoundError):
-        raise
-    except Exception as error:
-        if not isinstance(error, BootseerError | OSError):
-            logger.exception("unexpected error before a set-up")
-        return run.ordinary(str(error))
-    return run.guarded(resolved)
-
-
-class _Run:
-    """Uses what there is, waits for the node that is making it, or makes it."""
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        wait_s: float,
-        lease_s: float,
-        forks: bool,
-        before_own_view: Callable[[], None],
-    ) -> None:
-        self.attempt = attempt
-        self.settings = attempt.settings
-        self.report = attempt.report
-        self.wait_s = wait_s
-        self.lease_s = lease_s
-        self.forks = forks
-        self.before_own_view = before_own_view
-        self.end = attempt.started + wait_s
-        self.is_locked = False
-        self._wait: Callable[[], object] | None = None
-
-    def guarded(self, resolved: Resolved) -> SetupResult:
-        """All of it; anything but the command's own failure ends in `ordinary`."""
-        attempt = self.attempt
-        attempt.targets = resolved.targets
-        attempt.max_age_s = settled_max_age(
-            self.settings.snapshot_max_age_s, is_open=resolved.is_open
-        )
-        ran = False
-        with ExitStack() as stack:
-            try:
-                attempt.paths = {
-                    target: resolve_in_root(attempt.request.root, target)
-                    for target in attempt.targets
-                }
-                hosts = list(attempt.paths.values())
-                run_dir = self.settings.run_dir
-                attempt.locks = stack.enter_context(
-                    locked(run_dir, hosts, deadline_s=self.wait_s, report=self.report)
-                )
-                self.is_locked = True
-                recover_mounts(self.settings, hosts)
-                recover_targets(hosts, attempt.note)
-                store = stack.enter_context(open_own_store(self.settings, self.report))
-                return self._used(self._with_servers(store, resolved, stack))
-            except SetupFailedError:
-                raise
-            except NotStoredError as error:
-                ran = True
-                reason = str(error.__cause__)
-                setup_s = error.setup_s
-            except (BootseerError, OSError) as error:
-                reason = str(error)
-            except Exception as error:
-                # A mistake of ours must not keep a job from starting.
-                logger.exception("unexpected error in a set-up")
-                reason = f"unexpected {type(error).__name__}: {error}"
-            if not ran:
-                return self._used(self.ordinary(reason))
-            self.report(f"warning: the set-up ran but was not stored: {reason}")
-            return self._used(attempt.result("ran", setup_s=setup_s))
-
-    def _used(self, result: SetupResult) -> SetupResult:
-        """Note that the job runs on the targets now, where others could take them from it."""
-        attempt = self.attempt
-        if attempt.until_exit and attempt.request.root == Path("/"):
-            note_user(self.settings.run_dir, shared_targets(attempt.paths.values()))
-        return result
-
-    def _leave_to_others(self) -> bool:
-        """Have an own view of targets on which other jobs run, before anything changes these;
-        whether there were such. Raises: BusyError where that cannot be."""
-        attempt = self.attempt
-        # Another root is this job's alone.
-        if attempt.request.root != Path("/"):
-            return False
-        hosts = shared_targets(attempt.paths.values())
-        used = other_users(self.settings.run_dir, hosts)
-        if not used:
-            return False
-        if not attempt.until_exit:
-            check_unused(self.settings.run_dir, hosts)
-        enter_own_view(self.settings, used, self.before_own_view)
-        for target, pid in used.items():
-            self.report(
-                f"process {pid}, another job on this node, runs on something else in {target}: "
-                "this job has its own directory there, in a mount namespace of its own"
-            )
-        return True
-
-    def ordinary(self, reason: str) -> SetupResult:
-        """The command, as without Bootseer."""
-        self._end_wait()
-        self._leave_to_others()
-        self.report(f"warning: running the set-up without a snapshot: {reason}")
-        self._settle()
-        self._end_server()
-        attempt = self.attempt
-        return attempt.result("ran", setup_s=run_command(attempt.request, attempt.locks))
-
-    def _settle(self) -> None:
-        """Before the command writes to the targets: no restore may be pending on them."""
-        if not self.is_locked:
-            return
-        hosts = list(self.attempt.paths.values())
-        try:
-            recover_mounts(self.settings, hosts)
-        except BootseerError as error:
-            logger.warning("what a dead server has mounted stays: %s", error)
-        try:
-            recover_targets(hosts, self.attempt.note)
-        except BootseerError as error:
-            logger.warning("giving up an interrupted restore: %s", error)
-            abandon_targets(hosts)
-
-    def _end_server(self) -> None:
-        """Nothing will be mounted, and a set-up may take long."""
-        if self.attempt.process is not None:
-            self.attempt.process.abandon()
-
-    def _with_servers(self, store: Store, resolved: Resolved, stack: ExitStack) -> SetupResult:
-        """`_locked`, and once more where the server of what is mounted died meanwhile."""
-        try:
-            return self._locked(store, resolved, stack)
-        except (SetupFailedError, NotStoredError):
-            raise
-        except (BootseerError, OSError) as error:
-            if not recover_mounts_from(self.settings, [*self.attempt.paths.values()], error):
-                raise
-        self._end_server()
-        return self._locked(store, resolved, stack)
-
-    def _locked(self, store: Store, resolved: Resolved, stack: ExitStack) -> SetupResult:
-        attempt = self.attempt
-        kept = keep_mount(attempt, store, resolved)
-        if kept is not None:
-            return kept
-        attempt.is_changed = take_off_lingering(self.settings, attempt.paths.values())
-        before = attempt.scan()
-        bases = {target: base_digest(before[target]) for target in attempt.targets}
-        kept = keep_in_place(attempt, store, resolved, before)
-        if kept is not None:
-            return kept
-        if self._leave_to_others():
-            before = attempt.scan()
-            bases = {target: base_digest(before[target]) for target in attempt.targets}
-        # In a container this interpreter's files are not there.
-        if self.forks and attempt.request.root == Path("/"):
-            attempt.process = stack.enter_context(early_server(self.settings))
-        key = attempt.key = resolved.key(bases)
-        pause = _POLL_FIRST_S
-        watch = LeaseWatch()
-        is_told = False
-        while True:
-            replace = False
-            too_old = None
-            try:
-                manifest = catalogue.load(store, key)
-                if manifest is not None and not self._is_too_old(manifest):
-                    self._end_wait(manifest)
-                    return restore_stored(attempt, store, manifest, bases)
-                too_old = manifest
-            except (CorruptError, NotFoundError) as error:
-                self.report(f"warning: {error}; running the set-up to replace the snapshot")
-                self._settle()
-                before = attempt.scan()
-                replace = True
-            lease = store.lease(
-                catalogue.lease_key(key),
-                ttl_s=self.lease_s,
-                owner=self.settings.node,
-                watch=watch,
-            )
-            if lease is not None:
-                with LeaseRenewal(lease, self.lease_s):
-                    # It may have been published between our look and our lease.
-                    if not replace and self._is_published(store, too_old):
-                        continue
-                    usable = too_old if self._is_limit_automatic() else None
-                    if usable is not None and is_told:
-                        # The node that was waited for has failed, and uses it as well.
-                        self.report(f"warning: snapshot {key[:12]} could not be made anew")
-                        return restore_stored(attempt, store, usable, bases)
-                    if too_old is not None:
-                        age = age_of(too_old)
-                        self.report(f"snapshot {key[:12]} is {age} old; it is made anew")
-                    self._end_server()
-                    self._end_wait()
-                    under = Circumstances(resolved, before, bases, replace, bool(too_old))
-                    try:
-                        return run_and_capture(attempt, store, under)
-                    except SetupFailedError as error:
-                        if usable is None:
-                            raise
-                        return restore_instead(attempt, store, usable, before, bases, error)
-            if time.monotonic() >= self.end:
-                return self.ordinary(
-                    f"another node was still busy with it after {self.wait_s:.0f} s"
-                )
-            if replace:
-                return self.ordinary("another node is replacing the snapshot")
-            if not is_told:
-                is_told = True
-                if watch.owner != self.settings.node:
-                    self._wait = attempt.note_wait(watch.owner, 0)
-                self.report(f"another node is running the set-up of {key[:12]}; waiting")
-            # Spread, so that a thousand nodes do not ask in step.
-            import random  # here: who waits has time
-
-            began = time.monotonic()
-            time.sleep(min(pause * random.uniform(0.5, 1.0), max(0, self.end - began)))
-            attempt.waited_s += time.monotonic() - began
-            pause = min(1.5 * pause, _POLL_MAX_S)
-
-    def _end_wait(self, manifest: Manifest | None = None) -> None:
-        """Nobody is waited for from here on. What another node made during this start would have
-        been waited for had it come later."""
-        if manifest is not None and self._wait is None and manifest.node != self.settings.node:
-            self._wait = self.attempt.note_wait(manifest.node, manifest.created_ns)
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-
-    def _is_too_old(self, manifest: Manifest) -> bool:
-        return is_too_old(manifest, self.attempt.max_age_s)
-
-    def _is_limit_automatic(self) -> bool:
-        """Whether no maximum age was asked for: an old snapshot is better than none then."""
-        return self.settings.snapshot_max_age_s == AUTOMATIC_AGE_S
-
-    def _is_published(self, store: Store, known: Manifest | None) -> bool:
-        """Whether there is a snapshot, and another one than `known`."""
-        if known is None:
-            return catalogue.exists(store, self.attempt.key)
-        manifest = catalogue.load(store, self.attempt.key)
-        return manifest is not None and manifest.created_ns != known.created_ns

@@ -53,21 +53,8 @@ def set_up(
     if container is not None:
         request = _inside(container, request)
 
-    def note_wait(node: str, created_ns: int) -> Callable[[], object]:
-        if 0 < created_ns < loaded_ns:
-            return lambda: None  # another start has made it
-        return timeline.span("wait for set-up", {WAITED_FOR: node}).end
-
-    # The job that this process becomes is who uses what is mounted.
-    result = run_setup(
-        settings,
-        request,
-        report=say,
-        until_exit=True,
-        forks=True,
-        before_own_view=before_own_view,
-        note_wait=note_wait,
-    )
+    host = _Host(timeline, before_own_view)
+    result = run_setup(settings, request, report=say, forks=True, host=host)
     add_ready_names(os.environ, *result.ready_names)
     if result.mode:
         span.set("bootseer.mode", result.mode)
@@ -77,6 +64,20 @@ def set_up(
     is_live = result.mode and (result.how == "in place" or (container and result.was_here))
     changed = "changed: " if result.is_changed else ""
     span.set("bootseer.how", LIVE if is_live else changed + result.how)
+
+
+class _Host:
+    """The start, as a set-up sees it: the job that this process becomes uses what is mounted."""
+
+    def __init__(self, timeline: "Timeline", before_own_view: Callable[[], None]) -> None:
+        self._timeline = timeline
+        self.before_own_view = before_own_view
+
+    def waiting_for(self, node: str, created_ns: int) -> Callable[[], object]:
+        """Begin the stage of waiting for `node`; see `snapshots.environment.Host`."""
+        if 0 < created_ns < loaded_ns:
+            return lambda: None  # another start has made it
+        return self._timeline.span("wait for set-up", {WAITED_FOR: node}).end
 
 
 def _inside(container: "Container", request: "Request") -> "Request":

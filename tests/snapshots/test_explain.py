@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.diff import compare_parts, nearest
-from bootseer.snapshots.environment import run_setup
+from bootseer.snapshots.environment import HELD, Known, Situation, decide, run_setup
 from bootseer.snapshots.explain import IN_PLACE, RESTORE, RUN, Explanation, explain_setup
 from bootseer.snapshots.key import Request
 from bootseer.snapshots.manifest import Manifest, Stored, Target, encode
@@ -131,6 +131,32 @@ def test_explain_follows_a_set_up_through_its_life(tmp_path: Path, make_node: Ma
     ]
     # Nothing but the folder of the environment, which we removed, has changed.
     assert _everything(tmp_path).items() <= before.items()
+
+
+def test_a_damaged_manifest_is_explained_as_a_run(tmp_path: Path, make_node: MakeNode) -> None:
+    env = tmp_path / "env"
+    request = Request(command=["sh", "-c", f"mkdir {env}; echo x > {env}/f"], targets=[str(env)])
+    key = run_setup(make_node("a"), request).fingerprint
+    shutil.rmtree(env)
+    stored = tmp_path / "store" / catalogue.manifest_key(key)
+    stored.write_bytes(stored.read_bytes().replace(b'"node": "a"', b'"node": "b"'))
+    found = _explain(make_node("b"), request)
+    assert (found.outcome, "damaged" in found.reason) == (RUN, True)
+    assert run_setup(make_node("b"), request).how == "captured"
+
+
+def test_what_is_old_and_in_place_is_kept_for_another_job_that_runs_on_it() -> None:
+    manifest = _manifest(_parts(command="a"), created_ns=0)
+
+    def situation(now_s: int, in_place: str, *, is_used: bool = False) -> Situation:
+        known = Known(manifest, max_age_s=10, in_place=in_place, is_used=is_used)
+        return decide(known, now_s * 10**9).situation
+
+    assert situation(10, HELD) is Situation.IN_PLACE
+    assert situation(11, HELD) is Situation.TOO_OLD
+    assert situation(11, HELD, is_used=True) is Situation.IN_PLACE
+    assert situation(11, "") is Situation.TOO_OLD
+    assert situation(10, "") is Situation.STORED
 
 
 def _make_older(settings: Settings, key: str, age_s: float) -> None:

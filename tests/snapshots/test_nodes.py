@@ -221,6 +221,9 @@ class _Clock:
     def monotonic(self) -> float:
         return self.now_s
 
+    def time_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
     def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.now_s += seconds
