@@ -28,7 +28,7 @@ from bootseer.linux import mount_table
 from bootseer.snapshots.manifest import Target
 from bootseer.snapshots.scan import text_of
 from bootseer.store import Store
-from bootseer.store.backend import HasDescriptor
+from bootseer.store.backend import HasDescriptor, IsFolder
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.chunks import ChunkFetcher, matches_digest
 from bootseer.transfer.ranges import Chunk, Priority, covering
@@ -332,6 +332,8 @@ def find_local_blobs(store: Store, tree: Tree) -> LocalBlobs | None:
     """The tree's blobs, if all of them are files on disks or in the memory of this node, because
     the store is a folder there; else None, and the store is asked, in parallel and with deadlines.
     Raises: NotFoundError, UnavailableError."""
+    if not isinstance(store.backend, IsFolder):
+        return None
     readers: list[HasDescriptor] = []
     devices = {one.device for one in mount_table.mount_points() if one.kind in LOCAL_KINDS}
     for blob in tree.blobs:

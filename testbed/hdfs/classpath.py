@@ -57,6 +57,7 @@ log4j.appender.console=org.apache.log4j.ConsoleAppender
 log4j.appender.console.target=System.err
 log4j.appender.console.layout=org.apache.log4j.PatternLayout
 log4j.appender.console.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
+log4j.logger.org.apache.hadoop.hdfs.server.namenode.FSNamesystem.audit=INFO
 """
 _WEB_XML = '<?xml version="1.0"?><web-app version="2.4" xmlns="http://java.sun.com/xml/ns/j2ee"/>'
 
@@ -200,7 +201,7 @@ def _compiled(cache: Path, libraries: list[Path], program: str) -> Path:
     sources = [Path(__file__).parent / "java" / f"{name}.java" for name in (_SHARED, program)]
     stem = _stem(program)
     texts = [source.read_text(encoding="utf-8") for source in sources]
-    stamp = "\n".join([*texts, *map(str, libraries)])
+    stamp = "\n".join([*texts, _LOG4J, *map(str, libraries)])
     target, stamp_file = cache / f"{stem}.jar", cache / f"{stem}.stamp"
     if target.exists() and stamp_file.exists() and stamp_file.read_text("utf-8") == stamp:
         return target

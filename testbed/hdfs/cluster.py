@@ -8,6 +8,7 @@ import contextlib
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +35,8 @@ _CONFIGURATION = {
     "dfs.replication": "1",
     "dfs.blocksize": "16m",
 }
+# "rename" has its options behind its name.
+_AUDITED = re.compile(r"FSNamesystem\.audit: .*\tcmd=(\w+).*?\tsrc=(\S+)\t")
 _START_DEADLINE_S = 90
 _COMMAND_DEADLINE_S = 60
 _STOP_DEADLINE_S = 20
@@ -161,6 +164,14 @@ class MiniHdfs:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
         self._answer("OK", _COMMAND_DEADLINE_S)
+
+    def audited(self, folder: str) -> list[tuple[str, str]]:
+        """What clients have asked the NameNode for below the path `folder`, from the NameNode's
+        audit log: command and path. Blocks that are added to a file are not in it."""
+        log = (self.home / "hdfs.log").read_text(encoding="utf-8", errors="replace")
+        return [
+            (command, path) for command, path in _AUDITED.findall(log) if path.startswith(folder)
+        ]
 
     def kill_datanode(self, index: int) -> None:
         """Cut a DataNode off in the middle of what it does."""

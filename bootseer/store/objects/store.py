@@ -20,6 +20,7 @@ from bootseer.store.backend import Backend, FileInfo, IsFolder, Reader
 from bootseer.store.local.marked_folder import MARK, admit, remember
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
 from bootseer.store.objects.publish import TEMPORARY, publish_object
+from bootseer.store.once import Once
 from bootseer.store.paths import split_path
 from bootseer.transfer.attempt import Attempt
 
@@ -57,6 +58,7 @@ class Store(Closing):
         self._is_remembered = False
         self._swept = False
         self._readers: OrderedDict[str, Reader] = OrderedDict()
+        self._opening = Once()
         self._doubted: set[str] = set()
         """Keys of objects of which damaged bytes have come."""
         self._lock = threading.Lock()
@@ -106,11 +108,15 @@ class Store(Closing):
             raise
 
     def _reader(self, key: str) -> Reader:
+        return self._opening.do(key, lambda: self._opened(key), lambda: self._open(key))
+
+    def _opened(self, key: str) -> Reader | None:
         with self._lock:
             if (found := self._readers.get(key)) is not None:
                 self._readers.move_to_end(key)
-                return found
-        # Without the lock: the storage is asked. Of two that open it at once one is kept.
+            return found
+
+    def _open(self, key: str) -> Reader:
         opened = self.backend.open_reader(check_key(key), is_checked=True)
         with self._lock:
             self._readers[key] = opened

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from bootseer.store.backend import Backend, HasDescriptor, Reader
+from bootseer.store.once import Once
 
 # Each one is a new chance of another replica; a block rarely has more than three.
 _READERS_MAX = 5
@@ -31,6 +32,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._readers: dict[int, Reader] = {}
         self._numbers = itertools.count()
+        self._opening = Once()
         self._block_bytes = _DEFAULT_BLOCK_BYTES
         self._slow: set[tuple[int, int]] = set()
         self._good: dict[int, int] = {}
@@ -42,6 +44,12 @@ class Replicas:
         Readers whose number is in `avoided` are not taken where there is another one, or one more
         may be opened. Raises as opening does.
         """
+        if avoided:
+            return self._best(offset, avoided) or self._open()
+        return self._opening.do("", lambda: self._best(offset, ()), self._open)
+
+    def _best(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader] | None:
+        """Return the best one of those that are open; None where one more is to be opened."""
         with self._lock:
             block = self._block(offset)
             others = [n for n in self._readers if n not in avoided]
@@ -55,7 +63,7 @@ class Replicas:
                 # All were tried for this block and found slow: the storage is, not the replica.
                 number = (others or list(self._readers))[-1]
                 return number, self._readers[number]
-        return self._open()
+            return None
 
     def descriptor(self) -> HasDescriptor | None:
         """Return the file as one that the kernel can read, if it is one. Raises as opening does."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -408,3 +409,22 @@ def test_an_object_of_which_damage_came_is_no_more_read_past_the_storages_checks
                 assert store.read_verified(key, 0, memoryview(buffer), attempt) == 5
                 assert buffer == b"12345"
     assert opened == ["a", "b"]
+
+
+def test_an_object_that_several_threads_read_is_opened_once(tmp_path: Path) -> None:
+    opened = []
+
+    class Slow(LocalBackend):
+        def open_reader(self, path: str, *, is_checked: bool = False) -> HasDescriptor:
+            if is_checked:
+                opened.append(path)
+                Event().wait(0.1)
+            return super().open_reader(path, is_checked=is_checked)
+
+    def read(_: int) -> bool:
+        return store.read_verified("a", 0, memoryview(bytearray(5)), Attempt()) == 5
+
+    with Store(Slow(tmp_path)) as store:
+        store.publish("a", b"12345")
+        assert race(8, read) == 8
+    assert opened == ["a"]

@@ -1,0 +1,69 @@
+"""What a start that replays everything asks a NameNode for: `docs/hdfs.md` says so."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from testbed.hdfs.cluster import MiniHdfs
+from testbed.node import node_at
+from tests.bootseer.launch.conftest import Image
+
+pytestmark = [pytest.mark.hdfs, pytest.mark.needs("mount", "fuse")]
+
+SET_UP = 'import os; os.makedirs("/env"); open("/env/x", "wb").write(os.urandom(5_000_000))'
+JOB = """
+import decimal, email, os
+print(os.listdir("/env"), os.listdir("/kept"))
+open("/kept/entry", "w").write("compiled")
+if not os.path.exists("/ckpt/step-1"):
+    open("/ckpt/step-1", "wb").write(os.urandom(20_000_000))
+print(len(open("/ckpt/step-1", "rb").read()))
+"""
+
+
+def test_each_object_of_a_replayed_start_is_asked_for_once(
+    hdfs: MiniHdfs, tmp_path: Path, image: Image
+) -> None:
+    folder = f"/{tmp_path.parent.name}-{tmp_path.name}"
+    url = hdfs.url + folder
+    line = f"python3 -c '{SET_UP}'"
+    job: tuple[str, ...] = (
+        "--image",
+        image.source,
+        "--setup",
+        line,
+        "--target",
+        "/env",
+        "--keep",
+        "/kept",
+    )
+    job += ("--checkpoint", f"{url}:/ckpt", "--", "python3", "-c", JOB)
+    with (
+        node_at(tmp_path / "a", f"{url}/store") as first,
+        node_at(tmp_path / "b", f"{url}/store") as second,
+    ):
+        for node in (first, first, second):
+            before = len(hdfs.audited(folder))
+            done = node.run("run", *job)
+            assert done.returncode == 0, done.stderr
+            node.wait_clean()
+    audited = hdfs.audited(folder)[before:]
+    # A name in the mounted folder is shown for a second.
+    looked_up = ("getfileinfo", f"{folder}/step-1")
+    # When the job has ended, it is seen whether another node has kept more.
+    end = len(audited) - audited[::-1].index(looked_up)
+    asked = Counter(
+        one
+        for number, one in enumerate(audited)
+        if one != looked_up and (number < end or "/snapshots/" not in one[1])
+    )
+    opened = {path for command, path in asked if command == "open"}
+    for kind in ("images", "indexes", "blobs", "bundles", "hot", "snapshots"):
+        assert any(f"/store/{kind}/" in path for path in opened), kind
+    assert {path for path in opened if "/.bootseer-parts/" in path}
+    assert not [(one, count) for one, count in asked.items() if count > 1]
+    # What is looked at before it is opened: whether the store has each layer of the image whole.
+    looked = {path for command, path in asked if command == "getfileinfo"} & opened
+    assert len(looked) == 1, looked
+    assert "/store/blobs/" in looked.pop()
