@@ -152,7 +152,6 @@ $(VENV)/formats: $(VENV)/ready
 docs: $(VENV)/ready
 	$(BIN)/python -m tests.support.cli_reference
 	$(BIN)/python -m bench --report
-	$(BIN)/python -m testbed.containers.chart
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

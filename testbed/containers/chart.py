@@ -1,12 +1,8 @@
-"""The Helm chart, rendered by `helm template`, and the plain manifests that are made of it.
-
-`python -m testbed.containers.chart` writes these anew (`make docs`).
-"""
+"""The Helm chart, rendered by `helm template`."""
 
 import functools
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,22 +12,7 @@ from testbed.containers.helm import HELM_4, helm
 from testbed.paths import REPOSITORY
 
 CHART = REPOSITORY / "docker" / "kubernetes" / "chart"
-MANIFESTS = REPOSITORY / "docker" / "kubernetes" / "manifests"
 NAMESPACE = "bootseer-system"
-_HEAD = "# Made from docker/kubernetes/chart by `make docs`: change that.\n"
-# The dashboard is a file beside the chart.
-_PLAIN = {"metrics": {"dashboard": False}}
-# Helm makes it before it looks into a chart.
-_NAMESPACE = f"""apiVersion: v1
-kind: Namespace
-metadata:
-  name: {NAMESPACE}
-  labels:
-    # Mounts and containerd's configuration need privileges; what jobs get does not.
-    pod-security.kubernetes.io/enforce: privileged
-    bootseer.io/webhook: "off"
----
-"""
 _SOURCE = re.compile(r"^---\n# Source: bootseer/templates/(\S+)\n", re.MULTILINE)
 
 
@@ -59,32 +40,6 @@ def _rendered(values: str, kubernetes: str, version: str) -> str:
 
 
 def objects(texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The objects of rendered templates or manifests."""
+    """The objects of rendered templates."""
     found = [one for text in texts.values() for one in yaml.safe_load_all(text)]
     return [one for one in found if one is not None]
-
-
-def plain_manifests() -> dict[str, str]:
-    """The files of docker/kubernetes/manifests. Raises: MissingError."""
-    texts = render(_PLAIN)
-    texts["config.yaml"] = _NAMESPACE + texts["config.yaml"]
-    files = {
-        name: _HEAD + text.replace("managed-by: Helm\n", "managed-by: kubectl\n")
-        for name, text in texts.items()
-    }
-    listed = "".join(f"  - {name}\n" for name in sorted(files))
-    head = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources:\n"
-    return {**files, "kustomization.yaml": f"{_HEAD}{head}{listed}"}
-
-
-def main() -> None:
-    """Write the plain manifests."""
-    files = plain_manifests()
-    shutil.rmtree(MANIFESTS, ignore_errors=True)
-    MANIFESTS.mkdir()
-    for name, text in files.items():
-        (MANIFESTS / name).write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The chart and the plain manifests as a real API server takes them: each field of each object."""
+"""The chart as a real API server takes them: each field of each object."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.containers.chart import MANIFESTS
+from testbed.containers.chart import CHART
 from testbed.kubernetes.programs import KEPT, VERSION, cache_folder
 from tests.bootseer.kubernetes.webhook.api_servers import NAMESPACE, ApiServer, real
 from tests.chart.test_chart import EVERYTHING, LEAST, rendered
@@ -25,13 +25,10 @@ def test_an_api_server_takes_every_object(tmp_path: Path) -> None:
             assert kubectl(server, tmp_path, text).count("(server dry run)") == len(found)
         with pytest.raises(AssertionError, match="privilege"):
             kubectl(server, tmp_path, text.replace('"privileged"', '"privilege"'))
-        # This server is older than two versions in them.
-        text = (MANIFESTS.parent / "warm-cronjob.yaml").read_text()
+        # This server is older than the version in it.
+        text = (CHART.parent / "warm-cronjob.yaml").read_text()
         text = text.replace("apiVersion: batch/v1\n", "apiVersion: batch/v1beta1\n")
         assert "created" in kubectl(server, tmp_path, text)
-        text = kubectl(server, tmp_path, "", "kustomize", str(MANIFESTS))
-        text = text.replace("apiVersion: policy/v1\n", "apiVersion: policy/v1beta1\n")
-        assert "bootseer-mounts created" in kubectl(server, tmp_path, text)
 
 
 def kubectl(server: ApiServer, folder: Path, text: str, *words: str) -> str:

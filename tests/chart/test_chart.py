@@ -1,4 +1,4 @@
-"""The Helm chart and the plain manifests: one truth, names that fit, no rights beyond the table."""
+"""The Helm chart: names that fit, no rights beyond the table."""
 
 import json
 import shutil
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from testbed.containers.chart import CHART, MANIFESTS, objects, plain_manifests, render
+from bootseer.kubernetes.webhook.plan import ANNOTATIONS
+from testbed.containers.chart import CHART, objects, render
 from testbed.containers.helm import HELM_3, HELM_4, helm
 from testbed.paths import REPOSITORY
 
@@ -46,24 +47,35 @@ SECURITY = REPOSITORY / "SECURITY.md"
 Object = dict[str, Any]
 
 
-def manifests() -> list[Object]:
-    return objects({path.name: path.read_text() for path in MANIFESTS.iterdir()})
-
-
 def rendered(values: Object, **changes: Any) -> list[Object]:
     return objects(render(values, **changes))
 
 
-@pytest.fixture(params=["manifests", "chart", "chart with everything", "chart with least"])
+@pytest.fixture(params=["chart", "chart with everything", "chart with least"])
 def installed(request: pytest.FixtureRequest) -> list[Object]:
-    if request.param == "manifests":
-        return [one for one in manifests() if one["kind"] != "Kustomization"]
     values: Object = {
         "chart": {},
         "chart with everything": EVERYTHING,
         "chart with least": LEAST,
     }
     return rendered(values[request.param])
+
+
+def hooks(kubernetes: str) -> dict[str, Object]:
+    kind = "MutatingWebhookConfiguration"
+    (found,) = [one for one in rendered({}, kubernetes=kubernetes) if one["kind"] == kind]
+    return {hook["name"]: hook for hook in found["webhooks"]}
+
+
+def test_pods_without_annotations_are_not_sent_where_that_can_be_said() -> None:
+    """Kubernetes 1.28 knows conditions."""
+    known = hooks("1.28.3-gke.100")
+    (condition,) = known["pods.bootseer.io"]["matchConditions"]
+    names = ", ".join(map(repr, ANNOTATIONS))
+    assert f"[{names}].exists( name, name in object" in condition["expression"]
+    # A pod whose label requires a folder and that names none is refused, not left out.
+    assert "matchConditions" not in known["checkpoints.bootseer.io"]
+    assert "matchConditions" not in hooks("1.27.9")["pods.bootseer.io"]
 
 
 def pods(of: list[Object]) -> Iterator[tuple[str, Object]]:
@@ -74,11 +86,6 @@ def pods(of: list[Object]) -> Iterator[tuple[str, Object]]:
 
 def containers(pod: Object) -> list[Object]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
-
-
-def test_the_plain_manifests_are_the_chart_s() -> None:
-    texts = plain_manifests()
-    assert {path.name: path.read_text() for path in MANIFESTS.iterdir()} == texts, "run `make docs`"
 
 
 @pytest.mark.parametrize("version", [HELM_3, HELM_4])
@@ -259,7 +266,7 @@ def test_without_the_snapshotter_pods_get_no_runtime_class_and_containerd_no_lin
 def test_the_warm_up_at_a_time_of_the_day_may_what_the_chart_s_may() -> None:
     found = rendered({"warm": EVERYTHING["warm"]})
     (ours,) = [pod["spec"] for name, pod in pods(found) if name == "bootseer-warm"]
-    text = (MANIFESTS.parent / "warm-cronjob.yaml").read_text()
+    text = (CHART.parent / "warm-cronjob.yaml").read_text()
     theirs = yaml.safe_load(text)["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     one, other = ours["containers"][0], theirs["containers"][0]
     assert one["securityContext"] == other["securityContext"]

@@ -13,14 +13,12 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from bootseer.settings.config import Settings, variable_of
+from testbed.containers.chart import objects, render
 from tests.support.cli_reference import root_context
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 UNITS = sorted((DOCKER / "systemd").iterdir())
-MANIFESTS = [
-    *sorted((DOCKER / "kubernetes").glob("*.yaml")),
-    *(DOCKER / f"kubernetes/manifests/{name}.yaml" for name in ("mounts", "node", "webhook")),
-]
+MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
 # These are no settings.
 OTHERS = {"BOOTSEER_CONFIG", "BOOTSEER_SPAWNER"}
 VARIABLES = {variable_of(name) for name in Settings.__struct_fields__}
@@ -70,7 +68,14 @@ def test_systemd_units_call_commands_that_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_kubernetes_manifests_call_commands_that_exist(path: Path) -> None:
-    documents = list(yaml.safe_load_all(path.read_text()))
+    _check_calls(list(yaml.safe_load_all(path.read_text())))
+
+
+def test_the_chart_calls_commands_that_exist() -> None:
+    _check_calls(objects(render()))
+
+
+def _check_calls(documents: list[Any]) -> None:
     assert all(document["kind"] for document in documents)
     found = list(calls_in(documents))
     assert found
@@ -98,8 +103,8 @@ def test_the_snapshotter_s_pod_sees_what_it_needs() -> None:
     root, address = Path(str(defaults["root"])), Path(str(defaults["address"]))
     (pod,) = [
         one["spec"]["template"]["spec"]
-        for one in yaml.safe_load_all((DOCKER / "kubernetes/manifests/node.yaml").read_text())
-        if one["kind"] == "DaemonSet"
+        for one in objects(render())
+        if one["kind"] == "DaemonSet" and one["metadata"]["name"] == "bootseer-node"
     ]
     (container,) = [one for one in pod["containers"] if one["name"] == "snapshotter"]
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}

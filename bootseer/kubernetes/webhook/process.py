@@ -1,4 +1,4 @@
-"""The webhook's process: a server, and a look at its credentials every few seconds. Main thread."""
+"""The webhook's process: a server, and a look at its certificate every few seconds. Main thread."""
 
 import functools
 import signal
@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from bootseer.kubernetes.api import Api
+from bootseer.kubernetes.webhook.certificate import Certificate
 from bootseer.kubernetes.webhook.cluster import ClusterView, KeySecrets
-from bootseer.kubernetes.webhook.credentials import Credentials, look_quietly
 from bootseer.kubernetes.webhook.review import answer
 from bootseer.kubernetes.webhook.server import WebhookServer
 
@@ -36,13 +36,13 @@ def serve(
     view, secrets = ClusterView(api, store_url), KeySecrets(api)
     answers = functools.partial(answer, cluster=view, keep_secret=secrets.keep)
     server = WebhookServer(port, answers, lambda: keys.is_ready)
-    keys = Credentials(api, namespace=namespace, name=name, use=server.use)
+    keys = Certificate(api, namespace=namespace, name=name, use=server.use)
     keys.serve_alone()
     serving = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     serving.start()
     is_said = False
     while True:
-        look_quietly(keys)
+        keys.look_quietly()
         if keys.is_ready and not is_said:
             on_ready(server.server_port)
             is_said = True

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bootseer.errors import BootseerError
-from bootseer.kubernetes.webhook.certificates import Pair
+from bootseer.kubernetes.webhook.certificate import Pair
 from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
 
 _log = logging.getLogger(__name__)

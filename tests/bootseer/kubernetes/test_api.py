@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.errors import UnavailableError
 from bootseer.kubernetes.api import Api
-from bootseer.kubernetes.webhook.certificates import make_pair
+from bootseer.kubernetes.webhook.certificate import make_pair
 from testbed.servers.answering import talking
 from testbed.waiting import wait_for
 
@@ -35,7 +35,7 @@ def test_an_answer_that_drips_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drip: Talk
 ) -> None:
     pair = make_pair(["localhost"], datetime.now(UTC))
-    (tmp_path / "ca.crt").write_bytes(pair.authorities)
+    (tmp_path / "ca.crt").write_bytes(pair.trusted)
     (tmp_path / "token").write_text("token")
     (tmp_path / "namespace").write_text("default")
     (tmp_path / "pair.pem").write_bytes(pair.certificate + pair.key)

@@ -18,9 +18,9 @@ from bootseer.errors import PermissionDeniedError
 from bootseer.kubernetes import removal
 from bootseer.kubernetes.csi.attributes import ImageVolume
 from bootseer.kubernetes.csi.records import Record, Records
+from testbed.containers.chart import objects, render
 from testbed.waiting import pause
 from tests.bootseer.kubernetes.webhook.api_servers import NAME, NAMESPACE, ApiServer, real
-from tests.chart.test_chart import manifests
 
 DAEMONSETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets"
 ROLES = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"
@@ -118,7 +118,7 @@ def test_an_end_is_within_the_pod_s_grace_period(monkeypatch: pytest.MonkeyPatch
 def part_of_chart(kind: str) -> dict[str, Any]:
     (found,) = [
         one
-        for one in manifests()
+        for one in objects(render())
         if one["kind"] == kind and one["metadata"]["name"] == "bootseer-node"
     ]
     return found

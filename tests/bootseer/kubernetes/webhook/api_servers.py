@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import urllib3
-import yaml  # type: ignore[import-untyped]
 
-from bootseer.kubernetes.webhook.certificates import make_pair
-from testbed.containers.chart import MANIFESTS
+from bootseer.kubernetes.webhook.certificate import make_pair
+from testbed.containers.chart import objects, render
 from testbed.kubernetes.programs import KEPT, cache_folder
 from testbed.needs import MissingError
 from testbed.servers.registry import free_port
@@ -39,9 +38,8 @@ _RULES = [
 
 def configuration() -> dict[str, Any]:
     """As the chart has it."""
-    found = yaml.safe_load_all((MANIFESTS / "webhook.yaml").read_text())
     kind = "MutatingWebhookConfiguration"
-    return next(one for one in found if one["kind"] == kind)
+    return next(one for one in objects(render()) if one["kind"] == kind)
 
 
 class ApiServer:
@@ -109,7 +107,7 @@ class ApiServer:
         return {hook["name"]: hook for hook in found}
 
     def bundle(self) -> str:
-        """The authorities that it was told of, in Base64; empty before."""
+        """The certificates that it was told to trust, in Base64; empty before."""
         (found,) = {one["clientConfig"].get("caBundle", "") for one in self.hooks().values()}
         return str(found)
 
@@ -140,7 +138,7 @@ def stand_in(folder: Path) -> Iterator[ApiServer]:
 def _certificate(folder: Path) -> Path:
     """A key and its certificate in one file, with `ca.pem` beside it."""
     pair = make_pair(["localhost"], datetime.now(UTC))
-    (folder / "ca.pem").write_bytes(pair.authorities)
+    (folder / "ca.pem").write_bytes(pair.trusted)
     found = folder / "pair.pem"
     found.write_bytes(pair.key + pair.certificate)
     return found

@@ -12,7 +12,7 @@ import pytest
 import urllib3
 
 from bootseer.errors import CorruptError
-from bootseer.kubernetes.webhook.certificates import Pair, make_pair
+from bootseer.kubernetes.webhook.certificate import Pair, make_pair
 from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
 from bootseer.kubernetes.webhook.server import WebhookServer
 from testbed.waiting import wait_for
@@ -38,9 +38,9 @@ class _Running:
         return b'{"answer":' + body + b"}"
 
     def client(self, pair: Pair | None = None) -> urllib3.PoolManager:
-        """One that believes this pair's authority only."""
+        """One that trusts this pair's certificate only."""
         file = self._folder / "ca.pem"
-        file.write_bytes((pair or self.pair).authorities)
+        file.write_bytes((pair or self.pair).trusted)
         return urllib3.PoolManager(ca_certs=str(file), retries=False, timeout=30)
 
     def url(self, path: str) -> str:
@@ -54,7 +54,7 @@ class _Running:
         return socket.create_connection(("localhost", self.server.server_port), timeout=60)
 
     def secured(self) -> ssl.SSLSocket:
-        context = ssl.create_default_context(cadata=self.pair.authorities.decode())
+        context = ssl.create_default_context(cadata=self.pair.trusted.decode())
         return context.wrap_socket(self.connect(), server_hostname="localhost")
 
 

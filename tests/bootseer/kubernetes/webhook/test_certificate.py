@@ -1,12 +1,11 @@
 """The webhook's pair: who believes it, when it is renewed, and what is refused."""
 
-import ssl
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from msgspec.structs import replace
 
-from bootseer.kubernetes.webhook.certificates import VALIDITY, Pair, is_due, make_pair, problem_of
+from bootseer.kubernetes.webhook.certificate import VALIDITY, Pair, is_due, make_pair, problem_of
 
 NAMES = ["bootseer-webhook.bootseer-system.svc"]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -25,20 +24,14 @@ def test_after_a_renewal_the_pair_before_is_believed_too() -> None:
     first = make_pair(NAMES, NOW)
     second = make_pair(NAMES, NOW + timedelta(days=60), first)
     third = make_pair(NAMES, NOW + timedelta(days=80), second)
-    assert _authorities(second)[1:] == _authorities(first)
+    assert _trusted(second)[1:] == _trusted(first)
     # Not those before: the list would grow for ever.
-    assert _authorities(third)[1:] == _authorities(second)[:1]
+    assert _trusted(third)[1:] == _trusted(second)[:1]
     late = make_pair(NAMES, NOW + VALIDITY, first)
-    assert len(_authorities(late)) == 1
+    assert len(_trusted(late)) == 1
 
 
-def test_python_and_openssl_take_the_authority(tmp_path: object) -> None:
-    pair = make_pair(NAMES, datetime.now(UTC))
-    context = ssl.create_default_context(cadata=pair.authorities.decode())
-    assert context.cert_store_stats()["x509_ca"] == 1
-
-
-@pytest.mark.parametrize("part", ["authorities", "certificate", "key"])
+@pytest.mark.parametrize("part", ["trusted", "certificate", "key"])
 @pytest.mark.parametrize("other", [b"", b"x", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_damaged_pairs_are_refused(part: str, other: bytes) -> None:
     pair = replace(make_pair(NAMES, NOW), **{part: other})
@@ -48,9 +41,10 @@ def test_damaged_pairs_are_refused(part: str, other: bytes) -> None:
 def test_parts_of_two_pairs_are_refused() -> None:
     one, other = make_pair(NAMES, NOW), make_pair(NAMES, NOW)
     assert problem_of(replace(one, key=other.key), NAMES, NOW) == "its key is another one's"
-    assert problem_of(replace(one, authorities=other.authorities), NAMES, NOW) != ""
+    untold = replace(one, trusted=other.trusted)
+    assert problem_of(untold, NAMES, NOW) == "it is not what API servers are told to trust"
 
 
-def _authorities(pair: Pair) -> list[str]:
+def _trusted(pair: Pair) -> list[str]:
     end = "-----END CERTIFICATE-----\n"
-    return [one + end for one in pair.authorities.decode().split(end) if one]
+    return [one + end for one in pair.trusted.decode().split(end) if one]

@@ -2,25 +2,22 @@
 
 import base64
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bootseer.errors import NotFoundError, PermissionDeniedError
 from bootseer.kubernetes.api import Api
-from bootseer.kubernetes.webhook.certificates import VALIDITY, Pair
+from bootseer.kubernetes.webhook.certificate import VALIDITY, Certificate, Pair
 from bootseer.kubernetes.webhook.cluster import ASK_S, ClusterView
-from bootseer.kubernetes.webhook.credentials import Credentials, look_quietly
+from testbed.containers.chart import objects, render
 from tests.bootseer.kubernetes.webhook.api_servers import (
     CONFIGURATION,
     NAME,
     NAMESPACE,
     SECRET,
     ApiServer,
-    stand_in,
 )
-from tests.chart.test_chart import manifests
 
 
 class _Replica:
@@ -30,7 +27,7 @@ class _Replica:
         self.api = Api(server.account)
         self.now = datetime.now(UTC)
         self.used: list[Pair] = []
-        self.credentials = Credentials(
+        self.certificate = Certificate(
             self.api,
             namespace=NAMESPACE,
             name=NAME,
@@ -40,11 +37,11 @@ class _Replica:
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            self.credentials.look()
+            self.certificate.look()
 
 
 def _bundle(pair: Pair) -> str:
-    return base64.b64encode(pair.authorities).decode()
+    return base64.b64encode(pair.trusted).decode()
 
 
 def test_replicas_serve_with_one_pair_that_the_api_server_believes(api_server: ApiServer) -> None:
@@ -55,29 +52,13 @@ def test_replicas_serve_with_one_pair_that_the_api_server_believes(api_server: A
     assert one.used == other.used
     assert len(one.used) == 1
     assert api_server.bundle() == _bundle(one.used[0])
-    assert one.credentials.is_ready
+    assert one.certificate.is_ready
     one.look()
     versions = _versions(api_server)
     one.look(3)
     # Nothing is written where nothing changes.
     assert _versions(api_server) == versions
     assert len(one.used) == 1
-
-
-def test_pods_without_annotations_are_not_sent_where_that_can_be_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kubernetes 1.28 knows conditions; 1.20 leaves the member out."""
-    with stand_in(tmp_path) as server:
-        for name, value in server.environ.items():
-            monkeypatch.setenv(name, value)
-        server.install()
-        _Replica(server).look(2)
-        hooks = server.hooks()
-        (condition,) = hooks["pods.bootseer.io"]["matchConditions"]
-        # A pod whose label requires a folder and that names none is refused, not left out.
-        assert "matchConditions" not in hooks["checkpoints.bootseer.io"]
-        assert "'bootseer.io/fanout'].exists(" in condition["expression"]
 
 
 def test_of_two_that_renew_at_once_one_wins(api_server: ApiServer) -> None:
@@ -93,7 +74,7 @@ def test_of_two_that_renew_at_once_one_wins(api_server: ApiServer) -> None:
         return found
 
     other.api.get = late  # type: ignore[method-assign]
-    look_quietly(other.credentials)
+    other.certificate.look_quietly()
     assert not other.used
     other.look()
     assert other.used == one.used
@@ -110,8 +91,8 @@ def test_a_renewed_pair_is_served_after_the_api_server_was_told(api_server: ApiS
     assert len(one.used) == 1
     renewed = api_server.bundle()
     assert renewed != _bundle(one.used[0])
-    # Who has not noticed is believed, as the bundle has both authorities.
-    assert one.used[0].authorities in base64.b64decode(renewed)
+    # Who has not noticed is believed, as the bundle has both certificates.
+    assert one.used[0].trusted in base64.b64decode(renewed)
     one.look()
     other.look()
     assert one.used[-1] == other.used[-1] != one.used[0]
@@ -135,7 +116,7 @@ def test_what_others_have_changed_is_put_right(
     secret["data"]["tls.key"] = base64.b64encode(b"damaged").decode()
     api_server.ask("PUT", SECRET, secret)
     replica.look(2)
-    assert replica.used[1].authorities != replica.used[0].authorities
+    assert replica.used[1].trusted != replica.used[0].trusted
     assert api_server.bundle() == _bundle(replica.used[1])
 
 
@@ -147,7 +128,7 @@ def test_what_is_missing_is_named(api_server: ApiServer) -> None:
     api_server.ask("DELETE", CONFIGURATION)
     with pytest.raises(NotFoundError, match=r"pods\.bootseer\.io"):
         replica.look()
-    assert not replica.credentials.is_ready
+    assert not replica.certificate.is_ready
 
 
 def test_the_cluster_is_seen_as_it_is(
@@ -170,7 +151,7 @@ def test_the_cluster_is_seen_as_it_is(
 
 def test_both_questions_fit_into_the_time_that_the_chart_gives_a_webhook() -> None:
     """The webhook may wait for an API server that is gone, twice."""
-    hooks = [hook for one in manifests() for hook in one.get("webhooks", ())]
+    hooks = [hook for one in objects(render()) for hook in one.get("webhooks", ())]
     assert hooks
     assert all(hook["timeoutSeconds"] > 2 * ASK_S for hook in hooks)
 
