@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
-from bootseer.launch.checkpoints import LIVE
+from bootseer.fuse.striped.mounted.job_mount import LIVE
 from bootseer.launch.job import Job
 from bootseer.served.ready_socket import add_ready_names
 from bootseer.timeline.otlp import WAITED_FOR

@@ -102,7 +102,7 @@ class _Start:
             raise
 
     def _stages(self, timeline: Timeline) -> None:
-        self._checkpoints.start(timeline)
+        self._checkpoints.start()
         self._begin_lingering()
         if self._job.image:
             from bootseer.launch.image import open_image

@@ -80,13 +80,15 @@ class Role(NamedTuple):
 
 TREE = Role("bootseer.prefetch.serve.server", "the image's server")
 CHECKPOINTS = Role("bootseer.fuse.striped.mounted.server", "the mount's server")
+JOB_MOUNT = Role("bootseer.fuse.striped.mounted.job_mount", "the server of a checkpoint folder")
 HOLDER = Role("bootseer.snapshots.holder", "the holder of a linked snapshot")
 PUBLISHER = Role("bootseer.prefetch.publish.publishing", "the publisher")
 WARMER = Role("bootseer.prefetch.warm.worker", "warming")
 KEEPER = Role("bootseer.launch.caches.keeper", "the keeper of caches")
 LINGERER = Role("bootseer.launch.linger", "the process for which mounts linger")
 ROLES = {
-    role.module: role for role in (TREE, CHECKPOINTS, HOLDER, PUBLISHER, WARMER, KEEPER, LINGERER)
+    role.module: role
+    for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, KEEPER, LINGERER)
 }
 """All roles, by module: a spawner starts nothing else."""
 

@@ -141,6 +141,7 @@ def mount(
     from bootseer.fuse.striped.mounted.mount import make_mount_point, mount_checkpoints, mount_spec
     from bootseer.fuse.striped.mounted.server import serve_checkpoints
     from bootseer.launch.checkpoints import made_sentence
+    from bootseer.linux.processes import ProcessId
     from bootseer.served.status import find_known
 
     if status:
@@ -169,7 +170,7 @@ def mount(
         uid=uid,
         gid=gid,
         umask=umask,
-        lifetime_pid=lifetime_pid,
+        user=None if lifetime_pid is None else ProcessId.of(lifetime_pid),
         read_newest=read_newest,
         shutdown_s=timeout,
     )

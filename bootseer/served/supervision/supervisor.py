@@ -40,7 +40,7 @@ from bootseer.fuse.kernel.server import Attached, attach
 from bootseer.fuse.kernel.unmount import abort_connection, detach
 from bootseer.linux import mount_table
 from bootseer.linux.processes import is_stuck, wait_readable
-from bootseer.served.processes import Report
+from bootseer.served.processes import Ready, Report
 from bootseer.served.supervision.heartbeat import Heartbeat
 from bootseer.served.supervision.stop_signal import STOP_SIGNALS, StopSignal
 from bootseer.served.supervision.worker import (
@@ -70,6 +70,7 @@ def supervise(
     options: MountOptions,
     *,
     report: Report | None = None,
+    answer: Callable[[], Struct] = Ready,
     on_ready: Callable[[], None] = lambda: None,
     restart: RestartPolicy | None = None,
     attached: Attached | None = None,
@@ -80,8 +81,8 @@ def supervise(
     SIGINT.
 
     `factory` is called in each worker, after the fork. When the first worker serves `report` hears
-    it, or else why there is none, and `on_ready` is called, here. Main thread of a single-threaded
-    process only.
+    `answer()`, or else why there is none, and `on_ready` is called, here. Main thread of a
+    single-threaded process only.
 
     `attached`: a mount that another process of ours has made; its requests are asked for again.
     `hand_over` is called after a worker has ended with `HANDED_OVER`, with the stop signals
@@ -120,6 +121,7 @@ def supervise(
                     policy,
                     hand_over,
                     report,
+                    answer,
                     stop_grace_s,
                 )
                 supervisor.run(on_ready, is_taken_over)
@@ -138,6 +140,7 @@ class _Supervisor(Struct):
     restart: RestartPolicy
     hand_over: Callable[[Attached], None] | None
     report: Report | None
+    answer: Callable[[], Struct]
     stop_grace_s: float
     heartbeat: Heartbeat | None = None
     dying: set[int] = field(default_factory=set)
@@ -154,7 +157,7 @@ class _Supervisor(Struct):
                 os.close(ready)
             elif not self._await_ready(ready):
                 return
-            if self.report is not None and not self.report.ready():
+            if self.report is not None and not self.report.ready(self.answer()):
                 path = self.attached.path
                 raise UnavailableError(f"nobody waits for the mount on {path} any more")
             on_ready()

@@ -33,7 +33,6 @@ from bootseer.fuse.kernel.unmount import detach, is_disconnected, unmount
 from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.linux.mount_table import absolute, find_mount
 from bootseer.linux.namespaces import mount_namespace
-from bootseer.linux.processes import start_time
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, only_lingers
 from bootseer.served.ending import end_process, end_silent, give_up
@@ -137,8 +136,6 @@ def unchecked_spec(settings: Settings, url: str, directory: Path, **choices: Any
         )
     path = absolute(directory)
     chosen = {name: value for name, value in choices.items() if value is not None}
-    if "lifetime_pid" in chosen:
-        chosen["lifetime_started"] = start_time(chosen["lifetime_pid"])
     spec = MountSpec(
         url=absolute_url(url),
         directory=str(path),
@@ -172,7 +169,7 @@ def take_over(spec: MountSpec) -> str:
         try:
             # There may be a newer checkpoint than the one that was read ahead.
             ask(known.folder, "warm" if spec.read_newest else "status")
-            if join(known.folder, None, spec.lifetime_pid):
+            if join(known.folder, None, spec.user.pid if spec.user else None):
                 return "live"
         except (UnavailableError, DeadlineError):
             end_silent(known.folder, known.state)

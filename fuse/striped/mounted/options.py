@@ -47,10 +47,8 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     gid: int | None = None
     umask: int = 0o022
     """Permissions that nothing has; the kernel checks access by the rest."""
-    lifetime_pid: int | None = None
-    """The server unmounts and ends when this process has ended."""
-    lifetime_started: str = ""
-    """When that process started (`processes.start_time`)."""
+    user: ProcessId | None = None
+    """The process that the mount is for: the server unmounts and ends when it has ended."""
     read_newest: bool = False
     """Read the newest checkpoint ahead as soon as the mount works."""
     metrics_dir: Path | None = None
@@ -59,16 +57,9 @@ class MountSpec(Struct, frozen=True, kw_only=True):
     """How long open files may stay open when the server is told to end; then they are cut off."""
 
     @property
-    def user(self) -> ProcessId | None:
-        """Process that the mount is for."""
-        if self.lifetime_pid is None:
-            return None
-        return ProcessId(self.lifetime_pid, self.lifetime_started)
-
-    @property
     def fingerprint(self) -> str:
         """Digest that is equal for mounts which the next job can use as its own."""
-        shared = replace(self, lifetime_pid=None, lifetime_started="")
+        shared = replace(self, user=None)
         return hashlib.sha256(to_line(shared).encode()).hexdigest()
 
     @property

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import Struct
+
 from bootseer.base.documents import from_line, to_line
 from bootseer.base.redact import public_url
 from bootseer.errors import EXIT_FAILURE, exit_code_of, from_oserror
@@ -21,7 +23,7 @@ from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.striped.mounted.options import SUBTYPE, CheckpointPlan, MountSpec
 from bootseer.served.folders import CHECKPOINT, MountState, new_mount_dir, read_state
 from bootseer.served.life import living
-from bootseer.served.processes import CHECKPOINTS, Report, serve
+from bootseer.served.processes import CHECKPOINTS, Ready, Report, serve
 from bootseer.served.supervision.hand_over import RESUME, become_newer, taken_over
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
@@ -52,6 +54,7 @@ def _serve(
     lock_fd: int | None = None,
     attached: Attached | None = None,
     report: Report | None = None,
+    answer: Callable[[], Struct] = Ready,
     on_ready: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Serve until the mount ends; return the files that were left unwritten.
@@ -83,6 +86,7 @@ def _serve(
             Path(plan.spec.directory),
             _mount_options(plan.spec),
             report=report,
+            answer=answer,
             on_ready=on_ready,
             attached=attached,
             hand_over=hand_over,
@@ -136,9 +140,13 @@ def _watch_owner(spec: MountSpec) -> int | None:
         raise from_oserror(error, f"watch process {spec.user.pid}") from error
 
 
-def _serve_plan(line: bytes, report: Report) -> None:
-    plan = from_line(line, CheckpointPlan)
-    _serve(plan, _watch_owner(plan.spec), report=report)
+def serve_plan(plan: CheckpointPlan, report: Report, answer: Callable[[], Struct] = Ready) -> None:
+    """Serve until the mount ends; `report` hears `answer()` once it works."""
+    _serve(plan, _watch_owner(plan.spec), report=report, answer=answer)
+
+
+def _serve_told(line: bytes, report: Report) -> None:
+    serve_plan(from_line(line, CheckpointPlan), report)
 
 
 def _go_on(left: int) -> list[str]:
@@ -154,7 +162,7 @@ def _go_on(left: int) -> list[str]:
 def main() -> int:
     """Return the exit code: 0 after an unmount, 1 where files were still being written."""
     if RESUME not in sys.argv:
-        return serve(CHECKPOINTS, _serve_plan)
+        return serve(CHECKPOINTS, _serve_told)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         unwritten = _go_on(int(sys.argv[2]))

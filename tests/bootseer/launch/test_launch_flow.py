@@ -57,7 +57,7 @@ def test_what_the_page_names_is_there(node: Node, image: Image, tmp_path: Path) 
         lines = second.processes()
         assert lines[process.pid].startswith("python3 -c")
         running = " ".join(lines.values())
-        for server in ("bootseer.fuse.striped.mounted.server", "bootseer.prefetch.serve.server"):
+        for server in ("bootseer.fuse.striped.mounted.job_mount", "bootseer.prefetch.serve.server"):
             assert f"`{server}`" in PAGE
             # It and its worker.
             assert running.count(server) == 2, running

@@ -191,7 +191,8 @@ def test_while_a_checkpoint_is_being_mounted(node: Node, silent_url: str) -> Non
     with node.start(
         "run", "--checkpoint", f"{silent_url}:{mount}", "--", "touch", "job-ran"
     ) as process:
-        wait_for(mount)
+        # Not of the path: to look at what is being mounted takes until it serves.
+        waiting.wait_for(node.mounts, "the mount")
         process.terminate()
         finish(process)
     assert process.returncode == -signal.SIGTERM

@@ -17,6 +17,7 @@ from bootseer.fuse.striped.mounted.mount import (
     mount_spec,
 )
 from bootseer.launch.slurm import job_of, tidy, wished_checkpoints
+from bootseer.linux.processes import ProcessId
 from bootseer.served.folders import is_alive
 from bootseer.settings.config import Settings, load_config
 from testbed.mounts.fuse_mount import clear_mount
@@ -116,7 +117,9 @@ def test_what_lives_of_a_job_that_is_over_keeps_no_mount(
     directory.mkdir()
     with subprocess.Popen(["sleep", "600"]) as user:
         try:
-            spec = mount_spec(settings, (tmp_path / "3").as_uri(), directory, lifetime_pid=user.pid)
+            spec = mount_spec(
+                settings, (tmp_path / "3").as_uri(), directory, user=ProcessId.of(user.pid)
+            )
             mount_checkpoints(spec)
             tidy(settings, over, pytest.fail)
             assert os.path.ismount(directory) is not is_ended

@@ -19,7 +19,7 @@ from bootseer.fuse.striped.mounted.mount import (
     unmount_checkpoints,
 )
 from bootseer.fuse.striped.tools.copy import copy_in, copy_out, open_storage
-from bootseer.linux.processes import start_time
+from bootseer.linux.processes import ProcessId, start_time
 from bootseer.served.folders import mounts_dir
 from bootseer.store import open_backend
 from bootseer.store.local.backend import LocalBackend
@@ -174,7 +174,7 @@ def test_the_mount_ends_with_the_process_it_is_for(
 ) -> None:
     job = subprocess.Popen(["sleep", "60"])
     try:
-        with checkpoints(tmp_path, mountpoint, local_url, lifetime_pid=job.pid) as mount:
+        with checkpoints(tmp_path, mountpoint, local_url, user=ProcessId.of(job.pid)) as mount:
             assert os.path.ismount(mountpoint)
             pid = mount.pid
             job.kill()
