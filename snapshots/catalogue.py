@@ -288,22 +288,18 @@ def find_cut_blob(store: Store, target: Target) -> Stored | None:
 
 
 def load_tree(store: Store, target: Target) -> Tree:
-    """A target's tree; see `load_encoded_tree`."""
-    return load_encoded_tree(store, target)[0]
+    """Return a target's tree, to look at; `admit_tree` gives the tree that a restore may use.
 
-
-def load_encoded_tree(store: Store, target: Target) -> tuple[Tree, bytes]:
-    """A target's tree, verified against its digest and against the blobs that the manifest names,
-    and its encoded form.
-
-    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
+    Raises: as `read_encoded_tree`.
     """
-    data = read_encoded_tree(store, target)
-    return decode_tree(target, data), data
+    return _decode_tree(target, read_encoded_tree(store, target))
 
 
 def read_encoded_tree(store: Store, target: Target) -> bytes:
-    """A target's encoded tree, verified against its digest. Raises: as `load_encoded_tree`."""
+    """Return a target's encoded tree, verified against its digest.
+
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
+    """
     stored = target.index
     if stored.size_bytes > INDEX_BYTES_MAX:
         raise CorruptError(f"the index {stored.digest} is too large")
@@ -313,11 +309,8 @@ def read_encoded_tree(store: Store, target: Target) -> bytes:
     return data
 
 
-def decode_tree(target: Target, data: bytes) -> Tree:
-    """The target's tree in `data`, which `read_encoded_tree` gave, checked against its blobs.
-
-    Raises: CorruptError.
-    """
+def _decode_tree(target: Target, data: bytes) -> Tree:
+    """Return the tree in `data`, checked against the blobs that the manifest names."""
     tree = index.decode(data, is_verified=True)
     blobs = [(blob.digest, blob.size_bytes) for blob in tree.blobs]
     if blobs != [(blob.digest, blob.size_bytes) for blob in target.blobs]:
@@ -329,13 +322,16 @@ _CAPABILITY = b"security.capability"
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 
 
-def admit_tree(target: Target, tree: Tree, *, privileges: bool) -> None:
-    """Check a target's tree, and unless `privileges` take from its files set-user-ID and
-    set-group-ID bits and capabilities, which is said. The set-group-ID bit of a directory is no
-    privilege: it decides the group of what is made there.
+def admit_tree(target: Target, data: bytes, *, privileges: bool) -> Tree:
+    """Return a target's tree as a restore may use it. `data` is from `read_encoded_tree`.
 
-    Raises: CorruptError for the names of restores; PermissionDeniedError for a device node.
+    Unless `privileges`, files lose set-user-ID and set-group-ID bits and capabilities, with a
+    warning. The set-group-ID bit of a directory is no privilege: it decides the group of new files.
+
+    Raises: CorruptError for other blobs than the manifest's, and for names that restores use;
+    PermissionDeniedError for a device node.
     """
+    tree = _decode_tree(target, data)
     where = text_of(target.path)
     if any(name.name.startswith(STAGING_PREFIX) for name in tree.children(0)):
         raise CorruptError(f"the snapshot of {where} holds a reserved name")
@@ -352,6 +348,7 @@ def admit_tree(target: Target, tree: Tree, *, privileges: bool) -> None:
             where,
         )
         _withhold(tree)
+    return tree
 
 
 def privileged(tree: Tree) -> set[int]:
@@ -454,7 +451,7 @@ class Verifier:
     def _read(self, target: Target) -> None:
         from bootseer.blob.read import verify  # here: no restore reads whole blobs
 
-        tree, _ = load_encoded_tree(self._store, target)
+        tree = load_tree(self._store, target)
         keys = [blob_key(blob.digest) for blob in tree.blobs]
         verify(
             tree,

@@ -64,7 +64,7 @@ from bootseer.snapshots.mounted import (
     take_off_lingering,
 )
 from bootseer.snapshots.parts import Part, shown_program
-from bootseer.snapshots.place import abandon_targets, place_targets, recover_targets
+from bootseer.snapshots.place import Restoration, abandon_targets, place_targets, recover_targets
 from bootseer.snapshots.restore import Wish, early_server, restore_by_choice
 from bootseer.snapshots.scan import Scan, base_digest, scan, text_of
 from bootseer.snapshots.targets import (
@@ -635,16 +635,8 @@ class _SetUp:
             scratch=self.request.scratch,
             process=self.process,
         )
-        done = restore_by_choice(
-            self.settings,
-            self.store,
-            manifest,
-            placed,
-            self.bases,
-            wish,
-            on_finished=self.note,
-            report=self.report,
-        )
+        work = Restoration(self.settings, self.store, manifest, placed, self.bases)
+        done = restore_by_choice(work, wish, on_finished=self.note, report=self.report)
         # Targets that the set-up did not make: known to be missing.
         for target in self.bases.keys() - {item.target.path for item in placed}:
             self.note(self.paths[target], self.key, self.bases[target], "")

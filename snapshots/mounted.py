@@ -16,9 +16,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import repeat
 from pathlib import Path
 
 from msgspec import Struct
@@ -60,16 +59,10 @@ from bootseer.served.ending import give_up
 from bootseer.served.folders import LINK as HOLDER
 from bootseer.served.folders import MountState, mounts_dir, new_mount_dir, read_state, wait_released
 from bootseer.settings.config import Settings
-from bootseer.snapshots.catalogue import (
-    admit_tree,
-    decode_tree,
-    find_cut_blob,
-    load_tree,
-    read_encoded_tree,
-)
+from bootseer.snapshots.catalogue import admit_tree, find_cut_blob, read_encoded_tree
 from bootseer.snapshots.layers import is_opaque
-from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.place import OnFinished, Placed, is_entered
+from bootseer.snapshots.manifest import Target
+from bootseer.snapshots.place import OnFinished, Placed, Restoration, is_entered
 from bootseer.snapshots.scan import scan, text_of
 from bootseer.snapshots.targets import was_empty
 from bootseer.snapshots.trees import NodeTrees
@@ -114,33 +107,30 @@ class MountedTree(Struct, frozen=True):
 
 
 def cover_all(
-    settings: Settings,
-    manifest: Manifest,
-    placed: Sequence[Placed],
-    trees: Sequence[MountedTree],
-    bases: Mapping[bytes, str],
-    *,
-    mode: str,
-    until_exit: bool,
+    work: Restoration, trees: Sequence[MountedTree], *, mode: str, until_exit: bool
 ) -> None:
-    """Shows `trees` on their targets; finished when this returns.
+    """Show `trees` on the targets of a restore. On an error nothing is mounted.
 
-    The caller has found that they fit on what lies there (`bases`). With `until_exit` they go when
-    this process ends, otherwise they stay until `unmount_snapshot`. On an error nothing is mounted.
-    Raises: UnsupportedError and other BootseerErrors.
+    With `until_exit` the mounts go when this process ends, otherwise they stay until
+    `unmount_snapshot`. Raises: UnsupportedError and other BootseerErrors.
     """
     with ExitStack() as undo:
-        for item, one in zip(placed, trees, strict=True):
+        for item, one in zip(work.placed, trees, strict=True):
             record = Mounted(
                 target=str(item.path),
-                fingerprint=manifest.fingerprint,
-                base=bases[item.target.path],
-                scratch=str(scratch_of(settings, one.state_dir)),
+                fingerprint=work.manifest.fingerprint,
+                base=work.bases[item.target.path],
+                scratch=str(scratch_of(work.settings, one.state_dir)),
                 file_count=item.target.file_count,
                 mode=mode,
                 ready_name=one.ready_name,
             )
-            _cover(item, one, record, privileges=settings.restore_privileges)
+
+            def note(one: MountedTree = one, record: Mounted = record) -> None:
+                # By now a process lives that will remove the folder.
+                write_private_file(one.state_dir / _RECORD, _FORM.encode(record))
+
+            _cover(work, item, one.tree, Path(record.scratch), source_of(one.state_dir.name), note)
             undo.callback(_uncover, item.path, one.state_dir.name)
         for one in trees:
             # From here on it is finished, and stays.
@@ -153,22 +143,29 @@ def scratch_of(settings: Settings, state_dir: Path) -> Path:
     return settings.cache_dir / "containers" / state_dir.name
 
 
-def _cover(item: Placed, tree: MountedTree, record: Mounted, *, privileges: bool) -> None:
+def _cover(
+    work: Restoration,
+    item: Placed,
+    tree: Path,
+    scratch: Path,
+    source: str,
+    note: Callable[[], None] = lambda: None,
+) -> None:
+    """Show a tree on a target; `note` is called right before."""
     try:
-        # By now a process lives that will remove it.
-        make_private_directory(Path(record.scratch))
+        make_private_directory(scratch)
         item.path.mkdir(parents=True, exist_ok=True)
-        write_private_file(tree.state_dir / _RECORD, _FORM.encode(record))
+        note()
     except OSError as error:
         raise from_oserror(error, f"prepare the mount on {item.path}") from error
     cover_directory(
-        tree.tree,
+        tree,
         item.path,
-        Path(record.scratch),
+        scratch,
         is_difference=not item.target.whole,
         deletions=item.target.deletions,
-        source=source_of(tree.state_dir.name),
-        privileges=privileges,
+        source=source,
+        privileges=work.settings.restore_privileges,
     )
 
 
@@ -333,38 +330,33 @@ def name_of(target: bytes) -> str:
 
 
 def mount_snapshot(
-    settings: Settings,
-    store: Store,
-    manifest: Manifest,
-    placed: Sequence[Placed],
-    bases: Mapping[bytes, str],
-    *,
-    until_exit: bool,
-    process: processes.Process | None = None,
+    work: Restoration, *, until_exit: bool, process: processes.Process | None = None
 ) -> MountOutcome:
-    """Mount all targets of a snapshot; they work when this returns. See `mounted.cover_all`.
+    """Mount all targets of a snapshot; they work when this returns. See `cover_all`.
 
-    `process`, if one was begun, serves one of them."""
+    `process`, if one was begun, serves one of them.
+    """
+    settings = work.settings
     with ExitStack() as undo:
         all_serving = []
-        for item, begun in zip(placed, [process, *repeat(None, len(placed) - 1)], strict=True):
-            all_serving.append(_begin_serving(settings, item, begun))
+        for item in work.placed:
+            all_serving.append(_begin_serving(settings, item, process))
+            process = None
             undo.callback(_give_up, all_serving[-1])
         indexes = []
-        for item, serving in zip(placed, all_serving, strict=True):
-            indexes.append(have_index(settings, store, item.target))
+        for item, serving in zip(work.placed, all_serving, strict=True):
+            indexes.append(have_index(settings, work.store, item.target))
             serving.go()
         # Meanwhile: half of what a server would take until it can serve.
-        for item, index in zip(placed, indexes, strict=True):
-            tree = decode_tree(item.target, index.data)
-            admit_tree(item.target, tree, privileges=settings.restore_privileges)
+        for item, index in zip(work.placed, indexes, strict=True):
+            admit_tree(item.target, index.data, privileges=settings.restore_privileges)
         for serving in all_serving:
             serving.wait()
         served = [
             MountedTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
             for one in all_serving
         ]
-        cover_all(settings, manifest, placed, served, bases, mode=MOUNT, until_exit=until_exit)
+        cover_all(work, served, mode=MOUNT, until_exit=until_exit)
         undo.pop_all()
     for one in served:
         # The overlay has a mount of its own by now.
@@ -430,37 +422,36 @@ def _give_up(serving: Serving) -> None:
     give_up(serving.plan.state_dir, 0)
 
 
-Build = Callable[[Target, Tree, Path], None]
-"""Extracts a target's tree to a path that does not exist, whole or not at all."""
+Build = Callable[[Target, Tree, Path], object]
+"""Function that extracts a target's tree to a path that does not exist, whole or not at all."""
 
 
-def link_snapshot(
-    settings: Settings,
-    store: Store,
-    manifest: Manifest,
-    placed: Sequence[Placed],
-    bases: Mapping[bytes, str],
-    build: Build,
-    *,
-    until_exit: bool,
-) -> None:
-    """Show all targets of a snapshot from extracted trees, which `build` makes where they are
-    missing. See `mounted.cover_all`."""
-    trees = NodeTrees(settings)
+@contextlib.contextmanager
+def kept_tree(work: Restoration, target: Target, build: Build) -> Iterator[tuple[Path, int]]:
+    """Yield the path of a target's extracted tree and the descriptor of its lock.
+
+    `build` makes the tree where it is missing or damaged. See `NodeTrees.using`.
+    """
+    tree, _ = work.load(target)
+    digest = target.index.digest
+    trees = NodeTrees(work.settings)
+    with trees.using(digest, tree, lambda path: build(target, tree, path)) as found:
+        yield found
+
+
+def link_snapshot(work: Restoration, build: Build, *, until_exit: bool) -> None:
+    """Show all targets of a snapshot from extracted trees. See `cover_all`.
+
+    `build` makes the trees that are missing.
+    """
     served: list[MountedTree] = []
     with ExitStack() as undo:
-        for item in placed:
-            tree = load_tree(store, item.target)
-            admit_tree(item.target, tree, privileges=settings.restore_privileges)
-
-            def build_one(path: Path, target: Target = item.target, tree: Tree = tree) -> None:
-                build(target, tree, path)
-
-            with trees.using(item.target.index.digest, tree, build_one) as (source, _):
-                state_dir = hold(settings, item.path, item.target)
+        for item in work.placed:
+            with kept_tree(work, item.target, build) as (source, _):
+                state_dir = hold(work.settings, item.path, item.target)
             served.append(MountedTree(state_dir, source))
             undo.callback(give_up, state_dir, 0)
-        cover_all(settings, manifest, placed, served, bases, mode=LINK, until_exit=until_exit)
+        cover_all(work, served, mode=LINK, until_exit=until_exit)
         undo.pop_all()
 
 
@@ -488,58 +479,28 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
     return state_dir
 
 
-def overlay_snapshot(
-    settings: Settings,
-    store: Store,
-    trees: NodeTrees,
-    placed: Sequence[Placed],
-    scratch: Path,
-    build: Build,
-) -> None:
-    """Mount all targets of a snapshot, or none. `scratch`: where what is written goes, a folder of
-    the container's own.
+def link_in_container(work: Restoration, build: Build, scratch: Path) -> None:
+    """Show all targets of a snapshot in a container's root from extracted trees, or none.
+
+    The overlays and what is written to them go with the container; `scratch` is a folder of its
+    own. The job keeps the trees from being removed: it inherits the descriptors of their locks.
 
     Raises: UnsupportedError where this kernel has no such overlay; BootseerError.
     """
     locks: list[int] = []
-    privileges = settings.restore_privileges
     with ExitStack() as undo:
-        for item in placed:
-            target = item.target
-            tree = load_tree(store, target)
-            admit_tree(target, tree, privileges=privileges)
-            digest = target.index.digest
-
-            def build_one(path: Path, target: Target = target, tree: Tree = tree) -> None:
-                build(target, tree, path)
-
-            with trees.using(digest, tree, build_one) as (source, lock):
+        for item in work.placed:
+            with kept_tree(work, item.target, build) as (source, lock):
                 locks.append(os.dup(lock))
                 undo.callback(os.close, locks[-1])
+                digest = item.target.index.digest
                 own = scratch / f"{os.getpid()}-{digest[-16:]}-{len(locks)}"
-                _cover_in_container(item, source, own, privileges=privileges)
+                _cover(work, item, source, own, "bootseer")
                 undo.callback(namespaces.unmount, item.path)
         for lock in locks:
             # Also in the program that this process becomes.
             os.set_inheritable(lock, True)
         undo.pop_all()
-
-
-def _cover_in_container(item: Placed, source: Path, scratch: Path, *, privileges: bool) -> None:
-    try:
-        make_private_directory(scratch)
-        item.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise from_oserror(error, f"prepare the mount on {item.path}") from error
-    cover_directory(
-        source,
-        item.path,
-        scratch,
-        is_difference=not item.target.whole,
-        deletions=item.target.deletions,
-        source="bootseer",
-        privileges=privileges,
-    )
 
 
 _own: set[Path] = set()

@@ -42,7 +42,8 @@ from bootseer.linux import mount_table
 from bootseer.linux.private_files import read_private_file
 from bootseer.linux.removal import remove_tree
 from bootseer.linux.root_paths import resolve_in_root
-from bootseer.snapshots.catalogue import admit_tree, load_encoded_tree
+from bootseer.settings.config import Settings
+from bootseer.snapshots.catalogue import admit_tree, read_encoded_tree
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.parts import base_part_name
 from bootseer.snapshots.scan import NOTHING, STAGING_PREFIX, Scan, base_digest, is_plain, text_of
@@ -495,8 +496,8 @@ def _set_xattrs(fd: int, wanted: dict[bytes, bytes]) -> None:
 
 
 Fill = Callable[[Target, Tree, Path], str]
-"""Makes a target's tree at a path that does not exist, whole or not at all. Returns its
-`tree_fingerprint.fingerprint_of_restored`, or nothing where it is not known."""
+"""Function that makes a target's tree at a path that does not exist, whole or not at all. Returns
+its `fingerprint_of_restored`, or "" if that is not known."""
 
 
 class Placed(Struct, frozen=True):
@@ -535,38 +536,45 @@ def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
         )
 
 
-def put_in_place(
-    manifest: Manifest,
-    placed: Sequence[Placed],
-    bases: Mapping[bytes, str],
-    store: Store,
-    *,
-    fill: Fill,
-    on_finished: OnFinished,
-    privileges: bool,
-) -> None:
+class Restoration(Struct, frozen=True):
+    """One restore: a snapshot, and the places to which its targets go."""
+
+    settings: Settings
+    store: Store
+    manifest: Manifest
+    placed: Sequence[Placed]
+    bases: Mapping[bytes, str]
+    """Base digests of what lies in the targets; the snapshot fits on it (`check_base`)."""
+
+    def load(self, target: Target) -> tuple[Tree, bytes]:
+        """Return a target's tree as a restore may use it, and its encoded form."""
+        data = read_encoded_tree(self.store, target)
+        return admit_tree(target, data, privileges=self.settings.restore_privileges), data
+
+
+def put_in_place(work: Restoration, fill: Fill, on_finished: OnFinished) -> None:
     """Put all targets of a snapshot in place, or change nothing.
 
-    What is there (`bases`) has been found to fit (`check_base`). `fill` makes each target's tree,
-    beside it. `privileges`: see `admit_tree`. `on_finished` is called for each target before a
-    crash could no longer be recovered from. Raises: CorruptError, NotFoundError, UnavailableError,
-    DeadlineError, NoSpaceError, PermissionDeniedError: nothing has changed, unless the message says
-    that a restore could not be *finished*; the next run goes on with it.
+    `fill` makes each target's tree, beside the target. `on_finished` is called for each target
+    before a crash could no longer be recovered from.
+
+    Raises: CorruptError, NotFoundError, UnavailableError, DeadlineError, NoSpaceError,
+    PermissionDeniedError: nothing has changed, unless the message says that a restore could not be
+    *finished*; the next run goes on with it.
     """
     stagings: list[Staging] = []
     fingerprints: list[str] = []
     try:
-        for item in placed:
-            tree, encoded = load_encoded_tree(store, item.target)
-            admit_tree(item.target, tree, privileges=privileges)
+        for item in work.placed:
+            tree, encoded = work.load(item.target)
             staging = make_staging(item.path)
             stagings.append(staging)
             fingerprints.append(fill(item.target, tree, staging.tree))
             write_plan(
                 staging,
                 stagings[0],
-                fingerprint=manifest.fingerprint,
-                base=bases[item.target.path],
+                fingerprint=work.manifest.fingerprint,
+                base=work.bases[item.target.path],
                 encoded_tree=encoded,
                 deletions=item.target.deletions,
             )

@@ -29,9 +29,10 @@ from msgspec import Struct
 from bootseer.base.documents import parse
 from bootseer.blob.tree import Tree
 from bootseer.errors import AlreadyExistsError, CorruptError, InvalidInputError, from_oserror
+from bootseer.settings.config import Settings
 from bootseer.snapshots.fetch import fetch_tree
 from bootseer.snapshots.manifest import Manifest, Target
-from bootseer.snapshots.place import Placed, one_directory, put_in_place
+from bootseer.snapshots.place import Placed, Restoration, one_directory, put_in_place
 from bootseer.snapshots.scan import base_digest, scan, text_of
 from bootseer.store import Store
 
@@ -404,38 +405,33 @@ class Relocation(Struct, frozen=True):
 
 
 def restore_relocated(
+    settings: Settings,
     store: Store,
     manifest: Manifest,
     path: Path,
-    *,
-    deadline_s: float,
-    privileges: bool,
     report: Callable[[str], None],
 ) -> None:
-    """An environment at another path, changed so that it works there; the caller holds its lock.
+    """Restore an environment at another path, changed so that it works there.
 
-    Raises: as `restore`; AlreadyExistsError; InvalidInputError for one that cannot be moved there.
+    The caller holds the lock of `path`.
+
+    Raises: as `put_in_place`; AlreadyExistsError; InvalidInputError if it cannot be moved there.
     """
     target = one_directory(manifest)
     prefix = prefix_of(target.path, os.fsdecode(path))
     _check_free(path)
 
     def fill(target: Target, tree: Tree, directory: Path) -> str:
-        fetch_tree(store, target, tree, directory, deadline_s)
+        fetch_tree(store, target, tree, directory, settings.deadline_s)
         for sentence in relocate(tree, directory, prefix).sentences(prefix):
             report(sentence)
         return ""
 
-    put_in_place(
-        manifest,
-        [Placed(target, path)],
-        {target.path: base_digest({})},
-        store,
-        fill=fill,
-        # What is there is no longer what the snapshot holds.
-        on_finished=lambda target, fingerprint, base, tree_fingerprint: None,
-        privileges=privileges,
+    work = Restoration(
+        settings, store, manifest, [Placed(target, path)], {target.path: base_digest({})}
     )
+    # What is there is no longer what the snapshot holds.
+    put_in_place(work, fill, on_finished=lambda target, fingerprint, base, tree_fingerprint: None)
 
 
 def _check_free(path: Path) -> None:

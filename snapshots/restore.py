@@ -9,13 +9,14 @@ means for a job.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.shown import quoted
+from bootseer.blob.pack.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     BootseerError,
@@ -30,20 +31,21 @@ from bootseer.linux.processes import is_in_user_namespace
 from bootseer.served.processes import TREE, Process, may_mount, start
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue
-from bootseer.snapshots.catalogue import admit_tree, load_tree
 from bootseer.snapshots.key import Report
 from bootseer.snapshots.manifest import Manifest, Target
 from bootseer.snapshots.mounted import (
     LINK,
     MOUNT,
+    kept_tree,
+    link_in_container,
     link_snapshot,
     mount_snapshot,
-    overlay_snapshot,
     recover_mounts,
 )
 from bootseer.snapshots.place import (
     OnFinished,
     Placed,
+    Restoration,
     check_base,
     is_entered,
     one_directory,
@@ -232,23 +234,37 @@ class Restored(Struct, frozen=True):
     """Whether the files are a link to those that this node had already."""
 
 
+class _Extraction:
+    """Extraction of trees from the store, which counts."""
+
+    def __init__(self, work: Restoration) -> None:
+        self._work = work
+        self.moved_bytes = sum(item.target.index.size_bytes for item in work.placed)
+        self.was_here = True
+
+    def extract(
+        self, target: Target, tree: Tree, directory: Path, *, recorded: bytes = b""
+    ) -> Records:
+        """Extract a tree to `directory`, and return the records of the `recorded` names."""
+        from bootseer.snapshots.fetch import fetch_tree  # here: a mount needs none of it
+
+        deadline_s = self._work.settings.deadline_s
+        done = fetch_tree(self._work.store, target, tree, directory, deadline_s, recorded=recorded)
+        self.moved_bytes += done.moved_bytes
+        self.was_here = False
+        return done.records
+
+
 def restore_by_choice(
-    settings: Settings,
-    store: Store,
-    manifest: Manifest,
-    placed: Sequence[Placed],
-    bases: Mapping[bytes, str],
+    work: Restoration,
     wish: Wish,
     *,
     on_finished: OnFinished,
     report: Callable[[str], None],
 ) -> Restored:
-    """Put all targets of a snapshot in place, or change nothing; see `place.put_in_place`.
-
-    Raises: as `place.put_in_place`.
-    """
+    """Put all targets of a snapshot in place, or change nothing. Raises: as `put_in_place`."""
     try:
-        facts = find_facts(settings, manifest, placed, is_container=wish.is_container)
+        facts = find_facts(work, is_container=wish.is_container)
         if wish.is_container and wish.scratch is None:
             facts = replace(facts, may_mount=False)
     except OSError as error:
@@ -260,104 +276,52 @@ def restore_by_choice(
     elif choice.mode != EXTRACT:
         try:
             if choice.mode == MOUNT:
-                done = mount_snapshot(
-                    settings,
-                    store,
-                    manifest,
-                    placed,
-                    bases,
-                    until_exit=wish.until_exit,
-                    process=wish.process,
-                )
+                done = mount_snapshot(work, until_exit=wish.until_exit, process=wish.process)
                 return Restored(choice, done.moved_bytes, done.ready_names)
-            return _link(settings, store, manifest, placed, bases, wish, choice, on_finished)
+            return _link(work, wish, choice, on_finished)
         except (CorruptError, NotFoundError):
             raise  # the snapshot itself
         except BootseerError as error:
             choice = fallback(str(error))
             warning = f"warning: {choice.sentence()}"
             logger.info("%s", warning)
+    extraction = _Extraction(work)
 
-    moved_bytes = sum(item.target.index.size_bytes for item in placed)
-
-    def extract(target: Target, tree: Tree, directory: Path) -> str:
-        # Here: a mount needs none of it.
-        from bootseer.snapshots.fetch import fetch_tree
-
-        nonlocal moved_bytes
+    def fill(target: Target, tree: Tree, directory: Path) -> str:
         recorded = names_to_record(tree) if target.whole and not wish.is_container else b""
-        done = fetch_tree(store, target, tree, directory, settings.deadline_s, recorded=recorded)
-        moved_bytes += done.moved_bytes
-        return fingerprint_of_restored(tree, recorded, done.records)
+        records = extraction.extract(target, tree, directory, recorded=recorded)
+        return fingerprint_of_restored(tree, recorded, records)
 
-    put_in_place(
-        manifest,
-        placed,
-        bases,
-        store,
-        fill=extract,
-        on_finished=on_finished,
-        privileges=settings.restore_privileges,
-    )
+    put_in_place(work, fill, on_finished)
     if warning:
         # Only now: where this fails as well, as with a store that is gone, that is the one warning.
         report(warning)
-    return Restored(choice, moved_bytes)
+    return Restored(choice, extraction.moved_bytes)
 
 
-def _link(
-    settings: Settings,
-    store: Store,
-    manifest: Manifest,
-    placed: Sequence[Placed],
-    bases: Mapping[bytes, str],
-    wish: Wish,
-    choice: Choice,
-    on_finished: OnFinished,
-) -> Restored:
-    """Restores from the node's extracted trees, which are made where they are missing."""
-    trees = NodeTrees(settings)
-    moved_bytes = sum(item.target.index.size_bytes for item in placed)
-    was_here = True
-
-    def build(target: Target, tree: Tree, directory: Path) -> None:
-        from bootseer.snapshots.fetch import fetch_tree
-
-        nonlocal moved_bytes, was_here
-        was_here = False
-        moved_bytes += fetch_tree(store, target, tree, directory, settings.deadline_s).moved_bytes
+def _link(work: Restoration, wish: Wish, choice: Choice, on_finished: OnFinished) -> Restored:
+    """Restore from the node's extracted trees, which are made where they are missing."""
+    extraction = _Extraction(work)
 
     def fill(target: Target, tree: Tree, directory: Path) -> str:
-        def build_one(path: Path) -> None:
-            build(target, tree, path)
-
-        with trees.using(target.index.digest, tree, build_one) as (source, _):
+        with kept_tree(work, target, extraction.extract) as (source, _):
             copy_tree(source, directory)
         return ""
 
-    if choice.method == OVERLAY and wish.scratch is not None:
-        overlay_snapshot(settings, store, trees, placed, wish.scratch, build)
-    elif choice.method == OVERLAY:
-        link_snapshot(settings, store, manifest, placed, bases, build, until_exit=wish.until_exit)
+    if choice.method == REFLINK:
+        put_in_place(work, fill, on_finished)
+    elif wish.scratch is not None:
+        link_in_container(work, extraction.extract, wish.scratch)
     else:
-        put_in_place(
-            manifest,
-            placed,
-            bases,
-            store,
-            fill=fill,
-            on_finished=on_finished,
-            privileges=settings.restore_privileges,
-        )
-    return Restored(choice, moved_bytes, was_here=was_here)
+        link_snapshot(work, extraction.extract, until_exit=wish.until_exit)
+    return Restored(choice, extraction.moved_bytes, was_here=extraction.was_here)
 
 
-def find_facts(
-    settings: Settings, manifest: Manifest, placed: Sequence[Placed], *, is_container: bool
-) -> Facts:
-    """Returns the facts that choose the way of restoring a snapshot. Raises: OSError."""
-    trees = NodeTrees(settings)
+def find_facts(work: Restoration, *, is_container: bool) -> Facts:
+    """Return the facts that choose the way of a restore. Raises: OSError."""
+    trees = NodeTrees(work.settings)
     table = mount_table.mount_points()
+    placed, manifest = work.placed, work.manifest
     paths = [item.path for item in placed]
     places = [existing_parent(path) for path in paths]
     return Facts(
@@ -375,7 +339,7 @@ def find_facts(
         target_count=len(placed),
         file_count=manifest.file_count,
         content_bytes=manifest.content_bytes,
-        lingers=settings.linger_s > 0,
+        lingers=work.settings.linger_s > 0,
     )
 
 
@@ -439,13 +403,7 @@ def restore_snapshot(
             catalogue.note_used(store, manifest)
             return manifest
         if directory is not None:
-            restore_to(
-                store,
-                manifest,
-                directory,
-                deadline_s=settings.deadline_s,
-                privileges=settings.restore_privileges,
-            )
+            _restore_to(settings, store, manifest, directory)
             catalogue.note_used(store, manifest)
             return manifest
         placed = place_targets(manifest, _ROOT)
@@ -464,16 +422,9 @@ def restore_snapshot(
                 check_base(manifest, item.target, before)
                 bases[item.target.path] = base_digest(before)
             catalogue.note_used(store, manifest)
-            done = restore_by_choice(
-                settings,
-                store,
-                manifest,
-                placed,
-                bases,
-                Wish(settings.restore_mode, process=process),
-                on_finished=note,
-                report=report,
-            )
+            work = Restoration(settings, store, manifest, placed, bases)
+            wish = Wish(settings.restore_mode, process=process)
+            done = restore_by_choice(work, wish, on_finished=note, report=report)
             report(done.choice.sentence())
         if sentence := manifest.outside.restored_sentence(manifest.node):
             report(f"warning: {sentence}")
@@ -500,22 +451,22 @@ def _restore_relocated(
     path = Path(os.path.abspath(directory))
     with locked(settings.run_dir, [path], deadline_s=settings.deadline_s):
         recover_targets([path], remember(settings, _ROOT))
-        restore_relocated(
-            store,
-            manifest,
-            path,
-            deadline_s=settings.deadline_s,
-            privileges=settings.restore_privileges,
-            report=report,
-        )
+        restore_relocated(settings, store, manifest, path, report)
 
 
-# Names whose directory knows its own path: such a tree stagings nowhere else.
+# Names whose directory knows its own path: such a tree works nowhere else.
 _BOUND_NAMES = (b"pyvenv.cfg", b"conda-meta", b"site-packages", b"dist-packages")
 
 
-def check_relocatable(tree: Tree) -> None:
-    """Whether a tree may be restored to another path. Raises: InvalidInputError."""
+def _restore_to(settings: Settings, store: Store, manifest: Manifest, directory: Path) -> None:
+    """Restore a snapshot of one plain directory at another path.
+
+    Raises: InvalidInputError for several targets, a difference, or a tree that knows its path;
+    AlreadyExistsError.
+    """
+    work = Restoration(settings, store, manifest, (), {})
+    target = one_directory(manifest)
+    tree, _ = work.load(target)
     names = tree.columns.names
     for bound in _BOUND_NAMES:
         if bound in names:
@@ -523,17 +474,4 @@ def check_relocatable(tree: Tree) -> None:
                 f"this snapshot holds {bound.decode()}: it works only at the path where it was "
                 "made; restore it without --to, or with --relocate"
             )
-
-
-def restore_to(
-    store: Store, manifest: Manifest, directory: Path, *, deadline_s: float, privileges: bool
-) -> None:
-    """A snapshot of one plain directory, at another path. Raises: InvalidInputError for more than
-    one target, a difference, or a tree that knows its path; AlreadyExistsError."""
-    target = one_directory(manifest)
-    tree = load_tree(store, target)
-    check_relocatable(tree)
-    admit_tree(target, tree, privileges=privileges)
-    from bootseer.snapshots.fetch import fetch_tree
-
-    fetch_tree(store, target, tree, Path(os.path.abspath(directory)), deadline_s)
+    _Extraction(work).extract(target, tree, Path(os.path.abspath(directory)))

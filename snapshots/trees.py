@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 _GONE = ".gone-"
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KIND = stat.S_IFMT(0o177777)
-Build = Callable[[Path], None]
-"""Extracts the tree to a path that does not exist, whole or not at all."""
-
 FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
 # Steps in which file systems keep times: most; SMB and NTFS; old NFS servers; exFAT; ext4 with
 # inodes of 128 bytes; FAT.
@@ -102,12 +99,15 @@ class NodeTrees:
         return self.path(index_digest).is_dir()
 
     @contextlib.contextmanager
-    def using(self, index_digest: str, tree: Tree, build: Build) -> Iterator[tuple[Path, int]]:
-        """The extracted tree, made by `build` where it is missing or damaged, and the descriptor
-        of its lock. It is not removed before that descriptor is closed by all who have it. `take`
-        uses the tree, if it finds it whole, which nobody else looks at then.
+    def using(
+        self, index_digest: str, tree: Tree, build: Callable[[Path], object]
+    ) -> Iterator[tuple[Path, int]]:
+        """Yield the path of an extracted tree and the descriptor of its lock.
 
-        Raises: BusyError where it is damaged and in use; UnsupportedError where what was extracted
+        `build` makes the tree where it is missing or damaged. It is not removed before all copies
+        of the descriptor are closed.
+
+        Raises: BusyError for a damaged tree that is in use; UnsupportedError if the extracted tree
         does not stay as it was; BootseerError.
         """
         path = self.path(index_digest)

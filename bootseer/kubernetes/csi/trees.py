@@ -77,8 +77,7 @@ class Trees:
             manifest = catalogue.find(store, volume.environment)
             target = _target_of(manifest, volume)
             index = have_index(self._settings, store, target)
-            tree = catalogue.decode_tree(target, index.data)
-            admit_tree(target, tree, privileges=self._settings.restore_privileges)
+            admit_tree(target, index.data, privileges=self._settings.restore_privileges)
             catalogue.note_used(store, manifest)
         return Found(target.index.digest, name_of(target.path))
 

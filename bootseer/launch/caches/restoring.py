@@ -85,8 +85,7 @@ def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> 
 
     Raises: as `restore`.
     """
-    tree = catalogue.load_tree(store, target)
-    admit_tree(target, tree, privileges=False)
+    tree = admit_tree(target, catalogue.read_encoded_tree(store, target), privileges=False)
     with locked(settings.run_dir, [folder], deadline_s=min(_LOCK_S, settings.deadline_s)):
         here = by_unit(path for path, entry in scan(folder).items() if not stat.S_ISDIR(entry.mode))
         paths = tree_files(tree)
