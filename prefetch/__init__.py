@@ -7,6 +7,6 @@
 - from a mount to a process: `container`, `snapshotter`
 - for directories that are not images: `warm`
 
-Callers use `resolve.mount.mount_image`, `container.container_start.prepare_container` and
-`container.run.run_image`. Nothing is imported here, so that each part costs only itself.
+Callers use `resolve.mount.mount_image` and `container.container.prepare_container`. Nothing is
+imported here, so that each part costs only itself.
 """

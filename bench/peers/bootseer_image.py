@@ -1,11 +1,11 @@
-"""Bootseer's own `image run`, through its command line, with the store on the far side of the line.
+"""Bootseer's `run --image`, through its command line, with the store on the far side of the line.
 
 Layers are indexed beforehand and records are made by starts that are not timed, except where a
 mode says otherwise.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 
 from bench.containers.node import Node
@@ -30,7 +30,7 @@ class Mode(Enum):
 
 
 class Bootseer:
-    """`bootseer image run` in one mode, with `count` containers at once on the node."""
+    """`bootseer run --image` in one mode, with `count` containers at once on the node."""
 
     def __init__(self, name: str, mode: Mode, *, count: int = 1) -> None:
         self.name = name
@@ -57,18 +57,18 @@ class Bootseer:
             node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
     def launch(self, site: Site, node: Node) -> list[str]:
-        tag, workload, options = _V1, site.workload.name, ["--no-record"]
+        tag, workload, switches = _V1, site.workload.name, {"BOOTSEER_RECORD": "never"}
         if self._mode is Mode.RECORD:
             # A name that has no record yet.
             self._records += 1
-            workload, options = f"{workload}-{self._records}", []
+            workload, switches = f"{workload}-{self._records}", {}
         elif self._mode is Mode.LAZY:
-            options += ["--no-prefetch"]
+            switches["BOOTSEER_PREFETCH"] = "off"
         elif self._mode is Mode.REBUILT:
             tag = _REBUILT
         elif self._mode is Mode.UNINDEXED:
             return self._launch_unindexed(site, node)
-        one = _run(site, node, tag, workload, options)
+        one = _run(site, node, _name(tag), workload, switches)
         if self._count == 1:
             return one
         # `set -e` ends the script with the first exit code that is not 0.
@@ -80,8 +80,7 @@ class Bootseer:
         self._records += 1
         store = {"BOOTSEER_STORE": f"{site.store_url}-unindexed-{self._records}"}
         image = f"registry://{site.reference()}"
-        start = ["image", "run", "--runtime", "runc", image, "--", *site.workload.command]
-        return _command({**settings(site, node), **store}, *start)
+        return _run(site, node, image, site.workload.name, store)
 
     def settle(self, site: Site, node: Node) -> dict[str, float]:
         if self._mode is Mode.RECORD:
@@ -109,9 +108,12 @@ def _command(variables_of: Mapping[str, str], *arguments: str) -> list[str]:
     return ["env", *variables, sys.executable, "-m", "bootseer", *arguments]
 
 
-def _run(site: Site, node: Node, tag: str, workload: str, options: Sequence[str] = ()) -> list[str]:
-    start = ["--workload", workload, "image", "run", "--runtime", "runc", *options, _name(tag)]
-    return _command(settings(site, node), *start, "--", *site.workload.command)
+def _run(
+    site: Site, node: Node, image: str, workload: str, switches: Mapping[str, str]
+) -> list[str]:
+    start = ["--workload", workload, "run", "--image", image, "--runtime", "runc"]
+    variables = {**settings(site, node), **switches}
+    return _command(variables, *start, "--", *site.workload.command)
 
 
 def _index(site: Site, tag: str) -> None:
@@ -123,7 +125,8 @@ def _index(site: Site, tag: str) -> None:
 
 def _record(site: Site) -> None:
     with site.node("bootseer-record") as node:
-        run = _run(site, node, _V1, site.workload.name, ["--record"])
+        always = {"BOOTSEER_RECORD": "always"}
+        run = _run(site, node, _name(_V1), site.workload.name, always)
         node.run(run, timeout_s=_INDEX_DEADLINE_S)
         _wait_published(site, node)
 

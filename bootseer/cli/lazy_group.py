@@ -66,14 +66,21 @@ class LazyGroup(click.Group):
 
 
 class WrappingCommand(click.Command):
-    """One that takes another command behind `--`, as its parameter `command`."""
+    """One that takes another command behind `--`, as its parameter `command`.
 
-    def __init__(self, *args: Any, needs_command: bool = True, **rest: Any) -> None:
+    `has_own`: an option that brings a command of its own, such as an image.
+    """
+
+    def __init__(
+        self, *args: Any, needs_command: bool = True, has_own: str = "", **rest: Any
+    ) -> None:
         super().__init__(*args, **rest)
         self._needs_command = needs_command
+        self._has_own = has_own
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        piece = "-- COMMAND..." if self._needs_command else "[-- COMMAND...]"
+        needs = self._needs_command and not self._has_own
+        piece = "-- COMMAND..." if needs else "[-- COMMAND...]"
         return [*super().collect_usage_pieces(ctx), piece]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -94,7 +101,8 @@ class WrappingCommand(click.Command):
             if end == len(args) and "unexpected extra argument" in error.message:
                 raise click.UsageError(f"{error.message}. If it is COMMAND, {hint}", ctx) from error
             raise
-        if self._needs_command and not command and not ctx.resilient_parsing:
+        needs = self._needs_command and not ctx.params.get(self._has_own)
+        if needs and not command and not ctx.resilient_parsing:
             raise click.UsageError(f"Missing COMMAND: {hint}", ctx)
         ctx.params["command"] = command
         return rest

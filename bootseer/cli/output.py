@@ -80,12 +80,6 @@ def json_option(command: _F) -> _F:
     return option(command)
 
 
-def entrypoint_option(command: _F) -> _F:
-    """`--entrypoint` for what runs a command in an image."""
-    text = "Start the command with this instead of the image's entrypoint; '' for none."
-    return click.option("--entrypoint", metavar="PROGRAM", help=text)(command)
-
-
 def emit_json(value: Any) -> None:
     """One JSON document on stdout; bytes in names are shown with surrogate escapes."""
     json.dump(value, sys.stdout, indent=2, sort_keys=False, ensure_ascii=True, default=str)

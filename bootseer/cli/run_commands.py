@@ -9,7 +9,7 @@ import click
 from msgspec.structs import replace
 
 from bootseer.cli.lazy_group import WrappingCommand
-from bootseer.cli.output import current_config, entrypoint_option, printable, say
+from bootseer.cli.output import current_config, printable, say
 from bootseer.cli.snapshot.snapshot_output import mode_option
 from bootseer.settings.config import Settings
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=WrappingCommand,
+    has_own="image",
     epilog="Example: bootseer run --setup 'pip install -r requirements.txt' "
     "--checkpoint hdfs://namenode:8020/ckpt:/mnt/ckpt -- python train.py",
 )
@@ -26,18 +27,26 @@ if TYPE_CHECKING:
     "--image", metavar="REF", default="", help="Run in this image: an indexed one, or its source."
 )
 @click.option(
-    "--no-index",
-    is_flag=True,
-    help="Do not publish what had to be pulled of the image for later starts.",
+    "--runtime",
+    type=click.Choice(("chroot", "runc")),
+    help="What starts COMMAND in the image: runc isolates it from all of the host but the "
+    "network; chroot, the default, does not.",
+)
+@click.option(
+    "--user", metavar="USER[:GROUP]", help="Run as this user of the image, not as its own."
 )
 @click.option(
     "--bind",
     "binds",
     metavar="SRC:DST[:ro]",
     multiple=True,
-    help="Show a path of this host in the image.",
+    help="Show a path of this host in the image. A device node that is named may be used.",
 )
-@entrypoint_option
+@click.option(
+    "--entrypoint",
+    metavar="PROGRAM",
+    help="Start COMMAND with this instead of the image's entrypoint; '' for none.",
+)
 @click.option(
     "--setup",
     "setups",
@@ -112,8 +121,9 @@ def run(
     """Start a training job: prepare image, environment and checkpoint, then become COMMAND.
 
     The wrapper replaces itself by COMMAND, so signals and the exit code are COMMAND's own. The
-    first start of a job records; later starts, on any node, replay. See `bootseer report`, and
-    docs/launch.md for what the job finds in its environment.
+    first start of a job records; later starts, on any node, replay. Without COMMAND it is the
+    image's own. See `bootseer report`, and docs/launch.md for what the job finds in its
+    environment.
     """
     from bootseer.launch.start import launch
     from bootseer.settings.values import parse_linger
@@ -137,7 +147,8 @@ def _job(
     command: tuple[str, ...],
     *,
     image: str,
-    no_index: bool,
+    runtime: str | None,
+    user: str | None,
     binds: tuple[str, ...],
     entrypoint: str | None,
     setups: tuple[str, ...],
@@ -155,7 +166,8 @@ def _job(
     from bootseer.launch.job import Job
 
     for name, is_given in (
-        *(("--bind", binds), ("--entrypoint", entrypoint is not None), ("--no-index", no_index)),
+        *(("--bind", binds), ("--entrypoint", entrypoint is not None)),
+        *(("--runtime", runtime is not None), ("--user", user is not None)),
     ):
         if is_given and not image:
             raise click.UsageError(f"{name} needs --image")
@@ -166,6 +178,8 @@ def _job(
     return Job(
         command=command,
         image=image,
+        runtime=runtime or "chroot",
+        user=user,
         setups=setups,
         targets=targets,
         inputs=inputs,
@@ -184,8 +198,6 @@ def _with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
         settings = replace(settings, restore_mode=options["mode"])
     if options["no_keep"] or {"auto", "off"}.intersection(kept):
         settings = replace(settings, keep_caches="auto" in kept and not options["no_keep"])
-    if options["no_index"]:
-        settings = replace(settings, auto_index=False)
     return settings
 
 
@@ -258,6 +270,8 @@ def standby(
         publish_timelines=False,
         # Nodes are made ready one by one.
         fanout=False,
+        # What is held for a start is not what a start reads.
+        record="never",
     )
     if not command:
         settings = replace(settings, keep_caches=False)

@@ -93,7 +93,7 @@ def _fuse(settings: Settings) -> Iterator[Finding]:
         yield Finding("mount", Status.OK, "CAP_SYS_ADMIN: mounts directly")
     elif shutil.which("fusermount3") or shutil.which("fusermount"):
         seen = "through fusermount3: no passthrough; containers need user namespaces"
-        advice = "run as root, or with CAP_SYS_ADMIN, for `bootseer image run` at full speed"
+        advice = "run as root, or with CAP_SYS_ADMIN, for `bootseer run --image` at full speed"
         yield Finding("mount", Status.WARN, seen, advice)
     else:
         advice = "install the package fuse3, or run with CAP_SYS_ADMIN"
@@ -104,7 +104,7 @@ def _containers(settings: Settings) -> Iterator[Finding]:
     if "overlay" in Path("/proc/filesystems").read_text().split():
         yield Finding("overlayfs", Status.OK, "in the kernel")
     else:
-        advice = "run `modprobe overlay`; `bootseer image run` needs it"
+        advice = "run `modprobe overlay`; `bootseer run --image` needs it"
         yield Finding("overlayfs", Status.FAIL, "not in the kernel", advice)
     runtime = shutil.which("runc")
     if runtime:

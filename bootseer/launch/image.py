@@ -19,7 +19,7 @@ from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import FILE_VARIABLE, Timeline
 
 if TYPE_CHECKING:
-    from bootseer.prefetch.container.container_start import Container
+    from bootseer.prefetch.container.container import Container
     from bootseer.snapshots.layers import Layers
 
 Say = Callable[[str], None]
@@ -37,9 +37,12 @@ def open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "C
     """A container of the image of `job`: a name in the store, or a source, of which what the store
     lacks is pulled. It is published in the background, if the settings say so.
 
-    Raises: BootseerError where the image cannot be had at all.
+    Raises: BootseerError where the image cannot be had at all, or the runtime cannot be used.
     """
-    from bootseer.prefetch.serve.serve_plan import ServeOptions
+    if job.runtime == "runc":
+        from bootseer.prefetch.container.runc import check_runc
+
+        check_runc()
     from bootseer.served.cover_users import lingering
     from bootseer.served.folders import RUN
     from bootseer.served.processes import TREE, start
@@ -50,19 +53,21 @@ def open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "C
         with contextlib.suppress(BootseerError):
             if not any(lingering(settings.run_dir, RUN)):
                 process = stack.enter_context(start(TREE, settings.run_dir, copy=True))
-        from bootseer.prefetch.container.container_start import prepare_container
+        from bootseer.prefetch.container.container import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
+        from bootseer.prefetch.container.process import arguments_of
         from bootseer.prefetch.resolve.resolve import resolve_image
 
         resolved = resolve_image(settings, job.image, say=say, timeline=timeline.below(span))
-        # What is held for a start is not what a start reads.
-        options = ServeOptions(record="never" if job.is_standby else "auto")
         try:
+            # Before anything is mounted: what can be known of the command is known now.
+            arguments_of(resolved.record.config, job.command, job.entrypoint)
             container = prepare_container(
-                *(settings, resolved, options),
+                *(settings, resolved),
                 binds=job.binds,
                 process=process,
-                job=settings.job,
+                user=job.user,
+                runtime=job.runtime,
             )
             span.set("bootseer.how", container.how)
             span.set("bootseer.from", "store" if resolved.is_published else "node")
@@ -71,7 +76,9 @@ def open_image(settings: Settings, job: Job, timeline: Timeline, say: Say) -> "C
         except (BootseerError, OSError) as error:
             say(f"warning: starting from an extracted image, since none can be mounted: {error}")
             span.set("bootseer.fallback", "extracted")
-            container = prepare_extracted(settings, resolved, binds=job.binds)
+            container = prepare_extracted(
+                settings, resolved, binds=job.binds, user=job.user, runtime=job.runtime
+            )
         if timeline.is_written:
             _show_timeline(container, timeline.path)
             if settings.trace_python:
@@ -108,10 +115,8 @@ def container_layers(container: "Container") -> "Layers":
 
 def _show_timeline(container: "Container", path: Path) -> None:
     """Let training code in the container write to the timeline, whichever user it runs as."""
-    from bootseer.prefetch.container.process_spec import resolve_user
-
     container.bind(path, _TIMELINE)
-    user = resolve_user(container.image.directory, container.config.user)
+    user = container.job_user()
     if user.uid and not container.rootless:
         try:
             os.chown(path, user.uid, -1, follow_symlinks=False)

@@ -16,12 +16,17 @@ class Job(Struct, frozen=True):
     """What `bootseer run` was asked for."""
 
     command: tuple[str, ...]
+    """Empty: the image's own."""
     image: str = ""
     setups: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     checkpoints: tuple[CheckpointPath, ...] = ()
+    runtime: str = "chroot"
+    """What starts the command in the image; see `prefetch.container.container.RUNTIMES`."""
+    user: str | None = None
+    """`USER[:GROUP]` of the image; None: as the image says."""
     entrypoint: str | None = None
     """Instead of the image's; empty: none."""
     binds: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from bootseer.timeline.otlp import WAITED_FOR
 if TYPE_CHECKING:
     import subprocess
 
-    from bootseer.prefetch.container.container_start import Container
+    from bootseer.prefetch.container.container import Container
     from bootseer.settings.config import Settings
     from bootseer.snapshots.key import Request
     from bootseer.timeline.recorder import Span, Timeline

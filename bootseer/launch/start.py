@@ -35,7 +35,7 @@ from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 if TYPE_CHECKING:
     from bootseer.launch.caches.run import KeptCaches
     from bootseer.launch.linger import Lingering
-    from bootseer.prefetch.container.container_start import Container
+    from bootseer.prefetch.container.container import Container
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -164,10 +164,12 @@ class _Start:
         job = CacheJob(self._job.command, os.environ)
         if self._container is not None:
             from bootseer.launch.image import container_environment
+            from bootseer.prefetch.container.process import arguments_of
 
             container = self._container
+            command = self._job.command
             job = CacheJob(
-                self._job.command,
+                command or arguments_of(container.config, (), self._job.entrypoint),
                 container_environment(container),
                 root=container.root,
                 directory=container.config.working_dir or "/",

@@ -37,6 +37,7 @@ from bootseer.served.folders import (
 _log = logging.getLogger(__name__)
 
 _SCRATCH = "scratch-path"
+_RUNC_END_S = 20
 _LOGS_KEPT = 20
 _BEING_MADE_S = 60.0
 _ENDED_KEPT_S = 3600.0
@@ -164,6 +165,7 @@ def sweep_one(directory: Path) -> bool:
             # writing into the folder below.
             if state.purpose == CHECKPOINT and _is_wanted(state, state_path):
                 return False
+            end_runc(directory)
             uncover_all(state.id)
             if any(cover.id == state.id for cover in covers()):
                 # Below another one: only who finds this folder later can take it off.
@@ -281,6 +283,43 @@ def remove_ended_scratch(run_dir: Path) -> bool:
             else:
                 remove_scratch(path)
     return is_all
+
+
+def runc_folder(directory: Path) -> Path:
+    """Return the folder, in a server's own, for what runc needs of this process's container."""
+    return directory / "runc" / name_of(os.getpid())
+
+
+def runc_name(folder: Path) -> str:
+    """Return the name by which runc knows the container of a `runc_folder`."""
+    return f"bootseer-{folder.parent.parent.name}-{folder.name}"
+
+
+def end_runc(directory: Path) -> None:
+    """Kill what is left of containers whose runc was killed, and remove what runc had of them and
+    of those that have ended. Never raises."""
+    for name in notes(directory / "runc"):
+        pid = name.partition("-")[0]
+        if not pid.isdigit() or name_of(int(pid)) == name:
+            continue
+        folder = directory / "runc" / name
+        if (folder / "state" / runc_name(folder)).exists():
+            _delete_container(folder)
+        with contextlib.suppress(OSError):
+            remove_tree(folder)
+
+
+def _delete_container(folder: Path) -> None:
+    import subprocess  # here: most servers serve no container of runc
+
+    words = ["runc", "--root", str(folder / "state"), "delete", "--force", runc_name(folder)]
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run(
+            words, stdin=quiet, stdout=quiet, stderr=quiet, timeout=_RUNC_END_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("cannot end the container %s: %s", runc_name(folder), error)
 
 
 def _own_folders(scratch: str) -> list[Path]:

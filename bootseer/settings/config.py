@@ -57,6 +57,7 @@ _OTHER_VARIABLES = frozenset(
 )
 # Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
 _NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")
+RECORD_MODES = ("auto", "always", "never")
 RESTORE_MODES = ("auto", "mount", "link", "extract")
 DEFAULT_JOB = "default"
 """The name of a job that nobody has named."""
@@ -224,6 +225,17 @@ class Settings(Struct, frozen=True):
     # A thousand nodes then ask 5 GB/s of the store at most.
     fill_bytes_per_s: int = _setting(
         SIZE, "5MB", "How much of a started image's rest is fetched per second; 0: nothing."
+    )
+    record: str = _setting(
+        choice(RECORD_MODES, "way to record"),
+        "auto",
+        "Whether a start's reads of an image are recorded; auto: where no bundle met them well.",
+    )
+    record_window_s: float = _setting(
+        SECONDS, "120", "A record ends after this, if ready() was not called."
+    )
+    prefetch: bool = _setting(
+        SWITCH, "on", "Whether what earlier starts read of an image is fetched ahead."
     )
     metrics_dir: Path | None = _setting(
         FOLDER_OR_OFF, "off", "Where figures for Prometheus are written, for node-exporter."

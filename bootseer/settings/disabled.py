@@ -36,19 +36,22 @@ def subcommand_of(words: Sequence[str]) -> Sequence[str]:
 def become_command(words: Sequence[str]) -> None:
     """Become the command of `run` or `warm` if the switch is thrown; else return."""
     value = os.environ.get(VARIABLE)
-    if not is_disabled(value) or "--" not in words:
+    if not is_disabled(value):
         return
-    end = list(words).index("--")
+    end = list(words).index("--") if "--" in words else len(words)
     ours, command = subcommand_of(words[:end]), words[end + 1 :]
-    if not command or not ours or ours[0] not in _WRAPPERS or {"-h", "--help"} & set(ours):
+    if not ours or ours[0] not in _WRAPPERS or {"-h", "--help"} & set(ours):
         return
     names = {word.partition("=")[0] for word in ours}
-    if "--image" in names and value != _ON_NODE:
+    # Without a command it is the image's own.
+    if "--image" in names and (value != _ON_NODE or not command):
         _say(
             f"{VARIABLE} is set, and the command is for an image (--image): start that by other "
-            f"means, or set {VARIABLE}={_ON_NODE} to run the command on this node itself"
+            f"means, or set {VARIABLE}={_ON_NODE} to run one behind -- on this node itself"
         )
         os._exit(2)
+    if not command:
+        return
     left_out = ", ".join(name for name in _TOLD if name in names)
     _say(f"{VARIABLE} is set: starting the command without {left_out or 'Bootseer'}")
     _execute(command)

@@ -34,12 +34,11 @@ from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
-from bootseer.prefetch.container.container_root import parse_bind
-from bootseer.prefetch.container.container_start import Container
+from bootseer.prefetch.container.container import CHROOT, Container
+from bootseer.prefetch.container.root import parse_bind
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.resolve.found_image import publish_later
-from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
@@ -75,28 +74,33 @@ class ExtractedImage(Struct, frozen=True):
 
 
 def prepare_extracted(
-    settings: Settings, image: str | FoundImage, *, binds: Sequence[str] = ()
+    settings: Settings,
+    image: FoundImage,
+    *,
+    binds: Sequence[str] = (),
+    user: str | None = None,
+    runtime: str = CHROOT,
 ) -> Container:
-    """As `container_start.prepare_container`, without any mount outside the container.
+    """As `container.prepare_container`, without any mount outside the container.
 
     Raises: NotFoundError, InvalidInputError, UnavailableError, DeadlineError, CorruptError,
     NoSpaceError.
     """
     parsed = [parse_bind(text) for text in binds]
-    resolved = resolve_image(settings, image) if isinstance(image, str) else image
-    record = resolved.record
+    record = image.record
     try:
         base = private_directory(settings.cache_dir / "extracted")
-        target = _locked_tree(settings, resolved, base)
+        target = _locked_tree(settings, image, base)
         own = _locked_folder(base)
         root = private_directory(own / "root")
     except OSError as error:
         raise from_oserror(error, f"extract the image {record.reference}") from error
     finally:
-        resolved.release()
-    publish_later(settings, resolved)
+        image.release()
+    publish_later(settings, image)
     extracted = ExtractedImage(record, target, own)
-    return Container(extracted, root, own, not can_mount_directly(), parsed)
+    runs_as = record.config.user if user is None else user
+    return Container(extracted, root, own, not can_mount_directly(), runs_as, runtime, parsed)
 
 
 def _locked_tree(settings: Settings, resolved: FoundImage, base: Path) -> Path:

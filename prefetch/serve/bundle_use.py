@@ -137,7 +137,7 @@ class BundleUse:
 
     def _open_root(self) -> None:
         # A record that was asked for says what was read, not what was read by others before.
-        if self._plan.options.record == "always":
+        if self._plan.settings.record == "always":
             return
         try:
             # Before the mount is announced: it may be taken off its place at once. O_PATH asks the

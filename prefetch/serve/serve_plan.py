@@ -17,13 +17,8 @@ SUBTYPE = "bootseer-image"
 ENVIRONMENT = "environment"
 """The purpose of a mount that serves an environment."""
 
-RECORD_MODES = ("auto", "always", "never")
-
 READAHEAD_BYTES = 32 * 1024
 """The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
-
-WINDOW_S = 120.0
-"""A start that has not said `ready()` after two minutes is taken for over."""
 
 
 class ServeOptions(Struct, frozen=True, kw_only=True):
@@ -31,13 +26,6 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
 
     workload: str | None = None
     """Whose bundle is used, and whose starts are recorded; None: the settings' workload."""
-    record: str = "auto"
-    """One of `RECORD_MODES`. "auto" records where there is no bundle, or where it missed or wasted
-    much."""
-    prefetch: bool = True
-    """Bring the workload's bundle, if there is one."""
-    window_s: float = WINDOW_S
-    """A record ends after this many seconds at the latest."""
     readahead_bytes: int = READAHEAD_BYTES
     purpose: str = "mount"
     """As `MountState` has it."""

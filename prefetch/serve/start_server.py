@@ -17,7 +17,6 @@ from bootseer.linux import mount_table
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.serve.serve_plan import (
     DEFAULTS,
-    RECORD_MODES,
     ServeOptions,
     ServePlan,
 )
@@ -70,10 +69,6 @@ def begin_serving(
     `process` serves it, if one was begun for the mount that `state_dir` is for.
     Raises: as `mount_image`.
     """
-    if options.record not in RECORD_MODES:
-        raise InvalidInputError(
-            f"record is {options.record!r}; use one of {', '.join(RECORD_MODES)}"
-        )
     path = check_mount_point(directory)
     state_dir = state_dir or new_mount_dir(settings.run_dir)
     state = MountState(

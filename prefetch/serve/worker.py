@@ -20,7 +20,6 @@ from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
 from bootseer.prefetch.cache.damage import note_damage
-from bootseer.prefetch.container.oci_runtime import end_left_over
 from bootseer.prefetch.index.stream_contents import StreamContents
 from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
@@ -40,7 +39,7 @@ from bootseer.prefetch.streams.second_source import second_source
 from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
-from bootseer.served.ending import is_in_use
+from bootseer.served.ending import end_runc, is_in_use
 from bootseer.served.folders import RUN, write_state
 from bootseer.served.processes import Process
 from bootseer.store import Store, open_own_store
@@ -69,7 +68,7 @@ class ImageServer:
         self._store: Store = open_own_store(plan.settings)
         self._publisher: Process | None = None
         self._record = "recording" if log.is_open else "ended"
-        if plan.options.record == "never":
+        if plan.settings.record == "never":
             self._record = "off"
         self._is_mounted = True
         self._streams = BlobStreams(
@@ -105,7 +104,7 @@ class ImageServer:
             tree,
             self._streams,
             on_access=self._bundle.accessed
-            if plan.options.prefetch or plan.options.record != "never"
+            if plan.settings.prefetch or plan.settings.record != "never"
             else None,
             owner=plan.options.owner,
             on_mounted=self._mounted,
@@ -119,12 +118,12 @@ class ImageServer:
         state = replace(self._plan.state, worker_pid=worker, worker_started=start_time(worker))
         write_state(self._plan.state_dir, state)
         elapsed_s = (time.monotonic_ns() - self._log.started_ns) / 1e9
-        window_s = max(self._plan.options.window_s - elapsed_s, 0)
+        window_s = max(self._plan.settings.record_window_s - elapsed_s, 0)
         self._control.start(
             lambda: self._end_record("ready"), window_s, lambda: self._end_record("window")
         )
         # Before the mount is announced, so that the bundle is on its way before the first read.
-        if self._plan.options.prefetch:
+        if self._plan.settings.prefetch:
             self._bundle.begin(self.operations.store_pages)
         self._upkeep.start(self._figures)
 
@@ -156,6 +155,8 @@ class ImageServer:
     def _user_ended(self) -> None:
         state_dir = self._plan.state_dir
         is_container = self._plan.state.purpose == RUN
+        if is_container:
+            end_runc(state_dir)
         next_user = cover_users.last_user if is_container else cover_users.leave
         while (user := next_user(state_dir)) is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -168,7 +169,6 @@ class ImageServer:
 
     def _unmount(self) -> None:
         _log.info("all users have ended: unmounting")
-        end_left_over(self._plan.state_dir)
         if is_in_use(self._plan.state.scratch):
             # What is left of a container may read on.
             self._detach_command()
@@ -231,7 +231,7 @@ class ImageServer:
             return
         self._note_on_timeline()
         plan = self._plan
-        if plan.options.record == "never":
+        if plan.settings.record == "never":
             return
         self._record = "ended"
         entries = self._log.entries()
@@ -240,7 +240,7 @@ class ImageServer:
         replay = self._streams.replay
         failed = replay is not None and replay.error is not None and not replay.has_no_room
         if (
-            plan.options.record == "auto"
+            plan.settings.record == "auto"
             and replay is not None
             and not failed
             and not is_worthwhile(self._bundle.accuracy(), self._bundle.own_trace_count, ended)

@@ -64,12 +64,11 @@ class Snapshotter:
         content: Path,
         *,
         linger_s: float,
-        window_s: float,
         on_mount: Callable[[ImageMount], None] | None = None,
     ) -> None:
-        """An image's mount outlives its last container by `linger_s`, so that a restart finds it;
-        a start is recorded for `window_s`. `content`: see `PulledImages`. `on_mount` is called
-        for each container of CRI over a served image, from any thread.
+        """An image's mount outlives its last container by `linger_s`, so that a restart finds it.
+        `content`: see `PulledImages`. `on_mount` is called for each container of CRI over a served
+        image, from any thread.
 
         Raises: BusyError where another one works there; BootseerError.
         """
@@ -80,7 +79,7 @@ class Snapshotter:
         self._metadata = Metadata(self._directories.database)
         self._chains = ChainTrees(settings, self._metadata)
         self._pulled = PulledImages(settings, content)
-        self._lazy_trees = LazyTrees(settings, self._directories.trees, window_s=window_s)
+        self._lazy_trees = LazyTrees(settings, self._directories.trees)
         self._wake = threading.Event()
         self._closing = False
         self._lock = threading.Lock()

@@ -39,13 +39,10 @@ _WAIT_S = 60.0
 class LazyTrees:
     """The mounts below one folder."""
 
-    def __init__(
-        self, settings: Settings, folder: Path, *, window_s: float, purpose: str = PURPOSE
-    ) -> None:
+    def __init__(self, settings: Settings, folder: Path, *, purpose: str = PURPOSE) -> None:
         self._purpose = purpose
         self._settings = settings
         self._folder = mount_table.absolute(folder)
-        self._window_s = window_s
         self._lock = threading.Lock()
         self._key_locks: dict[TreeKey, threading.Lock] = defaultdict(threading.Lock)
         self._holds: dict[TreeKey, int] = defaultdict(int)
@@ -149,7 +146,6 @@ class LazyTrees:
                 path,
                 ServeOptions(
                     workload=key.workload,
-                    window_s=self._window_s,
                     purpose=self._purpose,
                     is_local=is_local,
                     owner=key.owner,

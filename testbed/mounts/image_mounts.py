@@ -5,6 +5,7 @@ import base64
 import contextlib
 import json
 import marshal
+import os
 import shutil
 import subprocess
 import sys
@@ -60,8 +61,11 @@ def drop_cache(settings: Settings) -> None:
 def mounted(
     settings: Settings, reference: str, directory: Path, **options: Any
 ) -> Iterator[MountedImage]:
-    """Mounts, and whatever happens leaves nothing mounted and no server."""
+    """Mounts, and whatever happens leaves nothing mounted and no server. `options`: of the server,
+    or settings of what is recorded and fetched ahead."""
     directory.mkdir(exist_ok=True)
+    names = ("record", "prefetch", "record_window_s")
+    settings = replace(settings, **{one: options.pop(one) for one in names if one in options})
     image = mount_image(settings, reference, directory, ServeOptions(**options))
     try:
         yield image
@@ -149,8 +153,11 @@ def start_bootseer(settings: Settings, *arguments: object) -> "subprocess.Popen[
     """The command line, started."""
     flags = ["--store", settings.store_url, "--cache-dir", settings.cache_dir]
     flags += ["--run-dir", settings.run_dir, "--workload", settings.workload]
+    flags += ["--timeline-dir", settings.timeline_dir]
     return subprocess.Popen(
         [sys.executable, "-m", "bootseer", *map(str, flags), *map(str, arguments)],
+        # Else each start is followed by a process that puts its timeline into the store.
+        env={"BOOTSEER_PUBLISH_TIMELINES": "off", **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

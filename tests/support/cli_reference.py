@@ -44,8 +44,7 @@ def _exit_codes() -> Iterator[str]:
         yield f"| {code} | {meaning} |"
     yield "| 128 + N | ended by signal N |"
     yield ""
-    yield "`bootseer run`, `image run` and `snapshot run` hand through the exit code of the command"
-    yield "that they run."
+    yield "`bootseer run` and `snapshot run` hand through the exit code of their command."
 
 
 def _settings() -> Iterator[str]:

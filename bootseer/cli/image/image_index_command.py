@@ -49,7 +49,7 @@ def index(source: str, name: str | None, target: str, verify: bool, as_json: boo
     With --to registry all is pushed beside the image, as artifacts that refer to it; the store is
     then oci://HOST/NAME@DIGEST, as is printed.
     """
-    # Imported late: `image run` must not pay for what only indexing needs.
+    # Imported late: `image mount` must not pay for what only indexing needs.
     from bootseer.prefetch.publish.indexing import index_image
     from bootseer.prefetch.sources import open_source
 

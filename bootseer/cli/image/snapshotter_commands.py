@@ -43,14 +43,6 @@ from bootseer.settings.config import variable_of
     help="How long an image stays mounted after its last container.",
 )
 @click.option(
-    "--window",
-    "window_s",
-    type=Seconds(0.1, 86_400),
-    default=120.0,
-    show_default=True,
-    help="How long what a start touches is recorded.",
-)
-@click.option(
     "--containerd",
     type=click.Path(path_type=Path),
     metavar="SOCKET",
@@ -63,7 +55,6 @@ def snapshotter(
     root: Path,
     content: Path | None,
     linger_s: float,
-    window_s: float,
     containerd: Path | None,
     check: bool,
 ) -> None:
@@ -108,7 +99,6 @@ def snapshotter(
         root,
         content,
         linger_s=linger_s,
-        window_s=window_s,
         on_mount=image_mounts.take if image_mounts else None,
     )
 

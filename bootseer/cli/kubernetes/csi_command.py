@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from bootseer.cli.kubernetes.kubernetes_commands import at_removal
-from bootseer.cli.output import Seconds, current_settings
+from bootseer.cli.output import current_settings
 from bootseer.errors import UnsupportedError
 
 
@@ -34,14 +34,6 @@ from bootseer.errors import UnsupportedError
     envvar="BOOTSEER_CSI_SOURCE",
     help="Where checkpoint volumes may lie; may be repeated. Default: any remote URL.",
 )
-@click.option(
-    "--window",
-    "window_s",
-    type=Seconds(0.1, 86_400),
-    default=120.0,
-    show_default=True,
-    help="How long what a start touches of a tree is recorded.",
-)
 @click.option("--check", is_flag=True, help="Ask the driver that runs whether it answers.")
 @at_removal
 def csi(
@@ -49,7 +41,6 @@ def csi(
     endpoint: Path | None,
     registration: Path | None,
     sources: tuple[str, ...],
-    window_s: float,
     check: bool,
     patience_s: float | None,
     unless_daemonset: str | None,
@@ -86,7 +77,7 @@ def csi(
         return
     if os.geteuid() != 0:
         raise UnsupportedError("a driver mounts for a kubelet and needs root")
-    driver = Driver(current_settings(), kubelet_dir, sources, window_s=window_s)
+    driver = Driver(current_settings(), kubelet_dir, sources)
 
     def start() -> None:
         driver.start()

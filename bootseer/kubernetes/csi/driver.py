@@ -83,9 +83,7 @@ class Usage(Struct, frozen=True):
 class Driver:
     """The volumes of one node."""
 
-    def __init__(
-        self, settings: Settings, kubelet_dir: Path, sources: Sequence[str], *, window_s: float
-    ) -> None:
+    def __init__(self, settings: Settings, kubelet_dir: Path, sources: Sequence[str]) -> None:
         """`sources`: URLs below which checkpoint folders may lie; none: every remote one.
 
         Raises: BootseerError.
@@ -97,7 +95,7 @@ class Driver:
         # What is mounted again for a pod that a restart of the machine has ended stays for ever:
         # Kubernetes 1.20 has forgotten inline volumes then, and such a pod would never go.
         self._records = Records(settings.run_dir / "volumes")
-        self._trees = Trees(settings, folder, window_s=window_s)
+        self._trees = Trees(settings, folder)
         self._checkpoints = Checkpoints(settings, folder / "checkpoints")
         # Each lives as long as a call uses it.
         self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()

@@ -54,12 +54,12 @@ class Found:
 class Trees:
     """The served trees of volumes, and the writable layers over them, below one folder."""
 
-    def __init__(self, settings: Settings, folder: Path, *, window_s: float) -> None:
+    def __init__(self, settings: Settings, folder: Path) -> None:
         """Raises: BootseerError."""
         self._settings = settings
         self._layers = private_directory(folder / "layers")
         private_directory(folder / "trees")
-        self._lazy = LazyTrees(settings, folder / "trees", window_s=window_s, purpose=VOLUME)
+        self._lazy = LazyTrees(settings, folder / "trees", purpose=VOLUME)
 
     def find(self, volume: ImageVolume | EnvironmentVolume) -> Found:
         """The tree that the volume shows. Raises: BootseerError."""

@@ -34,7 +34,7 @@ from bootseer.settings.config import Settings, is_default_store
 from bootseer.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
-    from bootseer.prefetch.container.container_start import Container
+    from bootseer.prefetch.container.container import Container
     from bootseer.served.processes import Process
 
 _log = logging.getLogger(__name__)
@@ -225,9 +225,8 @@ def _show(container: "Container", caches: list[Cache]) -> None:
     """Let the container, which is entered, see the folders that are ours; its user writes there."""
     from bootseer.linux.namespaces import MS_BIND, mount
     from bootseer.linux.root_paths import resolve_in_root
-    from bootseer.prefetch.container.process_spec import resolve_user
 
-    user = resolve_user(container.root, container.config.user)
+    user = container.job_user()
     for cache in caches:
         if not cache.is_ours:
             continue

@@ -78,7 +78,7 @@ def test_closed_descriptors(own_world: World) -> None:
 def test_mounting_with_closed_descriptors(own_world: World) -> None:
     require("root", "fuse")
     for mount, unmount in (
-        ("image mount --no-record image:1 mnt", "image unmount mnt"),
+        ("image mount image:1 mnt", "image unmount mnt"),
         ("mount checkpoints mnt", "unmount mnt"),
     ):
         try:

@@ -81,7 +81,7 @@ def test_installed_without_dependencies_stages_are_written(bare: Path, tmp_path:
 
 def test_installed_without_dependencies_a_command_says_what_it_lacks(bare: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": ""}
-    for arguments in (["report"], ["run", "--", "true"], ["image", "run", "x"]):
+    for arguments in (["report"], ["run", "--", "true"], ["image", "mount", "x", "y"]):
         command = [str(bare / "bin/bootseer"), *arguments]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=60, env=environ, cwd=bare

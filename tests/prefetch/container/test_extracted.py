@@ -18,6 +18,7 @@ from bootseer.linux.locks import lock_within
 from bootseer.prefetch.container import extracted
 from bootseer.prefetch.container.extracted import prepare_extracted
 from bootseer.prefetch.index.catalogue import publish_image
+from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from testbed.mounts.image_mounts import index, settings_at
@@ -47,7 +48,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
 
 
 def words(settings: Settings, reference: str) -> set[str]:
-    tree = prepare_extracted(settings, reference).image.directory
+    tree = prepare_extracted(settings, resolve_image(settings, reference)).image.directory
     files = list(tree.glob("*/file"))
     return {path.read_text() for path in files} | {str(len(files))}
 
@@ -107,10 +108,12 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     code = """
 import json, logging, os, sys
 from bootseer.prefetch.container.extracted import prepare_extracted
+from bootseer.prefetch.resolve.resolve import resolve_image
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_line
 logging.basicConfig()
-container = prepare_extracted(from_line(sys.argv[1], Settings), "debian")
+settings = from_line(sys.argv[1], Settings)
+container = prepare_extracted(settings, resolve_image(settings, "debian"))
 print(os.listdir(container.image.directory / "dev"), len(os.listdir(container.image.directory)))
 """
     done = subprocess.run(
@@ -139,7 +142,7 @@ def test_a_remover_that_is_killed_leaves_no_half_of_an_image(
     pid = os.fork()
     if not pid:
         monkeypatch.setattr(extracted, "remove_scratch", die_half_way)
-        prepare_extracted(settings, "two")
+        prepare_extracted(settings, resolve_image(settings, "two"))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert words(settings, "one") == {"one", "20"}
@@ -149,7 +152,7 @@ def test_a_tree_that_is_removed_meanwhile_is_extracted_again(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index(settings, plain(tmp_path, "one", "one"), "one")
-    tree = prepare_extracted(settings, "one").image.directory
+    tree = prepare_extracted(settings, resolve_image(settings, "one")).image.directory
     let_go(settings)
     fd = os.open(tree, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -177,7 +180,7 @@ def test_a_tree_of_an_earlier_boot_may_be_torn(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index(settings, plain(tmp_path, "one", "one"), "one")
-    tree = prepare_extracted(settings, "one").image.directory
+    tree = prepare_extracted(settings, resolve_image(settings, "one")).image.directory
     (tree / "folder3/file").write_bytes(b"")
     let_go(settings)
     monkeypatch.setattr(extracted, "boot_id", lambda: "another-boot")

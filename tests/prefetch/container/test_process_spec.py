@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import InvalidInputError, NotFoundError, SetupFailedError
-from bootseer.prefetch.container.container_root import Bind, parse_bind
-from bootseer.prefetch.container.process_spec import (
+from bootseer.prefetch.container.process import (
     DEFAULT_PATH,
     ProcessSpec,
     User,
@@ -14,10 +13,10 @@ from bootseer.prefetch.container.process_spec import (
     find_program,
     image_environment,
     job_environment,
-    parse_environment,
     resolve_user,
 )
-from bootseer.prefetch.container.runtime_config import BOUND_SYSFS, BoundPath, runtime_config
+from bootseer.prefetch.container.root import Bind, parse_bind
+from bootseer.prefetch.container.runc import BOUND_SYSFS, Device, runtime_config
 from bootseer.prefetch.index.records import ImageConfig
 
 
@@ -66,16 +65,6 @@ def test_a_jobs_environment_is_the_launchers_without_the_hosts_files() -> None:
         "PATH": "/opt/bin",
     }
     assert image_environment(config()) == {"PATH": DEFAULT_PATH}
-
-
-def test_variables_are_given_or_taken_from_the_host() -> None:
-    assert parse_environment(("A=1=2", "B", "C", "D="), {"B": "host"}) == {
-        "A": "1=2",
-        "B": "host",
-        "D": "",
-    }
-    with pytest.raises(InvalidInputError):
-        parse_environment(("=x",), {})
 
 
 @pytest.fixture
@@ -152,7 +141,12 @@ def test_programs_are_found_as_execvp_finds_them(tmp_path: Path) -> None:
 def test_runtime_configuration() -> None:
     spec = ProcessSpec(("x", "y"), {"A": "1"}, "/w", User(5, 6, (7,), "/"))
     found = runtime_config(
-        spec, "/r", [BoundPath("/s", "/t", True)], terminal=True, sysfs=BOUND_SYSFS
+        spec,
+        "/r",
+        [Bind(Path("/s"), "/t", True)],
+        [Device("c", 10, 229)],
+        terminal=True,
+        sysfs=BOUND_SYSFS,
     )
     assert found["process"]["args"] == ["x", "y"]
     assert found["process"]["env"] == ["A=1"]

@@ -187,7 +187,7 @@ def test_a_crash_of_the_machine(node: Node) -> None:
     """What was lost of the cache is fetched again; what is intact is not."""
     directory = node.base / "mnt"
     directory.mkdir()
-    image = mount_image(node.settings, "image:1", directory, ServeOptions(record="never"))
+    image = mount_image(replace(node.settings, record="never"), "image:1", directory)
     right = [digest_of(node.source / name) for name in ("big", "hot-1")]
     assert checksums_outside([directory / "big", directory / "hot-1"]) == right
     for pid in (find_live_mount(node.settings, directory)[1].pid, image.status()["worker_pid"]):

@@ -6,10 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
-from bootseer.errors import BusyError, CorruptError, InvalidInputError, NotFoundError
+from bootseer.errors import BusyError, CorruptError, NotFoundError
 from bootseer.linux import mount_table
 from bootseer.prefetch.resolve.mount import mount_image, unmount_image
-from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.served.folders import live_mounts, log_path
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for
@@ -72,8 +71,6 @@ def test_what_cannot_be_mounted_says_so(node: Node) -> None:
     directory.mkdir()
     with pytest.raises(NotFoundError, match="no image"):
         mount_image(node.settings, "image:9", directory)
-    with pytest.raises(InvalidInputError, match="record"):
-        mount_image(node.settings, "image:1", directory, ServeOptions(record="sometimes"))
     with pytest.raises(NotFoundError, match="no image is mounted"):
         unmount_image(node.settings, directory)
     with (

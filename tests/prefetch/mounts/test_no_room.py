@@ -63,7 +63,7 @@ def test_an_image_is_mounted_without_a_cache(node: Node, settings: Settings) -> 
 
 
 def test_a_container_runs_without_a_cache(node: Node, settings: Settings) -> None:
-    done = bootseer(settings, "image", "run", "image:1", "--", "/nothing")
+    done = bootseer(settings, "run", "--image", "image:1", "--", "/nothing")
     # The image has no program: it got as far as starting one.
     assert done.returncode == 127, done.stderr
     assert "Traceback" not in done.stderr

@@ -74,7 +74,7 @@ def test_what_is_not_recorded_is_not_said_to_be(node: Node) -> None:
 
 
 def test_a_short_window_ends_the_record(node: Node) -> None:
-    with mounted(node.settings, "image:1", node.base / "mnt", window_s=0.2) as image:
+    with mounted(node.settings, "image:1", node.base / "mnt", record_window_s=0.2) as image:
         wait_for(lambda: image.status()["record"] != "recording")
 
 

@@ -15,7 +15,6 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.resolve.mount import unmount_image
-from bootseer.prefetch.serve.serve_plan import ServeOptions
 from bootseer.prefetch.serve.start_server import begin_serving
 from bootseer.prefetch.streams import fill as fill_module
 from bootseer.prefetch.streams.fill import Fill
@@ -294,8 +293,8 @@ def test_a_complete_image_starts_without_the_store(
             assert status["fill"]["missing_bytes"] == 0
             assert status["sources"]["fill_bytes"] == status["image_bytes"]
         (tmp_path / "store").rename(tmp_path / "elsewhere")
-        options = ServeOptions(record="never")
-        begin_serving(settings, "image:1", record.index_digest, tmp_path / "mnt", options).wait()
+        settings = replace(settings, record="never")
+        begin_serving(settings, "image:1", record.index_digest, tmp_path / "mnt").wait()
         found = checksums_outside([tmp_path / "mnt" / "one", tmp_path / "mnt" / "two"])
         assert found == expected
         unmount_image(settings, tmp_path / "mnt")

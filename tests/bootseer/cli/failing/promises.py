@@ -49,7 +49,7 @@ STORE_COMMANDS: list[tuple[str, ...]] = [
     ("image", "show", "image:1"),
     ("image", "ls", "image:1"),
     ("image", "mount", "image:1", "mnt"),
-    ("image", "run", "image:1", "--", "true"),
+    ("run", "--image", "image:1", "--", "true"),
     ("image", "fetch", "image:1"),
     ("image", "trace", "list", "image:1"),
     ("image", "trace", "show", "image:1"),

@@ -100,7 +100,7 @@ def servers_of(world: World) -> list[int]:
 @pytest.mark.parametrize("kind", ["image", "checkpoint"])
 def test_a_dead_mount_can_be_taken_off(mountable: World, kind: str) -> None:
     world = mountable
-    mount: tuple[str, ...] = ("image", "mount", "--no-record", "image:1", "mnt")
+    mount: tuple[str, ...] = ("image", "mount", "image:1", "mnt")
     unmount: tuple[str, ...] = ("image", "unmount", "mnt")
     if kind == "checkpoint":
         mount, unmount = (

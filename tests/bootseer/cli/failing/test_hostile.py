@@ -49,7 +49,9 @@ def test_mount_points_that_are_links_lead_nowhere(
         (image / "program").chmod(0o755)
         assert world("image", "index", "hostile", "--name", "hostile:1").code == 0
         bind = ("--bind", f"{world.path('src')}:/data")
-        result = world("image", "run", "--runtime", runtime, *bind, "hostile:1", "--", "/program")
+        result = world(
+            *("run", "--image", "hostile:1", "--runtime", runtime, *bind, "--", "/program")
+        )
         assert result.code != 0
         assert "Traceback" not in result.err
         assert result.in_time
@@ -118,7 +120,7 @@ def test_a_working_directory_outside(own_world: World, working_dir: str) -> None
     for runtime in ("chroot", "runc"):
         if runtime == "runc" and not shutil.which("runc"):
             continue
-        result = world("image", "run", "--runtime", runtime, "hostile:1")
+        result = world("run", "--image", "hostile:1", "--runtime", runtime)
         assert result.code in (1, 2, 126, 127), result
         assert "Traceback" not in result.err
     result = world("image", "show", "hostile:1")
@@ -194,7 +196,7 @@ def test_one_kind_of_mount_is_not_the_others_to_end(own_world: World) -> None:
         assert world.path("mnt").is_mount()
     finally:
         world("checkpoint", "unmount", "mnt")
-    assert world("image", "mount", "--no-record", "image:1", "mnt").code == 0
+    assert world("image", "mount", "image:1", "mnt").code == 0
     try:
         check(world("checkpoint", "unmount", "mnt"), 2, "image unmount")
         assert world.path("mnt").is_mount()

@@ -67,7 +67,7 @@ def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> N
 def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: Path) -> None:
     directory = tmp_path / "mnt"
     for end in ("signal", "unmount"):
-        arguments = ("image", "mount", "--foreground", "--no-record", "image:1", directory)
+        arguments = ("image", "mount", "--foreground", "image:1", directory)
         with start_bootseer(settings, *arguments) as process:
             wait_for(lambda: mount_table.find_mount(directory) is not None)
             if end == "signal":
@@ -101,9 +101,6 @@ def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> No
         (("image", "status", "mnt"), 10),
         (("image", "trace", "show", "image:1"), 10),
         (("image", "trace", "list", "no-such:1"), 10),
-        (("image", "run", "no-such:1", "--", "true"), 10),
-        (("image", "run", "--runtime", "docker", "image:1"), 2),
-        (("image", "run", "--env", "=x", "image:1"), 2),
         (("image", "fetch", "no-such:1"), 10),
     ],
 )

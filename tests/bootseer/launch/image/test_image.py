@@ -91,7 +91,7 @@ def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
 
 
 def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) -> None:
-    """As `docker run` and `image run` have it."""
+    """As `docker run` has it."""
     layout = Layout(tmp_path / "layout")
     entry = ["sh", "-c", 'echo entry "$@"; exec "$@"', "sh"]
     run = {"Entrypoint": entry, "Env": ["PATH=/usr/bin:/bin"]}
@@ -108,6 +108,22 @@ def test_the_images_entrypoint_starts_the_command(node: Node, tmp_path: Path) ->
     other = node.run("run", *job, "--entrypoint", "/usr/bin/stat", "--", "-c", "%n", "/proc")
     assert (other.returncode, other.stdout) == (0, "/proc\n"), other.stderr
     assert node.run("run", "--entrypoint", "", *command).returncode == 2
+    # Known before anything is mounted or set up.
+    own = node.run("run", *job, "--entrypoint", "", "--setup", "echo set up", "--target", "/x")
+    assert own.returncode == 2
+    assert "no command of its own" in own.stderr
+    assert "set up" not in own.stderr
+
+
+def test_without_a_command_it_is_the_images_own(node: Node, tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "layout")
+    run = {"Cmd": ["sh", "-c", "echo of the image"], "Env": ["PATH=/usr/bin:/bin"]}
+    layout.add_image([tar_of(shell_layer())], tag="1", run=run)
+    done = node.run("run", "--image", f"oci:{layout.directory}:1")
+    assert (done.returncode, done.stdout) == (0, "of the image\n"), done.stderr
+    disabled = node.run("run", "--image", "x", variables={"BOOTSEER_DISABLE": "1"})
+    assert (disabled.returncode, disabled.stdout) == (2, "")
+    assert "BOOTSEER_DISABLE is set" in disabled.stderr
 
 
 def test_what_the_command_gets(node: Node, known_image: Image, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.node import Node, node_at
+from testbed.node import Node, attribute, node_at
+from testbed.waiting import wait_for
 from tests.bootseer.launch.conftest import Image
 
 pytestmark = pytest.mark.needs("mount", "fuse")
@@ -106,3 +107,47 @@ def test_a_target_with_a_mount_inside_is_scanned(
     # The file and where something is mounted: nothing of that.
     assert ": 2 files; " in done.stderr
     node.wait_clean()
+
+
+@pytest.mark.needs(programs=["runc"])
+@pytest.mark.parametrize("mode", ["mount", "link", "extract"])
+def test_runc_shows_what_was_mounted_below_the_root(
+    node: Node, known_image: Image, tmp_path: Path, mode: str
+) -> None:
+    """Environments, checkpoint folders and the timeline, to the image's user, who may write."""
+    code = "import os; os.umask(0); os.mkdir('env'); open('env/file', 'w').write('made\\n')"
+    script = "cat env/file && echo job > env/new && cat env/new && echo x > /ckpt/$STEP"
+    script += " && echo $BOOTSEER_TIMELINE && test -w $BOOTSEER_TIMELINE && echo $$"
+    job = (
+        *("--image", known_image.source, "--runtime", "runc", "--bind", f"{tmp_path}:/job/bound"),
+        *("--checkpoint", f"{(tmp_path / 'ckpt').as_uri()}:/ckpt", "--mode", mode),
+        *("--setup", f'python3 -c "{code}"', "--target", "/job/env", "--", "sh", "-c", script),
+    )
+    for step in "ab":
+        done = node.run("run", *job, variables={"STEP": step})
+        shown = "made\njob\n/run/bootseer/timeline.jsonl\n1\n"
+        assert (done.returncode, done.stdout) == (0, shown), done.stderr
+        node.wait_clean()
+    assert "restored" in done.stderr
+    assert {"a", "b"} <= {path.name for path in (tmp_path / "ckpt").iterdir()}
+
+
+@pytest.mark.needs(programs=["runc"])
+def test_what_lingers_is_taken_over_by_the_next_container(node: Node, known_image: Image) -> None:
+    """Also after one whose runc was killed, of which nothing is left to run."""
+    job = ("--image", known_image.source, "--runtime", "runc", "--linger", "10m", "--")
+    waits = "import time; print('up', flush=True); time.sleep(600)"
+    with node.start("run", *job, "python3", "-c", waits) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.kill()
+    wait_for_no_container(node)
+    done = node.run("run", *job, "sh", "-c", "echo $$ > /tmp/mine && cat /tmp/mine")
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert attribute(node.spans()["image"], "bootseer.how") == "live"
+    assert node.run("standby", "--end").returncode == 0
+    node.wait_clean()
+
+
+def wait_for_no_container(node: Node) -> None:
+    wait_for(lambda: not any("time.sleep(600)" in one for one in node.processes().values()))

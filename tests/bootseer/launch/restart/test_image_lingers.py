@@ -229,14 +229,21 @@ def test_what_lingers_gives_way_where_memory_is_limited(
     run = {"Env": [f"PATH={IMAGE_PATH}"]}
     layout.add_image([base.getvalue(), tar_of(files)], tag="train", run=run)
     image = f"oci:{layout.directory}:train"
-    command = ["--image", image, "--no-index", "--linger", "10m", "--"]
+    command = ["--image", image, "--linger", "10m", "--"]
     job = _Job(node, shell_image)
     with memory_limit(2 * _LARGE_BYTES) as group:
         prefix = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
         for how in ("mounted", "live"):
             with (tmp_path / "out").open("wb") as out:
                 done = node.run(
-                    "run", *command, "cat", "/large-0", "/large-1", prefix=prefix, stdout=out
+                    "run",
+                    *command,
+                    "cat",
+                    "/large-0",
+                    "/large-1",
+                    prefix=prefix,
+                    stdout=out,
+                    variables={"BOOTSEER_AUTO_INDEX": "off"},
                 )
             assert done.returncode == 0, done.stderr
             assert (tmp_path / "out").read_bytes() == b"".join(one.data for one in files)

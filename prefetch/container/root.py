@@ -105,22 +105,13 @@ def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
     mount_layers([tree], scratch, root, source=container_source(scratch), options=options)
 
 
-def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:
+def furnish(root: Path, binds: Sequence[Bind]) -> None:
     """Mount what programs expect, then the user's binds.
 
-    `own_pids`: we are in a PID namespace of our own, so /proc is a new one.
     Raises: InvalidInputError, UnsupportedError and others.
     """
     try:
-        proc = _make_target(root, "/proc", is_dir=True)
-        try:
-            if not own_pids:
-                raise PermissionError(errno.EPERM, "the host's processes")
-            namespaces.mount("proc", proc, "proc", _PROC_FLAGS)
-        except PermissionError:
-            # Also where the host's /proc is partly hidden, as in most containers.
-            namespaces.mount("/proc", proc, flags=MS_BIND | MS_REC)
-        for path in ("/sys", "/dev"):
+        for path in ("/proc", "/sys", "/dev"):
             target = _make_target(root, path, is_dir=True)
             namespaces.mount(path, target, flags=MS_BIND | MS_REC)
         tmp = resolve_in_root(root, "/tmp")
@@ -133,9 +124,6 @@ def furnish(root: Path, binds: Sequence[Bind], *, own_pids: bool) -> None:
         raise from_oserror(
             error, f"set up the container's {error.filename2 or error.filename}"
         ) from error
-
-
-_PROC_FLAGS = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
 
 
 def bind_into(root: Path, bind: Bind) -> None:

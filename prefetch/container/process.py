@@ -86,21 +86,6 @@ def job_environment(config: ImageConfig, host: Mapping[str, str]) -> dict[str, s
     return {**kept, **image_environment(config)}
 
 
-def parse_environment(assignments: Sequence[str], host: Mapping[str, str]) -> dict[str, str]:
-    """The variables of "NAME=VALUE", or "NAME" for the host's value. Pure. Raises:
-    InvalidInputError."""
-    found = {}
-    for text in assignments:
-        name, equals, value = text.partition("=")
-        if not name or "\0" in text:
-            raise InvalidInputError(f"{text!r} is no variable; write NAME=VALUE or NAME")
-        if equals:
-            found[name] = value
-        elif name in host:
-            found[name] = host[name]
-    return found
-
-
 def _lines(root: Path, path: str) -> list[list[str]]:
     """The fields of a passwd-like file in the root; none where it is missing or no plain file."""
     file = resolve_in_root(root, path)

@@ -1,6 +1,6 @@
-"""A container root over a mounted image, for `bootseer image run` and `bootseer run --image`.
+"""A container root over a mounted image, for `bootseer run --image`.
 
-Alone owns the order of steps. The tree is mounted in the host's namespace by its server; a private
+The tree is mounted in the host's namespace by its server; a private
 mount namespace copies it and puts the overlay and the rest on top; then the host's own mount is
 taken off. So all of it lives exactly as long as the last process of the namespace: when that ends,
 however it ends, the kernel drops the mounts and the server follows and cleans up.
@@ -9,6 +9,7 @@ A `Container` belongs to one thread, the main one.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -18,41 +19,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
-from bootseer.errors import (
-    InvalidInputError,
-    UnsupportedError,
-    from_oserror,
-)
+from bootseer.base.documents import to_line
+from bootseer.errors import BootseerError, InvalidInputError, UnsupportedError, from_oserror
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux import namespaces
+from bootseer.linux.mount_table import find_mount
 from bootseer.linux.private_files import make_private_directory, private_directory
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.linux.scripts import RunOptions
 from bootseer.prefetch.cache.files import NO_DISK
-from bootseer.prefetch.container.container_root import Bind, furnish, mount_overlay, parse_bind
-from bootseer.prefetch.container.lingering import (
-    LIVE,
-    fingerprint_of,
-    take_over,
-)
-from bootseer.prefetch.container.process_spec import (
+from bootseer.prefetch.container.process import (
     ProcessSpec,
+    User,
     arguments_of,
     execute,
-    image_environment,
     job_environment,
     resolve_user,
     take_identity,
 )
+from bootseer.prefetch.container.root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
+from bootseer.prefetch.resolve.found_image import publish_later
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
-from bootseer.prefetch.resolve.resolve import resolve_image
-from bootseer.prefetch.serve.serve_plan import DEFAULTS, ServeOptions
-from bootseer.served.cover_users import lingering
-from bootseer.served.ending import announce_scratch, make_own_scratch
+from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.served.control import ask
+from bootseer.served.cover_users import join, lingering
+from bootseer.served.ending import announce_scratch, end_silent, make_own_scratch
 from bootseer.served.folders import RUN, is_alive, new_mount_dir
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import VARIABLE as READY_VARIABLE
@@ -64,6 +58,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+CHROOT, RUNC = RUNTIMES = ("chroot", "runc")
+"""What starts a job in the root: this process itself, which isolates nothing; or runc."""
+LIVE = "live"
+"""How a tree comes that has lingered."""
+
 
 class Container(Struct):
     """A mounted image whose writable root can be entered. Made by `prepare_container`."""
@@ -73,6 +72,10 @@ class Container(Struct):
     """The writable root; there is something in it after `enter`, in this process only."""
     scratch: Path
     rootless: bool
+    user: str
+    """Whom its processes run as, in the words of an image's configuration; "" is root."""
+    runtime: str = CHROOT
+    """One of `RUNTIMES`: what the job is started by."""
     binds: list[Bind] = field(default_factory=list)
     how: str = ""
     """How its tree came: "mounted", "changed" (instead of one that lingered), or LIVE."""
@@ -98,20 +101,29 @@ class Container(Struct):
             raise InvalidInputError(f"cannot bind to {target}: it must begin with /")
         self.binds.append(Bind(source, target, read_only))
 
-    def enter(self, extra_namespaces: int = 0) -> None:
+    def enter(self) -> None:
         """Move this process into the container's mount namespace and build the root there.
 
-        The host's files stay visible until `exec` or `change_root`. Idempotent.
+        The host's files stay visible until `exec`. Idempotent.
         Raises: UnsupportedError and others; the process is then of no more use.
         """
-        if not self.entered:
-            self.unshare(extra_namespaces)
-            self.build(own_pids=False)
+        if self.entered:
+            return
+        self._unshare()
+        if self.lingers:
+            self.scratch = make_own_scratch(self.scratch)
+        mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
+        # As docker does: an image may name a folder that it does not have.
+        working_dir = resolve_in_root(self.root, self.config.working_dir or "/")
+        working_dir.mkdir(parents=True, exist_ok=True)
+        furnish(self.root, self.binds)
+        if not self.lingers:
+            self.image.detach()
+        self.entered = True
 
-    def unshare(self, extra_namespaces: int = 0) -> None:
-        """The first half of `enter`."""
+    def _unshare(self) -> None:
         uid, gid = os.geteuid(), os.getegid()
-        flags = namespaces.CLONE_NEWNS | extra_namespaces
+        flags = namespaces.CLONE_NEWNS
         try:
             namespaces.unshare(flags | (namespaces.CLONE_NEWUSER if self.rootless else 0))
             if self.rootless:
@@ -124,50 +136,19 @@ class Container(Struct):
                 "unprivileged_userns); `bootseer image mount` works without"
             ) from error
 
-    def build(self, *, own_pids: bool, furnished: bool = True) -> None:
-        """The second half of `enter`: overlay, /proc and the like, binds."""
-        if self.lingers:
-            self.scratch = make_own_scratch(self.scratch)
-        mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
-        # As docker does: an image may name a folder that it does not have.
-        working_dir = resolve_in_root(self.root, self.config.working_dir or "/")
-        working_dir.mkdir(parents=True, exist_ok=True)
-        if furnished:
-            furnish(self.root, self.binds, own_pids=own_pids)
-        if not self.lingers:
-            self.image.detach()
-        self.entered = True
-
     # ---- running ------------------------------------------------------------------------------
 
     def job_environment(self, host: Mapping[str, str]) -> dict[str, str]:
         """The launcher's variables as far as they make sense in here, and the image's on top."""
-        spec = self._spec(("x",), {}, None)
-        home = {"HOME": spec.user.home}
+        home = {"HOME": self.job_user().home}
         ready = {READY_VARIABLE: host.get(READY_VARIABLE, "")}
         environment = {**home, **job_environment(self.config, host), **ready}
         add_ready_names(environment, self.ready_name)
         return environment
 
-    def spec(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        user: str | None = None,
-        entrypoint: str | None = None,
-    ) -> ProcessSpec:
-        """The process that `docker run` would start: entrypoint, variables, folder, user."""
-        return self._spec(arguments_of(self.config, command, entrypoint), environment, user)
-
-    def _spec(
-        self, arguments: tuple[str, ...], environment: Mapping[str, str], user: str | None
-    ) -> ProcessSpec:
-        tree = self.root if self.entered else self.image.directory
-        resolved = resolve_user(tree, self.config.user if user is None else user)
-        variables = {"HOME": resolved.home, **image_environment(self.config)}
-        variables[READY_VARIABLE] = self.ready_name
-        variables.update(environment)
-        return ProcessSpec(arguments, variables, self.config.working_dir or "/", resolved)
+    def job_user(self) -> User:
+        """Whom the job runs as. Raises: InvalidInputError where the image has no such user."""
+        return resolve_user(self.root if self.entered else self.image.directory, self.user)
 
     def run(
         self, args: Sequence[str], /, **options: Unpack[RunOptions]
@@ -190,16 +171,10 @@ class Container(Struct):
         return subprocess.run(args, check=False, preexec_fn=into_root, **options)
 
     def exec(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        working_dir: str | None = None,
-        user: str | None = None,
-        entrypoint: str | None = None,
+        self, command: Sequence[str], environment: Mapping[str, str], entrypoint: str | None = None
     ) -> NoReturn:
         """Become the image's entrypoint with `command`, inside: this process keeps its id and goes
-        on as that program.
+        on as that program, or as the runc that runs it.
 
         `environment` is all that it gets; see `job_environment`. `entrypoint`: see `arguments_of`.
         Raises: as `enter`; SetupFailedError (126, 127) where there is no such program.
@@ -208,9 +183,13 @@ class Container(Struct):
         spec = ProcessSpec(
             arguments_of(self.config, command, entrypoint),
             environment,
-            working_dir or self.config.working_dir or "/",
-            resolve_user(self.root, self.config.user if user is None else user),
+            self.config.working_dir or "/",
+            self.job_user(),
         )
+        if self.runtime == RUNC:
+            from bootseer.prefetch.container.runc import exec_runc
+
+            exec_runc(spec, self.root, self.image.state_dir, self.binds)
         namespaces.change_root(self.root)
         become(spec, rootless=self.rootless)
 
@@ -223,44 +202,39 @@ class Container(Struct):
 
 def prepare_container(
     settings: Settings,
-    image: str | FoundImage,
-    options: ServeOptions = DEFAULTS,
+    image: FoundImage,
     *,
     binds: Sequence[str] = (),
     process: Process | None = None,
-    job: str = "",
+    user: str | None = None,
+    runtime: str = CHROOT,
 ) -> Container:
     """Mount the image for a container of this process; its bundle is on its way when it returns.
-    For a start of `job`, what lingers of the same is taken over as it is, and the mount is one that
-    can linger, if the settings say so.
+    A tree of the same that lingers after the job's last start is taken over as it is.
 
-    Of the `options`, those that follow from this being a container's are set here. `binds`:
-    "SRC:/DST[:ro]". `process`, if one was begun, serves it. If this process ends before
-    it has entered, all is taken down.
+    `binds`: "SRC:/DST[:ro]". `process`, if one was begun, serves it. `user`: instead of the
+    image's. If this process ends before it has entered, all is taken down.
     Raises: as `mount.mount_image`.
     """
     parsed = [parse_bind(text) for text in binds]
     with contextlib.ExitStack() as stack:
-        if not job:
-            # Loads while we look for the image.
-            process = process or stack.enter_context(start(TREE, settings.run_dir))
-        # Before the folder: a pull takes minutes, and one without a server is soon swept away.
-        resolved = resolve_image(settings, image) if isinstance(image, str) else image
         rootless = not can_mount_directly()
         owner = (os.geteuid(), os.getegid()) if rootless else None
-        fingerprint, how = "", "mounted"
+        runs_as = image.record.config.user if user is None else user
         try:
-            if job:
-                fingerprint = fingerprint_of(settings, resolved.record.identity, owner)
-                how = "changed" if any(lingering(settings.run_dir, RUN, job)) else how
-                live = take_over(settings, resolved, fingerprint)
-                if live is not None:
-                    root, scratch = live.state_dir / "root", Path(live.state.scratch)
-                    return Container(live, root, scratch, rootless, parsed, LIVE, lingers=True)
+            fingerprint = _fingerprint_of(settings, image.record.identity, owner)
+            has_other = any(lingering(settings.run_dir, RUN, settings.job))
+            how = "changed" if has_other else "mounted"
+            live = _take_over(settings, image, fingerprint)
+            if live is not None:
+                root, scratch = live.state_dir / "root", Path(live.state.scratch)
+                return Container(
+                    *(live, root, scratch, rootless, runs_as, runtime, parsed, LIVE), lingers=True
+                )
             process = process or stack.enter_context(start(TREE, settings.run_dir))
             state_dir = new_mount_dir(settings.run_dir, process.identity)
         except BaseException:
-            resolved.release()
+            image.release()
             raise
         scratch = settings.cache_dir / "containers" / state_dir.name
         try:
@@ -269,8 +243,7 @@ def prepare_container(
                 private_directory(path)
             announce_scratch(state_dir, scratch)
             scratch = _make_scratch(scratch, state_dir)
-            options = replace(
-                options,
+            options = ServeOptions(
                 purpose=RUN,
                 scratch=str(scratch),
                 watch_pid=os.getpid(),
@@ -278,17 +251,17 @@ def prepare_container(
                 fingerprint=fingerprint,
             )
             mounted = mount_image(
-                settings, resolved, tree, options, state_dir=state_dir, process=process
+                settings, image, tree, options, state_dir=state_dir, process=process
             )
         except BaseException:
-            resolved.release()
+            image.release()
             with contextlib.suppress(OSError):
                 scratch.rmdir()
             if not is_alive(state_dir):
                 shutil.rmtree(state_dir, ignore_errors=True)
             raise
-    lingers = bool(job) and settings.linger_s > 0
-    return Container(mounted, root, scratch, rootless, parsed, how, lingers)
+    lingers = settings.linger_s > 0
+    return Container(mounted, root, scratch, rootless, runs_as, runtime, parsed, how, lingers)
 
 
 def _make_scratch(wanted: Path, state_dir: Path) -> Path:
@@ -324,3 +297,35 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
     except OSError as error:
         raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
     execute(spec)
+
+
+# ---- trees that stay after their job, for the next start ---------------------------------------
+
+
+def _fingerprint_of(settings: Settings, identity: str, owner: tuple[int, int] | None) -> str:
+    """The same for trees that the next start can use as its own. `identity`: the image's, whose
+    index is another one once it is published. Pure, but for our user."""
+    served = [settings.store_url, str(settings.cache_dir), settings.deadline_s]
+    what = [identity, settings.workload, os.geteuid(), owner, *served, settings.fill_bytes_per_s]
+    return hashlib.sha256(to_line(what).encode()).hexdigest()
+
+
+def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> MountedImage | None:
+    """A tree that lingers and has this fingerprint, which is kept for this process from now on.
+    One whose server does not answer is ended. Never raises."""
+    for state_dir, state in lingering(settings.run_dir, RUN):
+        if state.fingerprint != fingerprint:
+            continue
+        try:
+            ask(state_dir, "status")
+        except BootseerError as error:
+            _log.info("%s cannot be taken over: %s", state.directory, error)
+            with contextlib.suppress(OSError):
+                end_silent(state_dir, state)
+            continue
+        if find_mount(Path(state.directory)) is not None and join(state_dir, None, os.getpid()):
+            resolved.release()
+            publish_later(settings, resolved)
+            # What it records is over.
+            return MountedImage(settings, resolved.record, state, state_dir, "")
+    return None

@@ -1,0 +1,429 @@
+"""Running a container with runc: its bundle, its configuration, and becoming `runc run`.
+
+What separates such a container from its host is decided here: as much as containerd's default
+configuration, but for the network, which is the host's, and so the name is, too: it is what
+/etc/hosts and DNS know. The root is the one that `container.Container` has built and set-ups have
+changed; what was mounted below it comes with it, since runc binds it recursively.
+
+Main thread only; forks.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from msgspec import Struct
+
+from bootseer.base.documents import from_line, to_line
+from bootseer.base.json_errors import Failure, error_of, failure_of
+from bootseer.errors import UnsupportedError, from_oserror
+from bootseer.linux import namespaces
+from bootseer.linux.processes import kill_child
+from bootseer.linux.root_paths import resolve_in_root
+from bootseer.prefetch.container.process import ProcessSpec, execute, take_identity
+from bootseer.prefetch.container.root import Bind
+from bootseer.served.ending import runc_folder, runc_name
+
+_REPORT_BYTES_MAX = 1 << 16
+_OWN_MOUNTS = ("/proc", "/sys", "/dev")
+"""Folders on which runc mounts file systems of the container's own."""
+FRESH_SYSFS, BOUND_SYSFS = "fresh", "bound"
+"""A sysfs of the container's own; or a view of the host's, without what is mounted in that: for
+where the kernel makes none, because the network belongs to another user namespace."""
+
+
+class Device(Struct, frozen=True):
+    """A device node."""
+
+    kind: str
+    """"c" or "b"."""
+    major: int
+    minor: int
+
+
+def check_runc() -> str:
+    """Return the path of runc. Raises: UnsupportedError where it cannot be used."""
+    runc = shutil.which("runc")
+    if runc is None:
+        raise UnsupportedError("--runtime runc: runc is not installed; install it, or leave it out")
+    if os.geteuid():
+        raise UnsupportedError("--runtime runc needs root; leave it out to run without isolation")
+    return runc
+
+
+def exec_runc(spec: ProcessSpec, root: Path, state_dir: Path, binds: Sequence[Bind]) -> NoReturn:
+    """Become `runc run` of a process in `root`, which is built and furnished, in this namespace.
+
+    runc passes signals on, and the exit code of the process through. `state_dir`: the folder of
+    the server that ends what is left if runc is killed. `binds` are mounted below `root` already.
+    Raises: SetupFailedError with 126 or 127 where there is no such program; BootseerError.
+    """
+    runc = check_runc()
+    _try_in_child(lambda: _become_program(spec, root))
+    folder = runc_folder(state_dir)
+    try:
+        bundle = folder / "bundle"
+        bundle.mkdir(mode=0o700, parents=True)
+        _unmount_own(root)
+        config = runtime_config(
+            spec,
+            str(root),
+            _binds_below(root, binds, bundle),
+            _devices(binds),
+            terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+            sysfs=_sysfs(bundle),
+        )
+        (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        arguments = [runc, "--root", str(folder / "state"), "--log", os.devnull, "run"]
+        os.execv(runc, [*arguments, "--bundle", str(bundle), runc_name(folder)])
+    except OSError as error:
+        raise from_oserror(error, f"run {runc}") from error
+
+
+def _unmount_own(root: Path) -> None:
+    """Unmount the host's file systems where runc mounts others: with those of control groups, which
+    lie below, they would still be there, and not all be covered. Raises: OSError."""
+    for path in _OWN_MOUNTS:
+        namespaces.unmount(resolve_in_root(root, path))
+
+
+def _binds_below(root: Path, binds: Iterable[Bind], bundle: Path) -> list[Bind]:
+    """Return the binds that lie below what runc mounts itself, and are to be mounted again.
+
+    runc's "ro" leaves writable what is mounted below a bind's source, so that such a bind gets a
+    read-only view, which lies in `bundle`. Raises: OSError.
+    """
+    own = [resolve_in_root(root, path) for path in _OWN_MOUNTS]
+    found = []
+    for number, bind in enumerate(binds):
+        target = resolve_in_root(root, bind.target)
+        if not any(target.is_relative_to(path) for path in own):
+            continue
+        source = bind.source
+        if bind.read_only:
+            source = bundle / f"bind-{number}"
+            if bind.source.is_dir():
+                source.mkdir()
+            else:
+                source.touch()
+            namespaces.bind_read_only(bind.source, source)
+        found.append(Bind(source, bind.target, bind.read_only))
+    return found
+
+
+def _devices(binds: Iterable[Bind]) -> list[Device]:
+    """Return the device nodes that are bound, and so may be used. Raises: OSError."""
+    found = []
+    for bind in binds:
+        status = bind.source.stat()
+        if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
+            kind = "c" if stat.S_ISCHR(status.st_mode) else "b"
+            found.append(Device(kind, os.major(status.st_rdev), os.minor(status.st_rdev)))
+    return found
+
+
+def _sysfs(bundle: Path) -> str:
+    """Return whether the kernel makes a new sysfs here. Raises: OSError.
+
+    It makes none for a network of another user namespace, as in a container that is in one.
+    """
+    probe = bundle / "sysfs"
+    probe.mkdir()
+    try:
+        namespaces.mount("sysfs", probe, "sysfs", namespaces.MS_RDONLY)
+    except PermissionError:
+        return BOUND_SYSFS
+    namespaces.unmount(probe)
+    return FRESH_SYSFS
+
+
+# ---- whether the program can be started ---------------------------------------------------------
+
+
+def _become_program(spec: ProcessSpec, root: Path) -> NoReturn:
+    """Become the program as runc would, which exits with 1 where it cannot: that could be the
+    program's own code. Raises: as `execute`; BootseerError."""
+    try:
+        os.chroot(root)
+        # As root, which need not be able to enter it; runc makes one that is missing.
+        with contextlib.suppress(FileNotFoundError):
+            os.chdir(spec.working_dir)
+        take_identity(spec.user)
+    except OSError as error:
+        raise from_oserror(error, f"look for {spec.arguments[0]} in the container") from error
+    execute(spec)
+
+
+def _try_in_child(work: Callable[[], object]) -> None:
+    """Let `work` become a program in a child process that ends before the program's first
+    instruction: whether the kernel would run it is known then, and nothing has happened.
+
+    Raises: what `work` raised.
+    """
+    parent = os.getpid()
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        os.close(read_fd)
+        _child(work, parent, write_fd)
+    os.close(write_fd)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSTOPPED(status):
+        kill_child(pid)
+    with os.fdopen(read_fd, "rb") as pipe:
+        report = pipe.read(_REPORT_BYTES_MAX)
+    if report:
+        raise error_of(from_line(report, Failure))
+
+
+def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
+    try:
+        namespaces.die_with_parent(parent)
+        # execve(2): a traced process stops when it has become the program.
+        namespaces.be_traced()
+        work()
+    except BaseException as error:
+        os.write(report_fd, to_line(failure_of(error, "the run")).encode("ascii"))
+    finally:
+        os._exit(1)
+
+
+# ---- the configuration: config.json of the OCI runtime specification 1.0; pure ------------------
+
+# What containerd and docker give by default. CAP_MKNOD makes nodes that the device cgroup then
+# does not let anybody open.
+_CAPABILITIES = (
+    *("CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL"),
+    *("CAP_MKNOD", "CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID"),
+    *("CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_CHROOT"),
+)
+_MASKED = (
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+)
+_READ_ONLY = (
+    *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
+    # Of cgroups v1, what holds the hierarchies: runc leaves it writable.
+    "/sys/fs/cgroup",
+)
+
+
+def runtime_config(
+    spec: ProcessSpec,
+    root: str,
+    binds: Sequence[Bind],
+    devices: Sequence[Device],
+    *,
+    terminal: bool,
+    sysfs: str = FRESH_SYSFS,
+) -> dict[str, Any]:
+    """Return the configuration of a container with the host's network; all else is separate. Pure.
+
+    `binds`: mounted on top of the rest. `devices`: device nodes that may be used.
+    """
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": terminal,
+            "user": {
+                "uid": spec.user.uid,
+                "gid": spec.user.gid,
+                "additionalGids": list(spec.user.groups),
+            },
+            "args": list(spec.arguments),
+            "env": [f"{name}={value}" for name, value in spec.environment.items()],
+            "cwd": spec.working_dir,
+            "capabilities": {
+                kind: list(_CAPABILITIES) for kind in ("bounding", "effective", "permitted")
+            },
+            "noNewPrivileges": True,
+        },
+        "root": {"path": root, "readonly": False},
+        "mounts": [
+            _mount("/proc", "proc", "proc", "nosuid", "noexec", "nodev"),
+            _mount("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=65536k"),
+            _mount("/dev/pts", "devpts", "devpts", "nosuid", "noexec", "newinstance", *_TERMINALS),
+            _mount("/dev/shm", "tmpfs", "shm", *_UNUSABLE, "mode=1777"),
+            _mount("/dev/mqueue", "mqueue", "mqueue", *_UNUSABLE),
+            _sys(sysfs),
+            _mount("/sys/fs/cgroup", "cgroup", "cgroup", *_UNUSABLE, "relatime", "ro"),
+            *(_bind(bind) for bind in binds),
+        ],
+        "linux": {
+            "namespaces": [{"type": kind} for kind in ("pid", "ipc", "uts", "mount", "cgroup")],
+            "maskedPaths": list(_MASKED),
+            "readonlyPaths": list(_READ_ONLY),
+            "resources": {
+                "devices": [
+                    {"allow": False, "access": "rwm"},
+                    *map(_usable, devices),
+                ]
+            },
+            "seccomp": seccomp_profile(),
+        },
+    }
+
+
+_UNUSABLE = ("nosuid", "noexec", "nodev")
+_TERMINALS = ("ptmxmode=0666", "mode=0620", "gid=5")
+
+
+def _sys(sysfs: str) -> Mapping[str, Any]:
+    if sysfs == FRESH_SYSFS:
+        return _mount("/sys", "sysfs", "sysfs", *_UNUSABLE, "ro")
+    # Not "rbind": what is mounted below, such as cgroups, would be there and writable.
+    return _mount("/sys", "bind", "/sys", "bind", *_UNUSABLE, "ro")
+
+
+def _bind(bind: Bind) -> Mapping[str, Any]:
+    access = "ro" if bind.read_only else "rw"
+    return _mount(bind.target, "bind", str(bind.source), "rbind", "rprivate", access)
+
+
+def _usable(device: Device) -> Mapping[str, Any]:
+    return {
+        "allow": True,
+        "type": device.kind,
+        "major": device.major,
+        "minor": device.minor,
+        "access": "rw",
+    }
+
+
+def _mount(target: str, kind: str, source: str, *options: str) -> Mapping[str, Any]:
+    return {"destination": target, "type": kind, "source": source, "options": list(options)}
+
+
+# ---- system calls -------------------------------------------------------------------------------
+
+# The same calls that containerd's default profile (its `contrib/seccomp/seccomp_default.go`) allows
+# a container with these capabilities: no mounts, no namespaces, no keyrings, no kernel modules, no
+# bpf. Pure.
+
+# errno.ENOSYS, of every Linux that libseccomp knows.
+_NO_SUCH_CALL = 38
+_AF_ALG, _AF_VSOCK = 38, 40
+# CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWCGROUP of clone(2).
+_NEW_NAMESPACES = 0x7E020000
+# What personality(2) may be set to: Linux, 32 bits on 64, uname26; the last one only asks.
+_PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
+
+_ARCHITECTURES = {
+    "x86_64": ("SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"),
+    "aarch64": ("SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"),
+    "riscv64": ("SCMP_ARCH_RISCV64",),
+    "loongarch64": ("SCMP_ARCH_LOONGARCH64",),
+}
+"""libseccomp's names of architectures by `platform.machine()`; elsewhere libseccomp takes the
+machine's own alone."""
+
+_OF_MACHINE = {
+    "x86_64": ("arch_prctl", "modify_ldt"),
+    "aarch64": (
+        *("arm_fadvise64_64", "arm_sync_file_range", "sync_file_range2"),
+        *("breakpoint", "cacheflush", "set_tls"),
+    ),
+    "ppc64le": ("sync_file_range2", "swapcontext"),
+    "riscv64": ("riscv_flush_icache", "riscv_hwprobe"),
+}
+
+_ALLOWED = """
+    accept accept4 access adjtimex alarm bind brk cachestat capget capset chdir chmod chown chown32
+    chroot clock_adjtime clock_adjtime64 clock_getres clock_getres_time64 clock_gettime
+    clock_gettime64 clock_nanosleep clock_nanosleep_time64 close close_range connect copy_file_range
+    creat dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2
+    epoll_wait epoll_wait_old eventfd eventfd2 execve execveat exit exit_group faccessat faccessat2
+    fadvise64 fadvise64_64 fallocate fanotify_mark fchdir fchmod fchmodat fchmodat2 fchown fchown32
+    fchownat fcntl fcntl64 fdatasync fgetxattr flistxattr flock fork fremovexattr fsetxattr fstat
+    fstat64 fstatat64 fstatfs fstatfs64 fsync ftruncate ftruncate64 futex futex_requeue futex_time64
+    futex_wait futex_waitv futex_wake futimesat get_robust_list get_thread_area getcpu getcwd
+    getdents getdents64 getegid getegid32 geteuid geteuid32 getgid getgid32 getgroups getgroups32
+    getitimer getpeername getpgid getpgrp getpid getppid getpriority getrandom getresgid getresgid32
+    getresuid getresuid32 getrlimit getrusage getsid getsockname getsockopt gettid gettimeofday
+    getuid getuid32 getxattr getxattrat inotify_add_watch inotify_init inotify_init1
+    inotify_rm_watch io_cancel io_destroy io_getevents io_pgetevents io_pgetevents_time64 io_setup
+    io_submit ioctl ioprio_get ioprio_set ipc kill landlock_add_rule landlock_create_ruleset
+    landlock_restrict_self lchown lchown32 lgetxattr link linkat listen listmount listxattr
+    listxattrat llistxattr _llseek lremovexattr lseek lsetxattr lsm_get_self_attr lsm_list_modules
+    lsm_set_self_attr lstat lstat64 madvise map_shadow_stack membarrier memfd_create memfd_secret
+    mincore mkdir mkdirat mknod mknodat mlock mlock2 mlockall mmap mmap2 mprotect mq_getsetattr
+    mq_notify mq_open mq_timedreceive mq_timedreceive_time64 mq_timedsend mq_timedsend_time64
+    mq_unlink mremap mseal msgctl msgget msgrcv msgsnd msync munlock munlockall munmap
+    name_to_handle_at nanosleep newfstatat _newselect open openat openat2 pause pidfd_open
+    pidfd_send_signal pipe pipe2 pkey_alloc pkey_free pkey_mprotect poll ppoll ppoll_time64 prctl
+    pread64 preadv preadv2 prlimit64 process_mrelease process_vm_readv process_vm_writev pselect6
+    pselect6_time64 ptrace pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv recv
+    recvfrom recvmmsg recvmmsg_time64 recvmsg remap_file_pages removexattr removexattrat rename
+    renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask
+    rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_sigtimedwait_time64
+    rt_tgsigqueueinfo sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getattr
+    sched_getparam sched_getscheduler sched_rr_get_interval sched_rr_get_interval_time64
+    sched_setaffinity sched_setattr sched_setparam sched_setscheduler sched_yield seccomp select
+    semctl semget semop semtimedop semtimedop_time64 send sendfile sendfile64 sendmmsg sendmsg
+    sendto set_robust_list set_thread_area set_tid_address setfsgid setfsgid32 setfsuid setfsuid32
+    setgid setgid32 setgroups setgroups32 setitimer setpgid setpriority setregid setregid32
+    setresgid setresgid32 setresuid setresuid32 setreuid setreuid32 setrlimit setsid setsockopt
+    setuid setuid32 setxattr setxattrat shmat shmctl shmdt shmget shutdown sigaltstack signalfd
+    signalfd4 sigprocmask sigreturn socketcall socketpair splice stat stat64 statfs statfs64
+    statmount statx symlink symlinkat sync sync_file_range syncfs sysinfo tee tgkill time
+    timer_create timer_delete timer_getoverrun timer_gettime timer_gettime64 timer_settime
+    timer_settime64 timerfd_create timerfd_gettime timerfd_gettime64 timerfd_settime
+    timerfd_settime64 times tkill truncate truncate64 ugetrlimit umask uname unlink unlinkat
+    uretprobe utime utimensat utimensat_time64 utimes vfork vmsplice wait4 waitid waitpid write
+    writev
+"""
+
+
+def seccomp_profile(machine: str = "") -> dict[str, Any]:
+    """`linux.seccomp` of a runtime configuration, for `machine` (default: this one's name).
+
+    libseccomp leaves out names that it does not know. A call that is not named fails with EPERM.
+    """
+    machine = machine or platform.machine()
+    names = [*_ALLOWED.split(), *_OF_MACHINE.get(machine, ())]
+    return {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "architectures": list(_ARCHITECTURES.get(machine, ())),
+        "syscalls": [
+            _allowed(names),
+            # One condition each: runc makes several of one argument alternatives, which would allow
+            # both families.
+            _allowed(["socket"], _argument(0, "SCMP_CMP_LT", _AF_ALG)),
+            _allowed(["socket"], _argument(0, "SCMP_CMP_EQ", _AF_ALG + 1)),
+            _allowed(["socket"], _argument(0, "SCMP_CMP_GT", _AF_VSOCK)),
+            *(
+                _allowed(["personality"], _argument(0, "SCMP_CMP_EQ", value))
+                for value in _PERSONALITIES
+            ),
+            _allowed(["clone"], _argument(0, "SCMP_CMP_MASKED_EQ", _NEW_NAMESPACES)),
+            # Its flags lie in memory, where no filter sees them. On ENOSYS C libraries use clone.
+            {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _NO_SUCH_CALL},
+        ],
+    }
+
+
+def _allowed(names: list[str], *arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"names": names, "action": "SCMP_ACT_ALLOW", "args": list(arguments)}
+
+
+def _argument(index: int, comparison: str, value: int) -> dict[str, Any]:
+    # For SCMP_CMP_MASKED_EQ `value` is the mask, and what must be left is `valueTwo`.
+    return {"index": index, "value": value, "valueTwo": 0, "op": comparison}
