@@ -38,11 +38,15 @@ _REASON = re.compile(
 # Of a bucket of another region, whose answer obstore does not hand on.
 _REDIRECT = "Received redirect without LOCATION"
 _TIMED_OUT = re.compile(r"\bTimedOut\b|operation timed out|deadline has elapsed")
+# Azure answers a range behind the end with what obstore takes for a part of it.
+_BEHIND_END = re.compile(r"Wanted range starting at \d+, but object was only")
 _ODD_NAME = re.compile("Encountered object with invalid path: ")
 _DEBUG = "\n\nDebug source"
 # Where credentials are asked for when nobody has given any.
 _METADATA = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal")
 _BUSY_CODES = frozenset(("SlowDown", "ServiceUnavailable", "RequestTimeout", "InternalError"))
+# Azure says with 409 that the object is there, S3 with 412.
+_EXISTS_CODES = ("BlobAlreadyExists", "BucketAlreadyExists")
 _ADVICE = {
     "AccessDenied": "the credentials do not allow it (docs/stores/s3.md has the least policy)",
     "ExpiredToken": "the credentials have expired: renew them",
@@ -90,7 +94,17 @@ def answer_of(error: BaseException) -> Answer:
 
 def is_conflict(answer: Answer) -> bool:
     """Tell whether another writer is at work on the same key (S3: ConditionalRequestConflict)."""
-    return answer.status == 409 and answer.code != "BucketAlreadyExists"
+    return answer.status == 409 and answer.code not in _EXISTS_CODES
+
+
+def is_no_bucket(answer: Answer) -> bool:
+    """Tell whether it is the bucket that is missing."""
+    return answer.code in ("NoSuchBucket", "ContainerNotFound")
+
+
+def is_behind_end(error: BaseException) -> bool:
+    """Tell whether a range that was asked for begins at the end of the object or behind it."""
+    return answer_of(error).status == 416 or _BEHIND_END.search(str(error)) is not None
 
 
 def is_odd_name(error: BaseException) -> bool:
@@ -123,7 +137,7 @@ def told(error: BaseException, what: str, bucket: str) -> BootseerError:
         return PermissionDeniedError(f"cannot {what}: {NO_CREDENTIALS}")
     where = f"{what} at {answer.endpoint}" if answer.endpoint else what
     name = type(error).__name__
-    if answer.code == "NoSuchBucket":
+    if is_no_bucket(answer):
         return InvalidInputError(
             f"cannot {where}: there is no bucket {bucket}; create it, or correct the URL"
         )

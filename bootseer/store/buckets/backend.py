@@ -37,7 +37,14 @@ from bootseer.store.buckets.access import (
     load,
     open_bucket,
 )
-from bootseer.store.buckets.answers import answer_of, is_conflict, is_odd_name, telling
+from bootseer.store.buckets.answers import (
+    answer_of,
+    is_behind_end,
+    is_conflict,
+    is_no_bucket,
+    is_odd_name,
+    telling,
+)
 from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.paths import Folder, check_deadline, split_path
@@ -106,6 +113,8 @@ class BucketBackend(Folder, Backend):
         """
         names = split_path(path)
         bucket = self._address.bucket
+        if self._address.kind == "azure" and "\\" in path:
+            raise InvalidInputError(f"{self._name(path)}: in Azure no name has a backslash")
         if not bucket:
             if not names:
                 raise UnsupportedError(f"{self.url} names no bucket")
@@ -323,8 +332,8 @@ class BucketBackend(Folder, Backend):
             try:
                 return load().get(store, key, options=options)
             except Exception as error:
-                if answer_of(error).status == 416:
-                    return None  # the range begins behind the end
+                if is_behind_end(error):
+                    return None
                 raise
 
         answer = self._run("read", path, ask, attempts=False)
@@ -506,7 +515,7 @@ class BucketBackend(Folder, Backend):
                 try:
                     load().delete(store, some[0] if len(some) == 1 else some)
                 except FileNotFoundError as error:
-                    if answer_of(error).code == "NoSuchBucket":
+                    if is_no_bucket(answer_of(error)):
                         raise
                 call.progress()
 

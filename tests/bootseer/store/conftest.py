@@ -12,6 +12,7 @@ from bootseer.registry.documents import MANIFEST_TYPE, digest_of
 from bootseer.registry.reference import parse_reference
 from bootseer.store import Backend, Store, open_backend
 from testbed.hdfs.cluster import MiniHdfs
+from testbed.servers.azurite import azurite
 from testbed.servers.registry import Registry, running_registry
 from testbed.servers.s3 import make_bucket, s3_server
 
@@ -23,7 +24,8 @@ OCI = pytest.param("oci", id="oci")
 MOTO = pytest.param("moto", id="moto")
 RGW = pytest.param("rgw", id="rgw", marks=pytest.mark.rgw)
 BUCKETS = (MOTO, RGW)
-ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI, *BUCKETS)
+AZURE = pytest.param("azure", id="azure")
+ALL = (LOCAL, MEMORY, LIMITED, HDFS, OCI, *BUCKETS, AZURE)
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +33,13 @@ def moto() -> Iterator[dict[str, str]]:
     """A server of moto, and the bucket of these tests."""
     with s3_server() as environment:
         make_bucket(environment, "conformance")
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[dict[str, str]]:
+    """An emulator of Azure, and the container of these tests."""
+    with azurite("conformance") as environment:
         yield environment
 
 
@@ -76,12 +85,13 @@ def backend_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
             cluster: MiniHdfs = request.getfixturevalue("hdfs")
             # Several blocks per object, so that their borders are crossed.
             return f"{cluster.url}/{unique}?block_size_bytes=8388608"
-        case "moto" | "rgw":
+        case "moto" | "rgw" | "azure":
             server: dict[str, str] = request.getfixturevalue(request.param)
             monkeypatch = request.getfixturevalue("monkeypatch")
             for name, value in server.items():
                 monkeypatch.setenv(name, value)
-            return f"s3://conformance/{unique}"
+            scheme = "az" if request.param == "azure" else "s3"
+            return f"{scheme}://conformance/{unique}"
         case "oci":
             return f"oci://{push_image(request.getfixturevalue('registry'))}"
         case _:

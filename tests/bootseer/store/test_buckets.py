@@ -26,7 +26,7 @@ from bootseer.errors import (
 from bootseer.store import Backend, Store, open_backend, open_store
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.s3 import client_of
-from tests.bootseer.store.conftest import BUCKETS, RGW
+from tests.bootseer.store.conftest import AZURE, BUCKETS, RGW
 from tests.bootseer.store.using import put, race
 
 MIB = 1 << 20
@@ -472,3 +472,16 @@ def test_a_url_with_credentials_is_refused() -> None:
         open_backend("s3://key:secret@bucket/x")
     with pytest.raises(UnsupportedError, match="names no bucket"):
         open_backend("s3://").stat("")
+
+
+# ---- Azure ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend_url", [AZURE], indirect=True)
+def test_azure_says_what_is_refused(backend: Backend) -> None:
+    with pytest.raises(InvalidInputError, match="no name has a backslash"):
+        put(backend, "back\\slash", b"")
+    missing = open_backend("az://missing/folder")
+    for call in (lambda: missing.read("x"), lambda: missing.stat("x"), lambda: missing.list("")):
+        with pytest.raises(InvalidInputError, match="there is no bucket missing"):
+            call()

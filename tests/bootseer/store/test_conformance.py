@@ -165,11 +165,12 @@ def test_refuses_paths_that_are_none(backend: Backend, path: str) -> None:
 
 
 def test_keeps_odd_names(backend: Backend) -> None:
-    for name in ODD_NAMES:
+    names = [name for name in ODD_NAMES if not (backend.url.startswith("az:") and "\\" in name)]
+    for name in names:
         put(backend, f"odd/{name}", name.encode())
         put(backend, f"folders/{name}/x", b"")
-    assert [info.path for info in backend.list("odd")] == sorted(f"odd/{n}" for n in ODD_NAMES)
-    for name in ODD_NAMES:
+    assert [info.path for info in backend.list("odd")] == sorted(f"odd/{n}" for n in names)
+    for name in names:
         assert backend.read(f"odd/{name}") == name.encode()
         assert [info.path for info in backend.list(f"folders/{name}")] == [f"folders/{name}/x"]
         backend.rename(f"odd/{name}", f"moved/{name}", overwrite=True)
@@ -350,7 +351,9 @@ def test_a_file_is_no_parent(backend: Backend) -> None:
         lambda: backend.mkdir("file/below"),
         lambda: backend.mkdir("file"),
     ]
-    if not backend.url.startswith("s3:"):  # a look would be one more request for each object
+    if not backend.url.startswith(
+        ("s3:", "az:")
+    ):  # a look would be one more request for each object
         calls.append(lambda: backend.create("file/below"))
     for call in calls:
         with pytest.raises(InvalidInputError):
