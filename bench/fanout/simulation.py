@@ -182,6 +182,8 @@ class Simulation:
                     dice=self.dice.random, now_s=self.now_s,
                 )
             )  # fmt: skip
+        for tree, plan in enumerate(node.plans):
+            plan.other = node.plans[1 - tree]
             self._tick(node, tree)
 
     def _break(self) -> None:
@@ -326,6 +328,7 @@ class Simulation:
         for other in node.feeds[tree]:
             self._pump(other)
         if node.count[tree] == self._lengths[tree]:
+            plan.is_whole = True
             self._close(stream)
             if node.count == self._lengths:
                 self.done_s[node.number] = self.now_s

@@ -8,7 +8,7 @@ path, so that no circle lasts.
 A node begins with its parent in the tree. It leaves its source
 
 - at once, when the source is silent for `SILENCE_S`, closes, refuses or sends wrong bytes;
-- when bytes come at less than `_LOW_SHARE` of the best rate, and the source is to blame. It asks
+- when bytes come slowly, and the source is to blame. It asks
   its source, that one's own source and some others. The source is to blame when it has chunks and
   does not send them, or its own source has chunks that it does not have. Otherwise somebody nearer
   to the store is to blame, and the children of that node move; those below wait for `STARVED_S`;
@@ -51,7 +51,11 @@ PATH_MAX = 32
 
 _WINDOW_S = 0.6
 """Over which a rate is measured: some round trips, and much less than a start."""
-_LOW_SHARE = 0.4
+_LOW_SHARE, _OTHER_SHARE = 0.4, 0.6
+"""A rate is low below so much of the best one, or of so much of what the other tree brings: a
+source may have been slow from the beginning."""
+_FLOOR_BYTES_PER_S = 100_000.0
+"""What any line should bring: a source that drips from the beginning is left for this reason."""
 _LEAD_S = 0.3
 """How far ahead, at the best rate, another node must be to be worth a move."""
 _SLOW_S = 1.0
@@ -140,11 +144,11 @@ class _Meter:
     """Rate at which bytes come."""
 
     def __init__(self, now_s: float) -> None:
-        self.byte_count = 0
+        self.byte_count, self.start_s = 0, now_s
         self.now_s = self.arrived_s = self.good_s = now_s
         """Of the last look; of the last bytes; when the rate was last as it should be."""
-        self.rate, self.best = math.inf, 0.0
-        """Bytes per second; infinite while too little is known."""
+        self.rate, self.best, self.due = math.inf, 0.0, 0.0
+        """Bytes per second: now, infinite while too little is known; at best; as it should be."""
         self._window = [(now_s, 0)]
 
     def came(self, now_s: float, byte_count: int) -> None:
@@ -152,8 +156,8 @@ class _Meter:
         if byte_count > self.byte_count:
             self.byte_count, self.arrived_s = byte_count, now_s
 
-    def look(self, now_s: float) -> None:
-        """Measure."""
+    def look(self, now_s: float, other: "_Meter | None") -> None:
+        """Measure; `other` is the meter of the other tree."""
         self.now_s, window = now_s, self._window
         window.append((now_s, self.byte_count))
         while len(window) > 2 and window[1][0] <= now_s - _WINDOW_S:
@@ -165,6 +169,8 @@ class _Meter:
         self.rate = (self.byte_count - window[0][1]) / span_s
         # Forgotten slowly: a line that others use, too, may stay slower than it was at first.
         self.best = max(self.rate, 0.995 * self.best)
+        others = 0.0 if other is None else _OTHER_SHARE * other.recent
+        self.due = max(self.best, others, _FLOOR_BYTES_PER_S)
         if not self.is_low:
             self.good_s = now_s
 
@@ -174,9 +180,16 @@ class _Meter:
         self.rate = math.inf
 
     @property
+    def recent(self) -> float:
+        """Rate as far as it is known: at the end, and at the beginning, the mean."""
+        if math.isinf(self.rate) or self.now_s - self.arrived_s > _WINDOW_S:
+            return self.byte_count / max(_WINDOW_S, self.arrived_s - self.start_s)
+        return self.rate
+
+    @property
     def is_low(self) -> bool:
-        """Whether less comes than did."""
-        return self.rate <= _LOW_SHARE * self.best
+        """Whether less comes than should."""
+        return self.rate <= _LOW_SHARE * self.due
 
 
 class _Bans:
@@ -214,6 +227,10 @@ class SourcePlan:
         """Who feeds the node: a node, STORE, or None."""
         self.count = 0
         """Chunks of the tree that are here, from the first one on."""
+        self.other: SourcePlan | None = None
+        """The plan of the other tree, whose rate tells what the node's line can do."""
+        self.is_whole = False
+        """Whether all chunks of the tree are here."""
         self.chunk_bytes = chunk_bytes
         self._trees, self._node, self._tree, self._dice = trees, node, tree, dice
         self._home, self._ancestors = trees.parent(tree, node), trees.ancestors(tree, node)
@@ -266,6 +283,8 @@ class SourcePlan:
 
     def offer(self, streams: int) -> Offer:
         """Return what the node says of itself."""
+        if self.is_whole:
+            return Offer(self._node, self.count, streams, (STORE,))
         is_low = self.source is None or self._meter.now_s - self._meter.good_s > _WINDOW_S
         return Offer(self._node, self.count, streams, self.path, is_low)
 
@@ -280,7 +299,7 @@ class SourcePlan:
 
     def step(self, now_s: float) -> Ask | Take | None:
         """Return what to do now. Call it every 0.1 s or so, and after `lost`."""
-        self._meter.look(now_s)
+        self._meter.look(now_s, None if self.other is None else self.other._meter)
         if self._patience > 1 and now_s - self._since_s > 2.0 and not self._meter.is_low:
             self._patience = 1.0
         is_fed_by_node = self.source is not None and self.source != STORE
@@ -352,12 +371,14 @@ class SourcePlan:
             if best is not None:
                 return self._leave(now_s, best, Reason.SLOW if is_slow else Reason.STARVED)
         depth = len(self._ancestors)
-        is_trickle = self._meter.rate <= _TRICKLE_SHARE * self._meter.best
+        is_trickle = self._meter.rate <= _TRICKLE_SHARE * self._meter.due
         may_try = is_trickle and depth <= _TRICKLE_DEPTH
         turn_s = 1.5 * depth + 0.75 * self._is_second
         dry_s = now_s - max(self._meter.arrived_s, self._repaired_s)
         is_turn = (may_try and starved_s > turn_s) or dry_s > STARVED_S + 2 * _TURN_S * depth
-        return self._leave(now_s, STORE, Reason.STARVED) if is_turn and not is_slow else None
+        # Where the source claims to have more, it is more likely the own line.
+        is_turn &= not is_slow or low_s > (STARVED_S + turn_s) * self._patience
+        return self._leave(now_s, STORE, Reason.STARVED) if is_turn else None
 
     def _take_first(self, now_s: float, offers: dict[int, Offer]) -> Take | None:
         """Return the next source of a node that has none; None: ask again."""

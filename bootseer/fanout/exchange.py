@@ -1,0 +1,672 @@
+"""One node's part in the fan-out of its job: objects come from other nodes and go on to others.
+
+Each object that the node joins is a `_Share`: a file that fills up with verified chunks. For each
+of its two trees a task (`_follow`) carries out the `SourcePlan`: it reads from another node or from
+the store, and changes when the plan says so. Others are served straight from the file, by sendfile.
+
+Chunks are verified before they are written, and only written chunks are told of, used or sent. An
+object whose file cannot be written any more fails: its users read the store, and its children go
+elsewhere.
+
+Thread safety: any thread may call the public methods of `Exchange`. All else runs in the thread of
+its event loop. The lock of a share guards what both see. An exchange does not survive fork(2).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from bootseer.base.closing import Closing
+from bootseer.base.content_digest import content_digest
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    InvalidInputError,
+    UnavailableError,
+    UnknownFormatError,
+    from_oserror,
+)
+from bootseer.fanout import protocol
+from bootseer.fanout.links import Link, connect, welcome
+from bootseer.fanout.objects import ChunkList, decode_list
+from bootseer.fanout.plan import (
+    ASK_S,
+    HEARTBEAT_S,
+    SILENCE_S,
+    STUCK_S,
+    Ask,
+    Offer,
+    Reason,
+    SourcePlan,
+    Take,
+    has_room,
+)
+from bootseer.fanout.protocol import Hello, Request
+from bootseer.fanout.trees import STORE, TREE_COUNT, Trees, chunks_of
+from bootseer.transfer.policy import dice
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_PROOF_S = 2.0
+_IDLE_S = 10.0
+"""How long a connection may stay without a request."""
+_STALLED_S = 5.0
+"""How long a child may take nothing before it loses its stream."""
+_STORE_IN_FLIGHT = 2
+_STORE_PAUSE_S = 1.0
+_CONNECTIONS_MAX = 256
+_ADDRESS_CONNECTIONS_MAX = 64
+"""Of one address: a hostile member cannot take all places."""
+_REQUESTS_MAX = 1000
+_SPARE_LINKS_MAX, _SPARE_S = 16, 5.0
+"""Connections kept after a question, and for how long: less than `_IDLE_S`."""
+
+
+class Origin(Protocol):
+    """Store of an object. Called from threads; may block; raises as stores do."""
+
+    def chunk_list(self) -> bytes:
+        """Return the encoded list of chunks."""
+
+    def chunk(self, index: int, offset: int, length: int) -> bytes:
+        """Return the bytes of one chunk."""
+
+
+class Fed(Struct):
+    """What one source brought of one tree of an object, for the report."""
+
+    name: bytes
+    tree: int
+    source: int
+    """A node, or STORE."""
+    byte_count: int = 0
+    seconds: float = 0.0
+    left_because: str = ""
+
+
+class _Stream:
+    """A child that is fed."""
+
+    __slots__ = ("sending_s",)
+
+    def __init__(self) -> None:
+        self.sending_s: float | None = None
+        """When the chunk that is being sent was begun."""
+
+
+class _Share:
+    """An object on this node: its list, its file, and who wants it."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.lock = threading.Condition()
+        self.file = -1
+        self.origin: Origin | None = None
+        self.chunks: ChunkList | None = None
+        self.has = bytearray()
+        self.counts = [0] * TREE_COUNT
+        """Chunks of each tree that are here, from the first one on."""
+        self.received = [0] * TREE_COUNT
+        """Bytes of chunks that came for each tree, with those that came twice."""
+        self.error: BootseerError | None = None
+        self.moved_s = time.monotonic()
+        """When bytes came last."""
+        self.plans: list[SourcePlan] = []
+        self.streams: set[_Stream] = set()
+        self.more = asyncio.Event()
+        """Set, and replaced, whenever there is more to send."""
+
+    def joined(self, origin: Origin, file: int) -> None:
+        """Begin: the file is written from now on."""
+        self.origin, self.file = origin, file
+        self.moved_s = time.monotonic()
+
+    def is_whole(self, tree: int) -> bool:
+        """Whether all chunks of a tree are here."""
+        chunks = self.chunks
+        return chunks is not None and self.counts[tree] == chunks_of(tree, len(chunks.lengths))
+
+    def accept_list(self, data: bytes | memoryview) -> None:
+        """Keep the list of chunks. Raises: CorruptError."""
+        if self.chunks is None:
+            chunks = decode_list(bytes(data), self.name)
+            with self.lock:
+                self.has = bytearray(len(chunks.lengths))
+                self.chunks = chunks
+            for plan in self.plans:
+                plan.chunk_bytes = chunks.offsets[-1] / len(chunks.lengths)
+            self._tell()
+
+    def accept(self, index: int, data: bytes | memoryview) -> None:
+        """Verify and write a chunk. Raises: CorruptError; OSError of the disk."""
+        chunks = self.chunks
+        assert chunks is not None
+        if self.has[index]:
+            return
+        if len(data) != chunks.lengths[index] or content_digest(data) != chunks.digests[index]:
+            raise CorruptError(f"chunk {index} of {self.name.hex()[:12]} does not match its digest")
+        offset, left = chunks.offsets[index], memoryview(data)
+        while left:
+            written = os.pwrite(self.file, left, offset)
+            left, offset = left[written:], offset + written
+        with self.lock:
+            self.has[index] = 1
+            tree = index % TREE_COUNT
+            at = self.counts[tree] * TREE_COUNT + tree
+            while at < len(self.has) and self.has[at]:
+                self.counts[tree] += 1
+                at += TREE_COUNT
+            self.moved_s = time.monotonic()
+        self._tell()
+
+    def fail(self, error: BootseerError) -> None:
+        """End: nothing more is written or sent."""
+        with self.lock:
+            self.error = self.error or error
+        self._tell()
+
+    def _tell(self) -> None:
+        with self.lock:
+            self.lock.notify_all()
+        self.more.set()
+        self.more = asyncio.Event()
+
+    def offer(self, own: int, tree: int) -> Offer:
+        """Return what this node says of itself."""
+        now_s = time.monotonic()
+        streams = sum(
+            one.sending_s is None or now_s - one.sending_s < STUCK_S for one in self.streams
+        )
+        if not self.plans:
+            return Offer(own, self.counts[tree], streams, ())
+        self.plans[tree].count = self.counts[tree]
+        return self.plans[tree].offer(streams)
+
+
+class Exchange(Closing):
+    """Gets objects from the nodes of the job, and feeds them."""
+
+    def __init__(
+        self, addresses: Sequence[tuple[str, int]], own: int, key: bytes, trees: Trees | None = None
+    ) -> None:
+        """Listen, and serve from now on.
+
+        Args:
+            addresses: Host and port of each node, in the order of the trees.
+            own: Index of this node.
+            key: The job's key, 32 bytes.
+            trees: Who feeds whom; by default without knowledge of racks.
+
+        Raises: InvalidInputError; OSError when the port is taken.
+        """
+        if len(key) != protocol.KEY_BYTES:
+            raise InvalidInputError(f"a job's key has {protocol.KEY_BYTES} bytes, not {len(key)}")
+        if not 0 <= own < len(addresses):
+            raise InvalidInputError("the list of nodes lacks the own one")
+        self._addresses, self._own, self._key = tuple(addresses), own, key
+        self._trees = Trees(len(addresses)) if trees is None else trees
+        self._shares: dict[bytes, _Share] = {}
+        self._spare: dict[int, tuple[float, Link]] = {}
+        self._guests: Counter[str] = Counter()
+        self._guest_count = 0
+        self._fed: list[Fed] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._pool = ThreadPoolExecutor(2 * TREE_COUNT * _STORE_IN_FLIGHT, "fanout-store")
+        self._listener = _listen(addresses[own][1])
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="fanout", daemon=True)
+        self._thread.start()
+
+    # For users, in any thread
+
+    def join(self, name: bytes, file: Path, origin: Origin) -> None:
+        """Begin to get the object `name` into `file`, and to feed it to others. Does not wait.
+
+        Raises: OSError when the file cannot be made; UnavailableError when closed.
+        """
+        number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._call(self._join(name, origin, number))
+        except BaseException:
+            os.close(number)
+            raise
+
+    def fetch(self, name: bytes, index: int, silence_s: float = 10.0) -> bytes:
+        """Return a chunk of a joined object, verified.
+
+        Raises: DeadlineError when nothing of the object has come for `silence_s`, and other
+        BootseerErrors: read the store then.
+        """
+        share = self._shares.get(name)
+        if share is None:
+            raise UnavailableError(f"the object {name.hex()[:12]} does not travel by fan-out")
+        since_s = time.monotonic()
+        with share.lock:
+            while share.chunks is None or not share.has[index]:
+                if share.error is not None:
+                    raise UnavailableError(f"fan-out has failed: {share.error}") from share.error
+                left_s = silence_s - (time.monotonic() - max(since_s, share.moved_s))
+                if left_s <= 0:
+                    raise DeadlineError(f"no node has sent anything for {silence_s:g} s")
+                share.lock.wait(left_s)
+            chunks = share.chunks
+        return os.pread(share.file, chunks.lengths[index], chunks.offsets[index])
+
+    def put(self, name: bytes, index: int, data: bytes) -> None:
+        """Hand in a chunk that a user has read from the store himself. Raises: CorruptError."""
+        self._call(self._put(name, index, data))
+
+    def fed(self) -> list[Fed]:
+        """Return who fed this node so far, in the order in which they began."""
+        return list(self._fed)
+
+    def close(self) -> None:
+        """Stop serving. Files stay. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+        for share in self._shares.values():
+            share.fail(UnavailableError("fan-out is closed"))
+            if share.file >= 0:
+                os.close(share.file)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # The loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        serving = self._loop.create_task(self._accept())
+        self._tasks.add(serving)
+        try:
+            self._loop.run_forever()
+            for task in self._tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        finally:
+            self._listener.close()
+            for _, link in self._spare.values():
+                link.close()
+            self._loop.close()
+
+    def _stop(self) -> None:
+        self._loop.stop()
+
+    def _call(self, what: Coroutine[Any, Any, None]) -> None:
+        if self._is_closed:
+            what.close()
+            raise UnavailableError("fan-out is closed")
+        asyncio.run_coroutine_threadsafe(what, self._loop).result()
+
+    def _spawn(self, what: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _share(self, name: bytes) -> _Share:
+        share = self._shares.get(name)
+        if share is None:
+            share = self._shares[name] = _Share(name)
+        return share
+
+    async def _join(self, name: bytes, origin: Origin, file: int) -> None:
+        share = self._share(name)
+        if share.file >= 0:
+            raise InvalidInputError(f"the object {name.hex()[:12]} is joined already")
+        share.joined(origin, file)
+        now_s = time.monotonic()
+        share.plans = [
+            SourcePlan(self._trees, self._own, tree, chunk_bytes=1 << 20, dice=dice, now_s=now_s)
+            for tree in range(TREE_COUNT)
+        ]
+        for tree, plan in enumerate(share.plans):
+            plan.other = share.plans[1 - tree]
+            self._spawn(self._follow(share, tree))
+
+    async def _put(self, name: bytes, index: int, data: bytes) -> None:
+        share = self._shares.get(name)
+        if share is not None and share.chunks is not None and share.error is None:
+            self._accept_chunk(share, index, data)
+
+    def _accept_chunk(self, share: _Share, index: int, data: bytes | memoryview) -> None:
+        """Raises: CorruptError. A disk that is full ends the object."""
+        try:
+            share.accept(index, data)
+        except OSError as error:
+            ours = from_oserror(error, "keep a chunk of an object that travels by fan-out")
+            logger.warning("%s; it is read from the store", ours)
+            share.fail(ours)
+
+    # Getting
+
+    async def _follow(self, share: _Share, tree: int) -> None:
+        """Carry out the plan of one tree until all of it is here."""
+        plan = share.plans[tree]
+        reading: asyncio.Task[Reason] | None = None
+        asking: asyncio.Task[list[Offer]] | None = None
+        fed = Fed(share.name, tree, STORE)
+        try:
+            while share.error is None and not share.is_whole(tree):
+                plan.count = share.counts[tree]
+                now_s = time.monotonic()
+                step: Ask | Take | None = None
+                if asking is not None and asking.done():
+                    step, asking = plan.answered(now_s, asking.result()), None
+                elif reading is not None and reading.done():
+                    plan.lost(now_s, reading.result())
+                    fed.left_because, reading = reading.result().value, None
+                step = step or plan.step(now_s)
+                if plan.source is None and reading is not None:
+                    await _cancelled(reading)
+                    reading = None
+                    fed.left_because = fed.left_because or Reason.SILENT.value
+                if isinstance(step, Take):
+                    await _cancelled(reading)
+                    if step.reason is not None:
+                        fed.left_because = fed.left_because or step.reason.value
+                    fed = Fed(share.name, tree, step.source)
+                    self._fed.append(fed)
+                    reading = self._loop.create_task(self._read(share, tree, step, fed))
+                elif step is not None:
+                    asking = self._loop.create_task(self._ask(share, tree, step.nodes))
+                waiting = [task for task in (reading, asking) if task is not None]
+                if waiting:
+                    await asyncio.wait(
+                        waiting, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                else:
+                    await asyncio.sleep(_TICK_S)
+            plan.is_whole = share.is_whole(tree)
+        finally:
+            await _cancelled(reading)
+            await _cancelled(asking)
+
+    async def _read(self, share: _Share, tree: int, take: Take, fed: Fed) -> Reason:
+        """Take chunks from a source until it is no good any more; return why."""
+        began_s = self._loop.time()
+        try:
+            if take.source == STORE:
+                await self._read_store(share, tree, fed)
+            else:
+                return await self._read_node(share, tree, take, fed)
+        except CorruptError as error:
+            logger.warning("fan-out: node %d is not asked any more: %s", take.source, error)
+            return Reason.WRONG
+        except TimeoutError:
+            return Reason.SILENT
+        except OSError:
+            return Reason.REFUSED
+        finally:
+            fed.seconds = self._loop.time() - began_s
+        return Reason.CLOSED
+
+    def _alive(self, share: _Share, tree: int, fed: Fed) -> Callable[[int], None]:
+        """Return what notes that bytes came from a source."""
+        plan = share.plans[tree]
+
+        def moved(count: int) -> None:
+            fed.byte_count += count
+            share.received[tree] += count
+            share.moved_s = now_s = time.monotonic()
+            plan.alive(now_s, share.received[tree])
+
+        return moved
+
+    async def _read_node(self, share: _Share, tree: int, take: Take, fed: Fed) -> Reason:
+        """Read the frames of another node. Raises: CorruptError, TimeoutError, OSError."""
+        node, plan, count = take.source, share.plans[tree], share.counts[tree]
+        moved, nodes = self._alive(share, tree, fed), len(self._addresses)
+        link = await self._link(node, SILENCE_S)
+        try:
+            needs_list = share.chunks is None
+            request = Request(protocol.FEED, tree, count, share.name, take.reads_store, needs_list)
+            await link.send(request.encode(), SILENCE_S)
+            head, room = memoryview(bytearray(protocol.FRAME_BYTES)), memoryview(b"")
+            while not share.is_whole(tree) and share.error is None:
+                await link.receive(head, SILENCE_S)
+                frame = protocol.decode_frame(head, node, nodes)
+                plan.heard(time.monotonic(), frame.offer)
+                if frame.kind == protocol.BUSY:
+                    return Reason.BUSY
+                if plan.source != node:
+                    return Reason.CIRCLE
+                if frame.kind == protocol.LIST:
+                    listed = memoryview(bytearray(frame.length))
+                    share.accept_list(await link.receive(listed, SILENCE_S, moved))
+                elif frame.kind == protocol.CHUNK:
+                    index, chunks = count * TREE_COUNT + tree, share.chunks
+                    if chunks is None or index >= len(chunks.lengths):
+                        raise CorruptError("a chunk that the object does not have")
+                    if frame.length != chunks.lengths[index]:
+                        raise CorruptError(f"chunk {index} has another length than it should")
+                    if len(room) < frame.length:
+                        room = memoryview(bytearray(frame.length))
+                    data = await link.receive(room[: frame.length], SILENCE_S, moved)
+                    self._accept_chunk(share, index, data)
+                    count += 1
+                    plan.count = share.counts[tree]
+            return Reason.CLOSED
+        finally:
+            link.close()
+
+    async def _read_store(self, share: _Share, tree: int, fed: Fed) -> None:
+        """Read the chunks of a tree from the store. Raises: CorruptError, OSError."""
+        moved, origin, run = self._alive(share, tree, fed), share.origin, self._loop.run_in_executor
+        assert origin is not None
+        try:
+            if share.chunks is None:
+                share.accept_list(await run(self._pool, origin.chunk_list))
+            chunks = share.chunks
+            assert chunks is not None
+            todo = iter(
+                range(share.counts[tree] * TREE_COUNT + tree, len(chunks.lengths), TREE_COUNT)
+            )
+
+            async def lane() -> None:
+                for index in todo:
+                    if share.has[index]:
+                        continue
+                    place = chunks.offsets[index], chunks.lengths[index]
+                    data = await run(self._pool, origin.chunk, index, *place)
+                    moved(len(data))
+                    self._accept_chunk(share, index, data)
+                    share.plans[tree].count = share.counts[tree]
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_STORE_IN_FLIGHT):
+                    group.create_task(lane())
+        except* Exception as group_error:
+            error = group_error.exceptions[0]
+            logger.warning("fan-out: the store cannot be read: %s", error)
+            await asyncio.sleep(_STORE_PAUSE_S)
+            raise ConnectionError(str(error)) from error
+
+    # Asking
+
+    async def _ask(self, share: _Share, tree: int, nodes: Sequence[int]) -> list[Offer]:
+        """Return the offers of those that answer in time."""
+        offers: list[Offer] = []
+        tasks = {self._loop.create_task(self._ask_one(share, tree, n, offers)) for n in nodes}
+        try:
+            until_s, left = self._loop.time() + ASK_S, tasks
+            while left and (wait_s := until_s - self._loop.time()) > 0:
+                # Where most have answered, the others are given a little more.
+                wait_s = min(wait_s, 0.1) if len(offers) * 2 > len(tasks) else wait_s
+                done, left = await asyncio.wait(
+                    left, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return offers
+
+    async def _ask_one(self, share: _Share, tree: int, node: int, offers: list[Offer]) -> None:
+        link: Link | None = None
+        with contextlib.suppress(OSError, TimeoutError, CorruptError):
+            try:
+                link = await self._link(node, ASK_S)
+                request = Request(protocol.ASK, tree, share.counts[tree], share.name)
+                await link.send(request.encode(), ASK_S)
+                answer = await link.receive(memoryview(bytearray(protocol.OFFER_BYTES)), ASK_S)
+                offers.append(protocol.decode_offer(answer, node, len(self._addresses)))
+                if len(self._spare) < _SPARE_LINKS_MAX and node not in self._spare:
+                    # Whoever has answered is likely to be taken, or asked again.
+                    self._spare[node], link = (self._loop.time(), link), None
+            finally:
+                if link is not None:
+                    link.close()
+
+    async def _link(self, node: int, limit_s: float) -> Link:
+        """Return a connection to a node, which may be left from a question."""
+        used_s, link = self._spare.pop(node, (0.0, None))
+        if link is not None and self._loop.time() - used_s < _SPARE_S:
+            return link
+        if link is not None:
+            link.close()
+        hello = Hello(self._own, node, os.urandom(protocol.NONCE_BYTES))
+        return await connect(self._addresses[node], hello, self._key, limit_s)
+
+    # Feeding
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                logger.warning("fan-out: no connection can be taken: %s", error)
+                await asyncio.sleep(1.0)
+                continue
+            host = address[0]
+            if (
+                self._guest_count >= _CONNECTIONS_MAX
+                or self._guests[host] >= _ADDRESS_CONNECTIONS_MAX
+            ):
+                sock.close()
+                continue
+            self._guest_count += 1
+            self._guests[host] += 1
+            self._spawn(self._serve(sock, host))
+
+    async def _serve(self, sock: socket.socket, host: str) -> None:
+        """Answer the requests of one connection."""
+        try:
+            link, child = await welcome(sock, self._own, self._key, _PROOF_S)
+            asked = memoryview(bytearray(protocol.REQUEST_BYTES))
+            for _ in range(_REQUESTS_MAX):
+                async with asyncio.timeout(_IDLE_S):
+                    await link.receive(asked, _IDLE_S)
+                request = protocol.decode_request(asked)
+                if request.operation == protocol.FEED:
+                    await self._feed(link, child, request)
+                    break
+                share = self._shares.get(request.name)
+                offer = (
+                    Offer(self._own, 0, 0, ())
+                    if share is None
+                    else share.offer(self._own, request.tree)
+                )
+                await link.send(protocol.encode_offer(offer), ASK_S)
+        except (CorruptError, UnknownFormatError) as error:
+            logger.info("fan-out: refused %s: %s", host, error)
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            sock.close()
+            self._guest_count -= 1
+            self._guests[host] -= 1
+            self._guests += Counter()  # forget those with none
+
+    async def _feed(self, link: Link, child: int, request: Request) -> None:
+        """Send the chunks of a tree as they come, and beats meanwhile."""
+        tree, count, needs_list = request.tree, request.count, request.needs_list
+        share = self._shares.get(request.name)
+        if share is None:
+            share = await self._awaited(link, request.name)
+        is_home = child < self._trees.node_count and self._trees.parent(tree, child) == self._own
+        offer = share.offer(self._own, tree)
+        if share.error is not None or not has_room(
+            offer.streams, is_home=is_home, reads_store=request.reads_store
+        ):
+            await link.send(protocol.encode_frame(protocol.BUSY, 0, offer), ASK_S)
+            return
+        stream = _Stream()
+        share.streams.add(stream)
+        try:
+            while share.error is None:
+                more, chunks = share.more, share.chunks
+                stream.sending_s = self._loop.time()
+                if chunks is not None and needs_list:
+                    data, needs_list = chunks.encode(), False
+                    head = protocol.encode_frame(
+                        protocol.LIST, len(data), share.offer(self._own, tree)
+                    )
+                    await link.send(head + data, _STALLED_S)
+                elif chunks is not None and count < share.counts[tree]:
+                    index = count * TREE_COUNT + tree
+                    length, count = chunks.lengths[index], count + 1
+                    head = protocol.encode_frame(
+                        protocol.CHUNK, length, share.offer(self._own, tree)
+                    )
+                    await link.send(head, _STALLED_S, more=True)
+                    await link.send_file(share.file, chunks.offsets[index], length, _STALLED_S)
+                elif share.is_whole(tree):
+                    return
+                else:
+                    stream.sending_s = None
+                    await self._beat(link, share, tree, more)
+        finally:
+            share.streams.discard(stream)
+
+    async def _beat(self, link: Link, share: _Share, tree: int, more: asyncio.Event) -> None:
+        """Wait until there is more; say that nothing is, when it takes long."""
+        try:
+            await asyncio.wait_for(more.wait(), HEARTBEAT_S)
+        except TimeoutError:
+            offer = share.offer(self._own, tree)
+            await link.send(protocol.encode_frame(protocol.BEAT, 0, offer), _STALLED_S)
+
+    async def _awaited(self, link: Link, name: bytes) -> _Share:
+        """Wait until this node joins an object. Raises: TimeoutError, ConnectionError."""
+        until_s = self._loop.time() + _IDLE_S
+        while self._loop.time() < until_s:
+            offer = Offer(self._own, 0, 0, ())
+            await link.send(protocol.encode_frame(protocol.BEAT, 0, offer), _STALLED_S)
+            await asyncio.sleep(HEARTBEAT_S)
+            if (share := self._shares.get(name)) is not None:
+                return share
+        raise TimeoutError("nobody here wants that object")
+
+
+async def _cancelled(task: "asyncio.Task[Any] | None") -> None:
+    """Cancel a task and wait until it has ended."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens at all addresses, IPv4 and IPv6 where there is one."""
+    try:
+        sock = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        sock = socket.create_server(("", port))
+    sock.setblocking(False)
+    return sock

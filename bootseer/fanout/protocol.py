@@ -1,0 +1,140 @@
+"""Messages between two nodes of a fan-out, and the proof that both belong to the same job.
+
+    child                                     source
+    HELLO   version, both numbers, nonce  ->
+                                          <-  nonce, proof
+    proof                                 ->
+    ASK     object, tree                  ->
+                                          <-  offer                  (as often as the child likes)
+    FEED    object, tree, count           ->
+                                          <-  frames: a beat, a chunk, or the list of chunks
+
+A proof is an HMAC-SHA256 of the job's key over the version, the role, both nodes' numbers and both
+nonces: who has no key proves nothing, a proof of another connection, direction or node is none, and
+the source proves itself before it learns what is wanted. All messages but the payload of a frame
+have a fixed length. What comes after the proof is neither encrypted nor signed: chunks prove
+themselves by their digests. docs/format/fanout.md has the bytes. Pure, but for the nonces.
+"""
+
+import hmac
+import struct
+
+from msgspec import Struct
+
+from bootseer.errors import CorruptError, UnknownFormatError
+from bootseer.fanout.objects import CHUNK_BYTES_MAX, LIST_BYTES_MAX
+from bootseer.fanout.plan import PATH_MAX, Offer
+from bootseer.fanout.trees import STORE, TREE_COUNT
+
+VERSION = 1
+KEY_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+_MAGIC = b"BSFO"
+_HELLO = struct.Struct(f"!4sBII{NONCE_BYTES}s")
+_REQUEST = struct.Struct("!BBBI32s")
+_OFFER = struct.Struct(f"!IHBB{PATH_MAX}i")
+_FRAME = struct.Struct("!BI")
+
+HELLO_BYTES = _HELLO.size
+CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
+REQUEST_BYTES = _REQUEST.size
+OFFER_BYTES = _OFFER.size
+FRAME_BYTES = _FRAME.size + _OFFER.size
+
+ASK, FEED = 1, 2
+BEAT, CHUNK, LIST, BUSY = 0, 1, 2, 3
+"""Kinds of frames; BUSY is the last one of its stream."""
+_LENGTH_MAX = {BEAT: 0, CHUNK: CHUNK_BYTES_MAX, LIST: LIST_BYTES_MAX, BUSY: 0}
+
+
+class Hello(Struct, frozen=True):
+    """First message of a connection."""
+
+    child: int
+    source: int
+    nonce: bytes
+
+    def encode(self) -> bytes:
+        """Return the message."""
+        return _HELLO.pack(_MAGIC, VERSION, self.child, self.source, self.nonce)
+
+
+class Request(Struct, frozen=True):
+    """What a child wants."""
+
+    operation: int
+    tree: int
+    count: int
+    """Chunks of the tree that the child has."""
+    name: bytes
+    reads_store: bool = False
+    """Whether the child leaves the store for this source."""
+    needs_list: bool = False
+    """Whether the child lacks the list of chunks."""
+
+    def encode(self) -> bytes:
+        """Return the message."""
+        flags = self.reads_store | self.needs_list << 1
+        return _REQUEST.pack(self.operation, self.tree, flags, self.count, self.name)
+
+
+class Frame(Struct, frozen=True):
+    """Head of what a source sends: `length` bytes of payload follow."""
+
+    kind: int
+    length: int
+    offer: Offer
+
+
+def decode_hello(data: bytes | memoryview) -> Hello:
+    """Raises: UnknownFormatError."""
+    magic, version, child, source, nonce = _HELLO.unpack(data)
+    if (magic, version) != (_MAGIC, VERSION):
+        raise UnknownFormatError("a connection speaks another protocol, or another version")
+    return Hello(child, source, nonce)
+
+
+def decode_request(data: bytes | memoryview) -> Request:
+    """Raises: CorruptError."""
+    operation, tree, flags, count, name = _REQUEST.unpack(data)
+    if operation not in (ASK, FEED) or tree >= TREE_COUNT or flags > 3:
+        raise CorruptError("a request that nobody makes")
+    return Request(operation, tree, count, name, bool(flags & 1), bool(flags & 2))
+
+
+def encode_offer(offer: Offer) -> bytes:
+    """Return what a node says of itself."""
+    path = offer.path + (0,) * (PATH_MAX - len(offer.path))
+    return _OFFER.pack(offer.count, offer.streams, offer.is_low, len(offer.path), *path)
+
+
+def decode_offer(data: bytes | memoryview, node: int, node_count: int) -> Offer:
+    """Return what `node` of `node_count` says of itself. Raises: CorruptError."""
+    count, streams, is_low, length, *path = _OFFER.unpack(data)
+    if length > PATH_MAX or not all(STORE <= one < node_count for one in path):
+        raise CorruptError(f"node {node} has a path of nodes that are none")
+    return Offer(node, count, streams, tuple(path[:length]), bool(is_low))
+
+
+def encode_frame(kind: int, length: int, offer: Offer) -> bytes:
+    """Return the head of a frame."""
+    return _FRAME.pack(kind, length) + encode_offer(offer)
+
+
+def decode_frame(data: memoryview, node: int, node_count: int) -> Frame:
+    """Raises: CorruptError."""
+    kind, length = _FRAME.unpack_from(data)
+    if length > _LENGTH_MAX.get(kind, -1):
+        raise CorruptError(f"node {node} sends a frame of an unknown kind or too large")
+    return Frame(kind, length, decode_offer(data[_FRAME.size :], node, node_count))
+
+
+def proof(key: bytes, role: bytes, hello: Hello, nonce: bytes) -> bytes:
+    """Return what `role`, b"source" or b"child", proves itself with; `nonce` is the source's."""
+    return hmac.digest(key, b"bootseer fan-out\0" + role + b"\0" + hello.encode() + nonce, "sha256")
+
+
+def is_proof(
+    given: bytes | memoryview, key: bytes, role: bytes, hello: Hello, nonce: bytes
+) -> bool:
+    """Whether `given` is the proof, in constant time."""
+    return hmac.compare_digest(given, proof(key, role, hello, nonce))

@@ -1,0 +1,159 @@
+"""Nodes of a job on this machine, an object for them, and members who do what they want."""
+
+import contextlib
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.base.content_digest import content_digest
+from bootseer.fanout import protocol
+from bootseer.fanout.exchange import Exchange
+from bootseer.fanout.objects import ChunkList, chunk_list
+from bootseer.fanout.plan import Offer
+from bootseer.fanout.trees import STORE
+
+KEY = bytes(range(32))
+CHUNK_BYTES = 10_000
+
+
+class Content:
+    """An object in a store, which counts what is read of it."""
+
+    def __init__(self, chunk_count: int, seed: int = 1) -> None:
+        dice = random.Random(seed)
+        self.parts = [dice.randbytes(CHUNK_BYTES - n % 7) for n in range(chunk_count)]
+        self.list: ChunkList = chunk_list(
+            [len(part) for part in self.parts], [content_digest(part) for part in self.parts]
+        )
+        self.name = self.list.name
+        self.reads = 0
+        self.before: Callable[[int], None] = lambda index: None
+        """Called before each chunk is read."""
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.parts)
+
+    def chunk_list(self) -> bytes:
+        return self.list.encode()
+
+    def chunk(self, index: int, offset: int, length: int) -> bytes:
+        self.before(index)
+        self.reads += 1
+        return self.data[offset : offset + length]
+
+
+class Gate:
+    """Lets reads of the store pass up to a chunk."""
+
+    def __init__(self, upto: int) -> None:
+        self._upto, self._opened = upto, threading.Event()
+
+    def __call__(self, index: int) -> None:
+        if index >= self._upto:
+            self._opened.wait(30)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def free_addresses(count: int) -> list[tuple[str, int]]:
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [("127.0.0.1", sock.getsockname()[1]) for sock in socks]
+
+
+class Job:
+    """Exchanges of a job's nodes, of which some may be missing."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, count: int) -> None:
+        self._stack, self.folder = stack, folder
+        self.addresses = free_addresses(count)
+        self.nodes: dict[int, Exchange] = {}
+
+    def start(self, *numbers: int, key: bytes = KEY) -> None:
+        for number in numbers:
+            exchange = Exchange(self.addresses, number, key)
+            self.nodes[number] = self._stack.enter_context(exchange)
+
+    def join(self, content: Content, *numbers: int) -> None:
+        for number in numbers or self.nodes:
+            self.nodes[number].join(content.name, self.file(number), content)
+
+    def file(self, number: int) -> Path:
+        return self.folder / f"object-{number}"
+
+    def check(self, content: Content, *numbers: int) -> None:
+        """Every node has every byte, and its file nothing else."""
+        for number in numbers or self.nodes:
+            node = self.nodes[number]
+            assert [node.fetch(content.name, n) for n in range(len(content.parts))] == content.parts
+            assert self.file(number).read_bytes() == content.data
+
+
+@contextlib.contextmanager
+def member(address: tuple[str, int], number: int, act: "Act") -> Iterator[list[protocol.Request]]:
+    """A member of the job with its key that answers each request by `act`; yields the requests."""
+    requests: list[protocol.Request] = []
+
+    def serve(sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            hello = protocol.decode_hello(take(sock, protocol.HELLO_BYTES))
+            nonce = os.urandom(32)
+            sock.sendall(nonce + protocol.proof(KEY, b"source", hello, nonce))
+            take(sock, protocol.PROOF_BYTES)
+            while True:
+                request = protocol.decode_request(take(sock, protocol.REQUEST_BYTES))
+                requests.append(request)
+                act(sock, request)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = server.accept()
+                threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+    server = socket.create_server(address)
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield requests
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+Act = Callable[[socket.socket, protocol.Request], None]
+
+
+def offer_of(number: int, count: int = 1000) -> Offer:
+    """What a member says that has everything and feeds nobody."""
+    return Offer(number, count, 0, (STORE,))
+
+
+def take(sock: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = sock.recv(length - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return data
+
+
+def introduce(
+    address: tuple[str, int], source: int, *, child: int = 0, key: bytes = KEY
+) -> socket.socket:
+    """Connect to a node as a member does."""
+    sock = socket.create_connection(address, 10)
+    try:
+        hello = protocol.Hello(child, source, os.urandom(32))
+        sock.sendall(hello.encode())
+        nonce = take(sock, protocol.CHALLENGE_BYTES)[:32]
+        sock.sendall(protocol.proof(key, b"child", hello, nonce))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,151 @@
+"""Nodes that feed each other over real sockets, whatever becomes of some of them."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
+from bootseer.fanout.exchange import Exchange
+from bootseer.fanout.trees import STORE, Trees
+from testbed.waiting import wait_for
+from tests.bootseer.fanout.nodes import KEY, Content, Gate, Job, free_addresses
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with contextlib.ExitStack() as stack:
+        yield Job(stack, tmp_path, 6)
+
+
+def test_all_nodes_get_an_object_of_which_the_store_sends_one_copy(job: Job) -> None:
+    content = Content(41)
+    job.start(*range(6))
+    job.join(content)
+    job.check(content)
+    assert content.reads == 41
+    fed = [one for node in job.nodes.values() for one in node.fed()]
+    assert sum(one.byte_count for one in fed if one.source == STORE) == len(content.data)
+    assert {one.source for one in job.nodes[0].fed()} == {Trees(6).parent(t, 0) for t in (0, 1)}
+
+
+def test_an_object_of_one_chunk_and_two_objects_at_once(job: Job) -> None:
+    small, other = Content(1), Content(9, seed=2)
+    job.start(*range(6))
+    job.join(small)
+    for number, node in job.nodes.items():
+        node.join(other.name, job.folder / f"other-{number}", other)
+    job.check(small)
+    assert job.nodes[5].fetch(other.name, 8) == other.parts[8]
+
+
+def test_nodes_that_come_later_or_never_are_done_without(job: Job) -> None:
+    content = Content(20)
+    job.start(5)
+    job.join(content)
+    job.check(content)
+    roots = {Trees(6).root(tree) for tree in (0, 1)}
+    late = [n for n in range(5) if n not in roots][:2]
+    job.start(*late)
+    job.join(content, *late)
+    job.check(content)
+    # Everybody above them is missing, and what node 5 has is found nevertheless.
+    assert content.reads == 20
+
+
+def test_a_node_that_ends_in_the_middle_is_left(job: Job) -> None:
+    content = Content(40)
+    content.before = gate = Gate(20)
+    job.start(*range(6))
+    job.join(content)
+    for node in job.nodes.values():
+        assert node.fetch(content.name, 10) == content.parts[10]
+    # Each node feeds somebody.
+    job.nodes.pop(1).close()
+    gate.open()
+    job.check(content)
+
+
+def test_a_chunk_that_a_user_read_himself_goes_on_to_others(job: Job) -> None:
+    content = Content(8)
+    content.before = gate = Gate(4)
+    job.start(*range(6))
+    job.join(content)
+    root = Trees(6).root(0)
+    assert job.nodes[root].fetch(content.name, 2) == content.parts[2]
+    job.nodes[root].put(content.name, 4, content.parts[4])
+    for node in job.nodes.values():
+        assert node.fetch(content.name, 4) == content.parts[4]
+    with pytest.raises(BootseerError):
+        job.nodes[root].put(content.name, 5, b"something else")
+    gate.open()
+    job.check(content)
+
+
+def test_a_full_disk_ends_the_object_on_its_node_alone(job: Job) -> None:
+    content = Content(10)
+    job.start(*range(6))
+    full = Trees(6).root(0)
+    job.nodes[full].join(content.name, Path("/dev/full"), content)
+    others = [n for n in range(6) if n != full]
+    job.join(content, *others)
+    with pytest.raises(UnavailableError, match="No space left"):
+        job.nodes[full].fetch(content.name, 0)
+    job.check(content, *others)
+
+
+def test_a_store_that_fails_is_told_to_those_who_wait(job: Job) -> None:
+    content = Content(4)
+
+    def fail(index: int) -> None:
+        raise UnavailableError("the store is away")
+
+    content.before = fail
+    job.start(0, 1)
+    job.join(content)
+    with pytest.raises(DeadlineError):
+        job.nodes[0].fetch(content.name, 0, silence_s=0.5)
+
+
+def test_wrong_bytes_of_the_store_reach_nobody(job: Job) -> None:
+    content, other = Content(6), Content(6, seed=3)
+    job.start(*range(6))
+    good = content.parts[2]
+    content.parts[2] = other.parts[2]
+    job.join(content)
+    for node in job.nodes.values():
+        with pytest.raises(DeadlineError):
+            node.fetch(content.name, 2, silence_s=0.3)
+    content.parts[2] = good
+    job.check(content)
+
+
+def test_what_cannot_be_right_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    addresses = free_addresses(2)
+    with pytest.raises(InvalidInputError, match="32 bytes"):
+        Exchange(addresses, 0, b"short")
+    with pytest.raises(InvalidInputError, match="own"):
+        Exchange(addresses, 2, KEY)
+    with socket.create_server(("", addresses[0][1])), pytest.raises(OSError, match="in use"):
+        Exchange(addresses, 0, KEY)
+    content = Content(1)
+    exchange = Exchange(addresses, 0, KEY)
+    with pytest.raises(UnavailableError, match="does not travel"):
+        exchange.fetch(content.name, 0)
+    exchange.join(content.name, tmp_path / "one", content)
+    with pytest.raises(InvalidInputError, match="joined already"):
+        exchange.join(content.name, tmp_path / "two", content)
+    exchange.close()
+    exchange.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        exchange.join(content.name, tmp_path / "one", content)
+
+
+def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) -> None:
+    addresses = [("nowhere.invalid", 9), *free_addresses(1)]
+    content = Content(5)
+    with Exchange(addresses, 1, KEY) as exchange:
+        exchange.join(content.name, tmp_path / "object", content)
+        wait_for(lambda: exchange.fetch(content.name, 4) == content.parts[4])

@@ -1,0 +1,202 @@
+"""Members who lie, drip, hang or flood, and strangers: nobody gets a wrong byte, all get theirs."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.fanout import protocol
+from bootseer.fanout.protocol import ASK, CHUNK, FEED, LIST, Request, encode_frame, encode_offer
+from bootseer.fanout.trees import Trees
+from testbed.waiting import pause, wait_for
+from tests.bootseer.fanout.nodes import (
+    KEY,
+    Act,
+    Content,
+    Job,
+    introduce,
+    member,
+    offer_of,
+    take,
+)
+
+NODES = 5
+HOSTILE = Trees(NODES).root(0)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with contextlib.ExitStack() as stack:
+        yield Job(stack, tmp_path, NODES)
+
+
+def lying(feed: Callable[[socket.socket, Request], None]) -> Act:
+    """Claim to have everything, and do as `feed` to those who believe it."""
+
+    def act(sock: socket.socket, request: Request) -> None:
+        if request.operation == ASK:
+            sock.sendall(encode_offer(offer_of(HOSTILE)))
+        else:
+            feed(sock, request)
+            raise ConnectionResetError
+
+    return act
+
+
+def send(sock: socket.socket, kind: int, data: bytes, length: int | None = None) -> None:
+    sock.sendall(
+        encode_frame(kind, len(data) if length is None else length, offer_of(HOSTILE)) + data
+    )
+
+
+CONTENT = Content(24)
+
+
+def wrong_chunks(sock: socket.socket, request: Request) -> None:
+    send(sock, LIST, CONTENT.list.encode())
+    for index in range(request.count * 2 + request.tree, 24, 2):
+        send(sock, CHUNK, bytes(len(CONTENT.parts[index])))
+
+
+def another_list(sock: socket.socket, request: Request) -> None:
+    send(sock, LIST, Content(24, seed=9).list.encode())
+
+
+def huge_frame(sock: socket.socket, request: Request) -> None:
+    send(sock, CHUNK, b"", length=(1 << 32) - 1)
+
+
+def wrong_length(sock: socket.socket, request: Request) -> None:
+    send(sock, LIST, CONTENT.list.encode())
+    send(sock, CHUNK, b"x")
+
+
+def noise(sock: socket.socket, request: Request) -> None:
+    sock.sendall(os.urandom(10_000))
+
+
+def silence(sock: socket.socket, request: Request) -> None:
+    sock.settimeout(20)
+    take(sock, 1)
+
+
+def drip(sock: socket.socket, request: Request) -> None:
+    send(sock, LIST, CONTENT.list.encode())
+    data = CONTENT.parts[request.tree]
+    sock.sendall(encode_frame(CHUNK, len(data), offer_of(HOSTILE)))
+    for byte in data:
+        sock.sendall(bytes([byte]))
+        pause(0.2)
+
+
+FEEDS = (wrong_chunks, another_list, huge_frame, wrong_length, noise, silence, drip)
+
+
+@pytest.mark.parametrize("feed", FEEDS, ids=lambda feed: feed.__name__)
+def test_a_hostile_root_stops_nobody(job: Job, feed: Callable[..., None]) -> None:
+    content = Content(24)
+    with member(job.addresses[HOSTILE], HOSTILE, lying(feed)) as requests:
+        job.start(*(n for n in range(NODES) if n != HOSTILE))
+        job.join(content)
+        job.check(content)
+        assert any(one.operation == FEED for one in requests)
+
+
+def test_a_member_with_another_key_gets_and_gives_nothing(job: Job) -> None:
+    content, stranger = Content(6), (HOSTILE + 1) % NODES
+    job.start(*(n for n in range(NODES) if n != stranger))
+    job.start(stranger, key=bytes(32))
+    job.join(content)
+    job.check(content)
+    sources = {one.source for n, node in job.nodes.items() for one in node.fed() if one.byte_count}
+    assert stranger not in sources
+    # It has read the store by itself.
+    assert content.reads == 12
+
+
+def refuses(sock: socket.socket) -> bool:
+    """Whether the node closes the connection without an answer."""
+    sock.settimeout(10)
+    with contextlib.suppress(ConnectionError):
+        return sock.recv(1) == b""
+    return True
+
+
+def request_of(content: Content) -> bytes:
+    return Request(FEED, 0, 0, content.name, needs_list=True).encode()
+
+
+def test_proofs_that_are_none(job: Job) -> None:
+    content = Content(6)
+    job.start(1)
+    job.join(content)
+    address = job.addresses[1]
+    with introduce(address, 1, key=bytes(32)) as sock:
+        sock.sendall(request_of(content))
+        assert refuses(sock)
+    # Who looks for node 2 does not even get a proof.
+    with pytest.raises(ConnectionError):
+        introduce(address, 2)
+
+
+def test_a_proof_that_was_heard_is_good_once(job: Job) -> None:
+    content = Content(6)
+    job.start(1)
+    job.join(content)
+    hello = protocol.Hello(0, 1, os.urandom(32))
+    heard = b""
+    for _ in range(2):
+        with socket.create_connection(job.addresses[1], 10) as sock:
+            sock.sendall(hello.encode())
+            nonce = take(sock, protocol.CHALLENGE_BYTES)[:32]
+            if heard:
+                sock.sendall(heard + request_of(content))
+                assert refuses(sock)
+            else:
+                heard = protocol.proof(KEY, b"child", hello, nonce)
+                sock.sendall(heard + request_of(content))
+                assert take(sock, protocol.FRAME_BYTES)
+
+
+def test_the_sources_proof_does_not_serve_as_a_childs(job: Job) -> None:
+    job.start(1)
+    with socket.create_connection(job.addresses[1], 10) as sock:
+        sock.sendall(protocol.Hello(0, 1, os.urandom(32)).encode())
+        sock.sendall(take(sock, protocol.CHALLENGE_BYTES)[32:])
+        assert refuses(sock)
+
+
+def test_noise_ends_its_connection(job: Job) -> None:
+    content = Content(6)
+    job.start(1)
+    job.join(content)
+    for data in (b"GET / HTTP/1.1\r\n" * 9, os.urandom(1000)):
+        with socket.create_connection(job.addresses[1], 10) as sock:
+            sock.sendall(data)
+            assert refuses(sock)
+    with introduce(job.addresses[1], 1) as sock:
+        sock.sendall(b"\xff" * protocol.REQUEST_BYTES)
+        assert refuses(sock)
+
+
+def test_connections_of_one_address_are_few(job: Job) -> None:
+    content = Content(6)
+    job.start(1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(introduce(job.addresses[1], 1))
+        one_more = stack.enter_context(socket.create_connection(job.addresses[1], 10))
+        assert refuses(one_more)
+    wait_for(lambda: introduces(job.addresses[1]), "room again")
+    job.join(content)
+    job.check(content)
+
+
+def introduces(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(ConnectionError), introduce(address, 1) as sock:
+        sock.sendall(Request(ASK, 0, 0, bytes(32)).encode())
+        return bool(take(sock, protocol.OFFER_BYTES))
+    return False
