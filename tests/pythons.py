@@ -1,7 +1,8 @@
-"""The tests on a fresh Debian of another release, and so with another Python.
+"""The tests on a fresh Debian or Ubuntu of another release, and so with another Python.
 
     python -m tests.pythons trixie              # Debian 13: Python 3.13
-    python -m tests.pythons forky -n 2 tests/snapshots
+    python -m tests.pythons forky -n 2 tests/snapshots  # Debian's next: Python 3.14
+    python -m tests.pythons noble               # Ubuntu 24.04: Python 3.12
 
 Run by `make test-pythons`. The system is made anew by mmdebstrap and kept in BOOTSEER_TEST_DEBIAN
 (~/.cache/bootseer-debian), with what README's `make test` installs there; the checkout's files are
@@ -10,10 +11,13 @@ this machine's kernel, network and cgroups; the root is pivoted, as a process in
 no user namespaces.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import urllib.request
 from pathlib import Path
 
 from testbed.needs import MissingError, require
@@ -21,7 +25,7 @@ from testbed.packages import mirror
 from testbed.paths import REPOSITORY
 
 _FOLDER = os.environ.get("BOOTSEER_TEST_DEBIAN") or "~/.cache/bootseer-debian"
-_PACKAGES = "ca-certificates,git,make,python3,python3-venv"
+_PACKAGES = "ca-certificates,git,make,mount,python3,python3-venv"
 _TESTS = ("-n", "2", "tests")
 _CHECKOUT = "/bootseer"
 # What reaches the registries of packages, where this machine has it.
@@ -31,6 +35,10 @@ _SETTINGS = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pip.conf",
 )
+_UBUNTU = {"noble": "deb http://archive.ubuntu.com/ubuntu noble main universe"}
+# Debian has none: by its digest, so that what comes can be no other.
+_KEYRING = "https://archive.ubuntu.com/ubuntu/pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
+_KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
 # Kept between runs: the environment is made once.
 _ENTER = """
 set -e
@@ -44,7 +52,8 @@ cd "$root"
 pivot_root . .
 umount --lazy .
 cd /
-exec sh -ec "$@"
+# Not by exec: the first process of the namespace reaps those whose parents have ended.
+sh -ec "$@"
 """
 _RUN = """
 cd %s
@@ -63,12 +72,27 @@ def _system(suite: str) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         words = ["mmdebstrap", "--quiet", "--variant=apt", "--mode=root", f"--include={_PACKAGES}"]
-        subprocess.run([*words, suite, partial, mirror()], check=True)
+        if suite in _UBUNTU:
+            words.append(f"--keyring={_ubuntu_keyring(root.parent)}")
+        subprocess.run([*words, suite, partial, _UBUNTU.get(suite) or mirror()], check=True)
         partial.rename(root)
     for path in map(Path, _SETTINGS):
         if path.exists():
             shutil.copyfile(path, root / path.relative_to("/"))
     return root
+
+
+def _ubuntu_keyring(folder: Path) -> Path:
+    """The keys of Ubuntu's archive. Raises: MissingError, CalledProcessError."""
+    with urllib.request.urlopen(_KEYRING, timeout=60) as answer:
+        package = answer.read()
+    if hashlib.sha256(package).hexdigest() != _KEYRING_SHA256:
+        raise MissingError("the keyring of Ubuntu's archive has another digest")
+    with tempfile.NamedTemporaryFile(suffix=".deb") as file:
+        file.write(package)
+        file.flush()
+        subprocess.run(["dpkg-deb", "-x", file.name, folder / "ubuntu-keyring"], check=True)
+    return folder / "ubuntu-keyring/usr/share/keyrings/ubuntu-archive-keyring.gpg"
 
 
 def _copy_checkout(root: Path) -> None:
@@ -97,6 +121,7 @@ def main(suite: str, words: list[str]) -> int:
     kept = (
         "PIP_CERT",
         "PIP_DEFAULT_TIMEOUT",
+        "SSL_CERT_FILE",
         "PIP_INDEX_URL",
         "http_proxy",
         "https_proxy",

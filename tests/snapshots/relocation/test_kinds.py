@@ -220,7 +220,9 @@ def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path)
     request = Request(f"{installer} install --no-index --find-links {wheels} alpha".split())
     result = run_setup(make_node("a"), request)
     assert result.how == "captured"
-    assert str(prefix / "bin") in result.targets
+    # A distribution's own Python may install into a folder of its own.
+    (program,) = prefix.glob("**/bin/alpha-say")
+    assert str(program.parent) in result.targets
     assert str(prefix) not in result.targets
     installed = describe(prefix)
     # The directories that the targets lie in are none themselves.
@@ -235,7 +237,7 @@ def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path)
     assert result.file_count < 40  # what was there before is not in it
     lines = differences(installed, describe(prefix))
     assert [line for line in lines if line.partition(": ")[0] not in outside] == []
-    assert run(prefix / "bin/alpha-say") == "alpha 42\n"
+    assert run(program) == "alpha 42\n"
     assert "No broken requirements" in run(*installer.split(), "check")
     assert is_unwritten(installed, prefix)
 
