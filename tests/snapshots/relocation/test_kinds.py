@@ -226,8 +226,9 @@ def test_system_site_packages(tmp_path: Path, make_node: MakeNode, wheels: Path)
     assert str(prefix) not in result.targets
     installed = describe(prefix)
     # The directories that the targets lie in are none themselves.
-    parents = [Path(target).parent for target in result.targets]
-    outside = {"", *(str(parent.relative_to(prefix)) for parent in parents)}
+    above = {parent for target in result.targets for parent in Path(target).parents}
+    inside = [parent for parent in above if parent.is_relative_to(prefix)]
+    outside = {"", *(str(parent.relative_to(prefix)) for parent in inside)}
 
     # Another node, with the same image.
     shutil.rmtree(prefix)
