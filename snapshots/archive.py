@@ -173,7 +173,7 @@ def import_archive(
 def import_target(
     settings: Settings, store: Store, archive: Path, path: bytes, on_progress: OnProgress
 ) -> Target:
-    """What an archive holds, in the store as the target `path`; no manifest names it yet.
+    """Store the content of an archive as the target `path`; no manifest names it yet.
 
     Raises: as `import_archive`.
     """
@@ -240,7 +240,7 @@ class _Expanded:
         return data
 
     def read(self, size: int, /) -> bytes:
-        """As `Readable` has it. Raises: CorruptError for a decompression bomb."""
+        """Return at most `size` expanded bytes. Raises: CorruptError for a decompression bomb."""
         if self._pieces is None:
             self._pieces = decompress(self._stored, f"archive {self._archive}")
         if not self._rest:

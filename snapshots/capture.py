@@ -116,7 +116,7 @@ def make_target(
     whole: bool,
     deletions: tuple[bytes, ...],
 ) -> Target:
-    """What a manifest says of a tree that is in the store as `blob` and, encoded, as `stored`."""
+    """Return the manifest's entry for a tree that is stored as `blob` and, encoded, as `stored`."""
     return Target(
         path=path,
         whole=whole,
@@ -193,7 +193,7 @@ def make_manifest(
 def capture_directories(
     store: Store, cache_dir: Path, changes: Sequence[Change], *, node: str, name: str = ""
 ) -> Manifest:
-    """Capture existing directories as they are, and publish them; keyed by what they hold."""
+    """Capture existing directories as they are, and publish them under a key of their contents."""
     targets = [capture(store, cache_dir, change) for change in changes]
     parts = [Part("kind", "created from directories")]
     for target in targets:
@@ -243,7 +243,7 @@ def now_ns() -> int:
 
 
 def usual_places(environ: Mapping[str, str], directory: str) -> list[str]:
-    """Where set-ups write: the working directory, environments, the home, the system."""
+    """Return the usual places of set-ups: working directory, environments, home, system."""
     home = environ.get("HOME", "")
     places = [directory, environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", "")]
     if home:
@@ -252,7 +252,7 @@ def usual_places(environ: Mapping[str, str], directory: str) -> list[str]:
 
 
 def own_places(settings: Settings) -> list[Path]:
-    """What Bootseer itself writes."""
+    """Return the folders to which Bootseer itself writes."""
     places = [settings.cache_dir, settings.run_dir, settings.timeline_dir]
     try:
         places.append(local_root(settings.store_url))
@@ -276,11 +276,12 @@ def changed_since(
     job_id: str = "",
     look_s: float = _LOOK_S,
 ) -> Outside:
-    """The names in `places` that changed at `since_ns` or later, but for `ignored` directories, and
-    for what others than the set-up write: what changed after `until_ns` as well, where this
-    process's output goes, the output of Slurm's job `job_id`, what a process has open to write.
+    """Return the names in `places` that changed at `since_ns` or later, without the writes of
+    others.
 
-    Never raises: what cannot be read is left out.
+    Left out are `ignored` directories, changes after `until_ns`, this process's output, the output
+    of Slurm's job `job_id`, and files that a process has open to write. Never raises: unreadable
+    folders are left out.
     """
     end = time.monotonic() + look_s
     output = {_identity(f"/proc/self/fd/{number}") for number in (1, 2)}
@@ -378,8 +379,10 @@ def look_outside(
     directory: str,
     targets: Sequence[Path],
 ) -> Outside:
-    """What changed outside of `targets` since a set-up began in `directory` on this host, which
-    took `setup_s` and ends now: a short one is not worth a long look."""
+    """Return the changes outside of `targets` during a set-up on this host that ends now.
+
+    The set-up began in `directory` and took `setup_s`: a short one gets a short look.
+    """
     return changed_since(
         since_ns,
         usual_places(environ, directory),
@@ -415,7 +418,7 @@ class OutsideLayers:
         self._before, self._is_whole = self._written()
 
     def changed(self) -> Outside:
-        """What has changed since. Never raises: what cannot be read is left out."""
+        """Return the changes since. Never raises: unreadable directories are left out."""
         if not self._is_whole:
             return Outside(is_complete=False)
         after, is_whole = self._written()
@@ -451,10 +454,11 @@ def changed_paths(
     *,
     is_whole: bool = True,
 ) -> list[bytes]:
-    """Absolute paths of what is new, changed or gone. `lower`: what was there at first.
+    """Return absolute paths that are new, changed or gone. `lower` gives the original status of a
+    path.
 
-    A directory is named where it is gone, new and empty, of another mode or owner, or new in
-    another's place; what was in it is not named then. `is_whole`: `after` holds everything.
+    A directory is named if it is gone, new and empty, of another mode or owner, or new in another's
+    place; names in it are left out then. `is_whole`: `after` holds everything.
     """
     found = []
     # Below these nothing of the lower layer shows.
@@ -475,7 +479,7 @@ def changed_paths(
 
 
 def _is_news(now: Written, then: Written | None, lower: os.stat_result | None) -> bool:
-    """Whether a directory is worth a word, besides what is in it."""
+    """Return whether a directory is named itself, besides the names in it."""
     if then is not None and then != WHITEOUT:
         return now[:4] != then[:4]
     if lower is None or then is not None:

@@ -271,7 +271,7 @@ def _tell_moved(store: Store, manifest: Manifest) -> None:
 
 
 def note_used(store: Store, manifest: Manifest) -> None:
-    """Let garbage collectors know that the snapshot is in use now. Never raises."""
+    """Note for garbage collectors that the snapshot is in use now. Never raises."""
     for target in manifest.targets:
         note_use(store, target.index.digest, [blob.digest for blob in target.blobs])
 
@@ -382,7 +382,7 @@ NO_DIGEST = "an earlier release wrote its manifest, without a digest of all that
 
 
 class Verdict(Struct, frozen=True):
-    """What was found of one snapshot."""
+    """Result of a check of one snapshot."""
 
     fingerprint: str
     name: str

@@ -36,7 +36,7 @@ from bootseer.snapshots.shell import (
 
 
 class Hints(Struct, frozen=True):
-    """What the words of a set-up command tell. Paths are as written, relative ones included."""
+    """Hints from the words of a set-up command. Paths are as written, relative ones included."""
 
     python_words: tuple[str, ...] = ()
     """Programs that are, or live beside, the interpreter in use: "python3", "/opt/v/bin/pip"."""
@@ -99,7 +99,7 @@ _NOTHING = Hints()
 
 
 def merged(*hints: Hints) -> Hints:
-    """What all of them say, in this order."""
+    """Return the union of hints, in this order."""
     values: dict[str, Any] = {}
     for name in Hints.__struct_fields__:
         found = [getattr(one, name) for one in hints]
@@ -177,7 +177,7 @@ _STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 def hints_of(command: Sequence[str]) -> Hints:
-    """What `command` says about what it reads and writes. Pure."""
+    """Return the hints of `command` about files that it reads and writes. Pure."""
     reader = _Reader()
     if any(has_marks(word) for word in command):
         reader.opaque("a word with control characters")
@@ -187,14 +187,14 @@ def hints_of(command: Sequence[str]) -> Hints:
 
 
 def hints_of_script(text: str) -> Hints:
-    """What a shell script says. Pure."""
+    """Return the hints of a shell script. Pure."""
     reader = _Reader()
     reader.script(text)
     return reader.hints
 
 
 class _State(Struct):
-    """What holds at a place in a script."""
+    """State of a script at one place."""
 
     directory: str = ""
     bound: set[str] = field(default_factory=set)
@@ -220,7 +220,7 @@ class _Reader:
 
     @property
     def hints(self) -> Hints:
-        """All that was found."""
+        """The hints found by now."""
         return merged(*self._found)
 
     def add(self, hints: Hints) -> None:
@@ -916,7 +916,7 @@ def named_words(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _glued_values(word: str) -> list[str]:
-    """What may be the value of an option in "-fx", and in "-qrx", where letters come before it."""
+    """Return possible values of an option in "-fx", and in "-qrx", where letters come before it."""
     letters = re.match(rf"-[A-Za-z]{{1,{_LETTERS_MAX}}}", word)
     return [word[at:] for at in range(2, letters.end() + 1) if word[at:]] if letters else []
 
@@ -972,7 +972,7 @@ def hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
 
 
 def made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the files that a program of the tables makes anew, whatever was there."""
+    """Return the files that a program of the tables makes anew, in place of older ones."""
     if tool == "tee":
         return tuple(positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
     words = _apart(words)

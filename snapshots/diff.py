@@ -23,7 +23,7 @@ _TOLD_MAX = 3
 
 
 class Difference(Struct, frozen=True):
-    """One part that is not as it was."""
+    """Part of a key that differs."""
 
     part: str
     stored: str | None
@@ -83,7 +83,7 @@ def _note(name: str, before: dict[str, str], after: dict[str, str]) -> str:
 
 
 def _interpreter_note(stored: str, now: str) -> str:
-    """ "implementation version abi": which of them differ."""
+    """Return the difference between two values of "implementation version abi", in words."""
     before, after = stored.split(), now.split()
     if len(before) < 2 or len(after) < 2 or before[0] != after[0]:
         return "another interpreter"
@@ -125,7 +125,7 @@ def packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
 def compare_packages(
     before: Mapping[Package, str], after: Mapping[Package, str]
 ) -> tuple[PackageChange, ...]:
-    """What differs, sorted."""
+    """Return the packages that differ, sorted."""
     return tuple(
         PackageChange(package, before.get(package), after.get(package))
         for package in sorted({*before, *after})
@@ -163,7 +163,7 @@ class FileChange(Struct, frozen=True):
 
 
 class Comparison(Struct, frozen=True):
-    """All that differs, sorted."""
+    """Differences between two views, sorted."""
 
     packages: tuple[PackageChange, ...]
     files: tuple[FileChange, ...]
@@ -186,11 +186,12 @@ def snapshot_view(store: Store, manifest: Manifest) -> View:
 
 
 def disk_view(manifest: Manifest, directory: Path | None = None) -> View:
-    """What lies on this host where the snapshot belongs, or, of a snapshot of one directory, in
-    `directory`. All contents are read.
+    """Return the contents of the snapshot's directories on this host, or of `directory`.
 
-    Raises: NotFoundError, PermissionDeniedError; InvalidInputError for a `directory` and a
-    snapshot of several.
+    `directory` stands in for the directory of a snapshot that has one. All contents are read.
+
+    Raises: NotFoundError, PermissionDeniedError; InvalidInputError for a `directory` and a snapshot
+    of several.
     """
     from bootseer.blob.pack.packing import tar_directory  # here: all others compare trees
 
@@ -213,7 +214,7 @@ def disk_view(manifest: Manifest, directory: Path | None = None) -> View:
 
 
 def compare(before: View, after: View) -> Comparison:
-    """What differs between two views. Times do not count. Pure."""
+    """Return the differences between two views. Times do not count. Pure."""
     then, now = _entries(before), _entries(after)
     unknown_before, unknown_after = before.partial - after.partial, after.partial - before.partial
     changes = []
@@ -244,7 +245,7 @@ def _is_below(path: bytes, targets: frozenset[bytes]) -> bool:
 
 
 def _entries(view: View) -> dict[bytes, Inode | None]:
-    """Absolute path -> what is there; None: a set-up has removed it."""
+    """Return absolute path -> inode; None for a path that a set-up has removed."""
     found: dict[bytes, Inode | None] = dict.fromkeys(view.deletions)
     for top, tree in view.trees.items():
         for path, number in tree.walk():
@@ -274,7 +275,9 @@ def _differences(before: Inode | None, after: Inode | None) -> tuple[str, ...]:
 
 
 def _content(inode: Inode) -> object:
-    """What tells a file's content. One that is mostly holes has no digest: its size and time."""
+    """Return a value that tells a file's content. Files that are mostly holes have no digest: size
+    and time.
+    """
     if not stat.S_ISREG(inode.mode):
         return None
     return inode.digest or (inode.size_bytes, inode.mtime_ns)

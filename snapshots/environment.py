@@ -178,7 +178,7 @@ def look_up(store: Store, key: str, max_age_s: float) -> Known:
 def may_replace(
     settings: Settings, request: Request, paths: Mapping[bytes, Path], *, until_exit: bool
 ) -> bool:
-    """Return whether what is in place can be made anew without changing it for another job."""
+    """Return whether targets can be made anew without changing them for another job."""
     if request.root != _ROOT or (until_exit and can_mount_directly()):
         return True
     return not other_users(settings.run_dir, paths.values())
@@ -327,7 +327,7 @@ def run_setup(
 
 
 def _reason_of(error: Exception) -> str:
-    """Return the reason for the ordinary way. A mistake of ours is logged with its traceback."""
+    """Return the reason for the ordinary way. An unexpected error is logged with its traceback."""
     if isinstance(error, BootseerError | OSError):
         return str(error)
     logger.error("unexpected error in a set-up", exc_info=error)
@@ -335,7 +335,7 @@ def _reason_of(error: Exception) -> str:
 
 
 class _SetUp:
-    """One call of `run_setup`. One thread."""
+    """State of one call of `run_setup`. One thread."""
 
     resolved: Resolved
     store: Store
@@ -439,7 +439,7 @@ class _SetUp:
     # ---- look ---------------------------------------------------------------------------------
 
     def _look(self, stack: ExitStack) -> SetupResult:
-        """Keep what is in place, or go on with the store."""
+        """Keep the targets if they hold the snapshot, or go on with the store."""
         kept = self._keep_mount()
         if kept is not None:
             return kept
@@ -458,7 +458,7 @@ class _SetUp:
         return self._from_store()
 
     def _keep_mount(self) -> SetupResult | None:
-        """Keep what is mounted on the targets, if it is what was asked for. Nothing is scanned."""
+        """Keep the mounts on the targets, if they show the wanted snapshot. Nothing is scanned."""
         found = mounted_in_place(self.settings, self.resolved, self.paths)
         if found is None:
             return None
@@ -483,7 +483,7 @@ class _SetUp:
         )
 
     def _keep_directory(self) -> SetupResult | None:
-        """Keep what the targets hold, untouched, if it is what was asked for."""
+        """Keep the targets, if they hold the wanted snapshot untouched."""
         found = held_in_place(self.settings, self.resolved, self.paths, self.before)
         if found is None:
             return None
@@ -496,7 +496,7 @@ class _SetUp:
         return self._result("in place", file_count=count)
 
     def _is_kept(self, in_place: str) -> bool:
-        """Return whether what is in place is not too old by now."""
+        """Return whether the snapshot in place is not too old, or cannot be replaced."""
         max_age_s = self.settings.snapshot_max_age_s
         if max_age_s <= 0:
             return True
@@ -520,7 +520,7 @@ class _SetUp:
         self.before = {target: scan_before(layers, path) for target, path in self.paths.items()}
 
     def _leave_to_others(self) -> bool:
-        """Have an own view of targets on which other jobs run, before anything changes there.
+        """Enter an own view of targets on which other jobs run, before anything changes there.
 
         Returns whether there were such targets. Raises: BusyError if that is not possible.
         """
@@ -669,7 +669,7 @@ class _SetUp:
     def _with_lease(
         self, situation: Situation, manifest: Manifest | None, max_age_s: float
     ) -> SetupResult:
-        """Run the command and publish its snapshot. `manifest`: the one that is too old."""
+        """Run the command and publish its snapshot. `manifest`: a snapshot that is too old."""
         # Without a limit of the user's an old snapshot is better than none.
         usable = manifest if self.settings.snapshot_max_age_s == AUTOMATIC_AGE_S else None
         if usable is not None and self._has_waited:
@@ -693,7 +693,7 @@ class _SetUp:
         return self._restore(usable)
 
     def _is_made_as_before(self, target: bytes) -> bool:
-        """Remove what a set-up that failed left in a target, and return whether that worked."""
+        """Remove the remains of a failed set-up from a target, and return whether that worked."""
         path, before = self.paths[target], self.before[target]
         if scan_before(self.request.layers, path) == before:
             return True

@@ -37,7 +37,7 @@ _COMPARED_MAX = 500
 
 
 class Explanation(Struct, frozen=True):
-    """Answer to the question what a set-up would do here and now."""
+    """Outcome of a set-up here and now, and its reasons."""
 
     outcome: str
     """IN_PLACE, RESTORE or RUN."""

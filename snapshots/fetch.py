@@ -264,7 +264,7 @@ LOCAL_KINDS = frozenset({b"ext2", b"ext3", b"ext4", b"f2fs", b"ramfs", b"tmpfs",
 
 
 class Fetched(Struct, frozen=True):
-    """What `fetch_tree` did."""
+    """Result of `fetch_tree`."""
 
     moved_bytes: int
     """Bytes of blobs that came from the store."""

@@ -23,7 +23,7 @@ from bootseer.snapshots.trees import NodeTrees
 
 
 class HolderPlan(Struct, frozen=True):
-    """What a holder is to do: a line of JSON on its standard input."""
+    """Plan of a holder: a line of JSON on its standard input."""
 
     settings: Settings
     state: MountState

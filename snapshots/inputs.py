@@ -50,7 +50,7 @@ _PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
 
 
 class InputDigest(Struct, frozen=True):
-    """What stands for an input in the key."""
+    """Value of an input in the key."""
 
     value: str
     is_rough: bool = False
@@ -148,7 +148,7 @@ def wheels_digest(path: Path) -> InputDigest:
 
 
 def _wheel_line(folder: str, name: str, *, has_end: bool = True) -> bytes:
-    """What counts of one file in a folder of wheels. Raises: OSError."""
+    """Return name, size and end of a file in a folder of wheels, encoded. Raises: OSError."""
     path = Path(folder, name)
     try:
         status = path.stat()
@@ -197,7 +197,7 @@ _FIXED_URL = re.compile(r"://\S*(?:@[0-9a-f]{40}(?:[#\s;&]|$)|#\S*(?:sha256|sha3
 
 
 class Requirements(Struct, frozen=True):
-    """What one file says."""
+    """Content of one requirements file."""
 
     text: str
     """Without what makes no difference: comments, blank lines, and, where every version is exact,
@@ -228,7 +228,7 @@ def local_path(text: str) -> str:
 
 
 def read_requirements(text: str) -> Requirements:
-    """What the file with this text says; any text may come."""
+    """Return the requirements in a text, which may be any text."""
     # As pip: lines are joined before comments go.
     lines = text.removeprefix("\ufeff").replace("\\\n", " ").splitlines()
     lines = [_COMMENT.sub("", line) if "#" in line else line for line in lines]
@@ -292,10 +292,10 @@ def open_requirements(requirements: Iterable[str], constraints: Iterable[str]) -
 
 
 def folderless_names(lists: Sequence[str], part_names: Sequence[str]) -> dict[str, str]:
-    """What stands in the key for the paths of requirement files: their names, so that the same
-    requirements in another folder have the same key. Pip records nowhere where such a file lay.
+    """Return requirement file path -> name that stands for it in the key.
 
-    Those that would meet another input's name keep their paths.
+    The same requirements in another folder have the same key: pip records nowhere in which folder
+    the file lay. Files whose names would meet another input's name keep their paths.
     """
     names = [(path, path.rpartition("/")[2]) for path in lists if "/" in path]
     counts = Counter(name for _, name in names)
@@ -347,8 +347,10 @@ def settings_parts(
     prefix: str,
     outputs: Sequence[bytes],
 ) -> Public:
-    """Parts for the files with settings of `tools` that are there; `prefix`: of the interpreter.
-    Files in `outputs`, the targets, are what the set-up makes. Never raises."""
+    """Return the parts for files with settings of `tools`. `prefix` is the interpreter's.
+
+    Files in `outputs`, the targets, are made by the set-up, and left out. Never raises.
+    """
     parts: dict[str, Part] = {}
     secrets: list[str] = []
     for tool, path in _candidates(place, tools, environ, prefix):
@@ -432,7 +434,9 @@ def _read(place: Place, path: str) -> str:
 
 
 def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...]]:
-    """What decides, as JSON, and its secrets; a digest of what pip would refuse."""
+    """Return the options that decide, as JSON, and their secrets; a digest of a text that pip would
+    refuse.
+    """
     import configparser  # here: most nodes have no such file
 
     parser = configparser.RawConfigParser()
@@ -502,7 +506,7 @@ _OWN_FOLDER = re.compile(
 
 
 class Inputs(Struct, frozen=True):
-    """What a set-up reads, and what of that cannot be told."""
+    """Inputs of a set-up, and its reads that cannot be told."""
 
     parts: tuple[Part, ...]
     found: tuple[str, ...]
@@ -533,13 +537,12 @@ def collect_inputs(
     environ: Mapping[str, str] | None = None,
     find: Callable[[str], str | None] = lambda program: None,
 ) -> Inputs:
-    """Parts for every input file, and the names of those found without being declared.
+    """Return the parts for every input file, and the names found without being declared.
 
-    What lies in `outputs`, the targets, is an input only when it is declared. `find` gives the path
-    of a program.
+    Files in `outputs`, the targets, are inputs only if they are declared. `find` gives the path of
+    a program. A file that the command only seems to name is left out if it does not exist.
 
     Raises: NotFoundError for a declared file that is missing, or another error of reading it.
-    A file that the command only seems to name is left out when it does not exist.
     """
     collector = _Collector(place, outputs, environ or {}, find)
     for name in declared:
@@ -827,7 +830,7 @@ class _Collector:
         return found
 
     def _follow_list(self, name: str, found: Requirements, *, is_indexed: bool) -> None:
-        """Adds what a requirements file includes. Any text file may pass here: no errors."""
+        """Add the files that a requirements file includes. Any text file may pass: no errors."""
         is_indexed = is_indexed and found.uses_index
         self._constraints += found.requirements
         self._variables.update(found.variables)
@@ -850,7 +853,7 @@ class _Collector:
             self._open += [path] if is_indexed else []
 
     def _follow_script(self, name: str, directories: Sequence[str], *, is_shell: bool) -> bool:
-        """Adds a script and, if it is a shell's, what it names; False where that cannot be told."""
+        """Add a script, and the files that it names; return whether a shell runs it."""
         text = self._text(name, _SCRIPT_BYTES_MAX)
         first = (text or "").partition("\n")[0]
         if text is None or not (is_shell or first.startswith("#!")):

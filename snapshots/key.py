@@ -1,7 +1,7 @@
-"""Set-ups and their keys: everything that decides what a set-up makes.
+"""Set-ups and their keys: everything that decides the result of a set-up.
 
 `resolve` reads inputs, interpreter and settings, infers the targets, and lists the parts of the
-key. What was in the targets before is added by `Resolved.key`. Reads the machine, changes nothing.
+key. `Resolved.key` adds the former contents of the targets. Reads the machine, changes nothing.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def _run(args: Sequence[str], options: RunOptions) -> "subprocess.CompletedProce
 
 
 def _read_output(descriptor: int, args: Sequence[str], end: float) -> bytes:
-    """Read to the end, or to a bound, after which nobody reads on. Raises: TimeoutExpired."""
+    """Read to the end, or to a bound; the rest is not read. Raises: TimeoutExpired."""
     found = bytearray()
     while len(found) < _OUTPUT_BYTES_MAX:
         left_s = None if end == math.inf else end - time.monotonic()
@@ -129,7 +129,7 @@ def _read_output(descriptor: int, args: Sequence[str], end: float) -> bytes:
 
 
 class Request(Struct, frozen=True):
-    """A set-up command and what the user said about it."""
+    """Set-up command, and the user's declarations about it."""
 
     command: Sequence[str]
     targets: Sequence[str] = ()
@@ -157,7 +157,7 @@ class Request(Struct, frozen=True):
 
 
 class Resolved(Struct, frozen=True):
-    """A request of which everything is known but what was in the targets before."""
+    """Request with all parts of its key but the former contents of the targets."""
 
     targets: tuple[bytes, ...]
     parts: tuple[Part, ...]
@@ -167,11 +167,11 @@ class Resolved(Struct, frozen=True):
     """Whether the same set-up may give something else another day."""
 
     def all_parts(self, bases: Mapping[bytes, str]) -> list[Part]:
-        """Returns all parts, with those of what was in each target (`scan.base_digest`)."""
+        """Return all parts, with the former contents of each target (`scan.base_digest`)."""
         return [*self.parts, *(Part(base_part_name(t), bases[t]) for t in self.targets)]
 
     def all_unknown(self, bases: Mapping[bytes, str]) -> tuple[str, ...]:
-        """What is not in the key, with what was in each target."""
+        """Return the things that are not in the key, with the former contents of each target."""
         filled = [text_of(target) for target in self.targets if bases[target] != NOTHING]
         return (*self.unknown, *unknown_before(filled))
 
@@ -193,11 +193,12 @@ def _words(text: str) -> list[str]:
 
 
 def resolve(request: Request, report: Report, known: Path | None = None) -> Resolved:
-    """Find out what decides the result, and say what was not declared. `known`: a folder where it
-    is remembered what interpreters of this host say of themselves.
+    """Return the targets and parts of a set-up, and report findings that were not declared.
 
-    Raises: InvalidInputError where a declaration cannot be used; NotFoundError for a declared
-    input that is missing; UnsupportedError where no target can be inferred.
+    `known`: folder that remembers the answers of this host's interpreters.
+
+    Raises: InvalidInputError for a declaration that cannot be used; NotFoundError for a declared
+    input that is missing; UnsupportedError if no target can be inferred.
     """
     if not request.command:
         raise InvalidInputError("there is no set-up command; write it behind --")
@@ -359,8 +360,10 @@ def is_open(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str
 
 
 def unknown(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str]) -> Iterator[str]:
-    """All that is not in the key, as far as one can tell, in a few words each. `declared`: the
-    variables that are."""
+    """Yield the things that may decide and are not in the key, in a few words each.
+
+    `declared`: the variables that are in the key.
+    """
     if names := _looked_up(inputs, environ):
         yield f"which versions an index has of {_some(names)}"
     if inputs.opaque:
@@ -373,14 +376,13 @@ def unknown(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str
 
 
 def unknown_before(targets: Sequence[str]) -> Iterator[str]:
-    """What is not in the key of targets that hold something before the set-up."""
+    """Yield the missing parts for targets that hold something before the set-up."""
     if targets:
         yield f"the contents of what {_some(targets)} held before (names, types and sizes count)"
 
 
 def _looked_up(inputs: Inputs, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What has no exact version, unless variables keep pip and uv from an index, or from what is
-    new there."""
+    """Return requirements without exact versions, unless variables keep tools off an index."""
     values = (environ.get(name, "") for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"))
     is_fixed = any(value.lower() in _TRUE for value in values) or environ.get("UV_EXCLUDE_NEWER")
     return () if is_fixed else inputs.open_requirements

@@ -31,7 +31,7 @@ _HARMLESS = {"opaque", "origin", "impure", "nlink", "upper", "uuid", "protattr"}
 
 
 class CannotTellError(Exception):
-    """What was written cannot be told by the layers; a scan tells."""
+    """The layers do not tell the changes; a scan tells."""
 
 
 class Layers(Struct, frozen=True):
@@ -49,7 +49,7 @@ class Layers(Struct, frozen=True):
 
 
 class Written(NamedTuple):
-    """One name in an upper directory."""
+    """Name in an upper directory."""
 
     mode: int
     uid: int
@@ -68,9 +68,10 @@ WHITEOUT = Written(stat.S_IFCHR, 0, 0, 0, 0)
 
 
 def check_directory(upper: bytes) -> None:
-    """Whether what is not in this upper directory shows from the lower one of the same path.
+    """Check that names missing in an upper directory show from the lower directory of the same
+    path.
 
-    Raises: CannotTellError where it may not: where a directory was renamed ("redirect"), or by an
+    Raises: CannotTellError if they may not: where a directory was renamed ("redirect"), or for an
     attribute of another kernel's; OSError.
     """
     for name in _attributes(upper):
@@ -100,10 +101,10 @@ def is_opaque(directory: bytes) -> bool:
 def written(
     upper: Path, is_ignored: Callable[[bytes], bool], *, names_max: int
 ) -> tuple[dict[bytes, Written], bool]:
-    """Path -> what was written there, but for what is ignored and what is below that; and whether
-    that is all: no more than about `names_max` are looked at. Parents come before what is in them.
+    """Return path -> entry in the upper directory, without ignored paths and anything below them.
 
-    What goes while we look is left out.
+    Returns also whether that is everything: no more than about `names_max` names are read. Parents
+    come before names in them. Names that go meanwhile are left out.
     """
     top = os.fsencode(upper)
     found: dict[bytes, Written] = {}
@@ -150,7 +151,10 @@ _UNSEEN = 0
 
 
 def scan_before(layers: Layers | None, target: Path) -> Scan:
-    """As `scan.scan`. Of what the lower tree says, inodes are the tree's and devices are 0."""
+    """Scan a target, through the served tree below it if there is one. See `scan.scan`.
+
+    Entries from the tree have its inode numbers, and 0 as the device.
+    """
     if layers is not None and layers.tree is not None:
         try:
             known = scan_tree(layers.tree(), _below(layers, target))
@@ -161,9 +165,9 @@ def scan_before(layers: Layers | None, target: Path) -> Scan:
 
 
 def scan_after(layers: Layers | None, target: Path, before: Scan) -> Scan:
-    """As `scan.scan`; `before`: what the same directory held when its root was entered, or later.
+    """Scan a target after a set-up. `before` is a scan of the same directory from an earlier time.
 
-    What has not changed is the same entry as in `before`.
+    Unchanged names have the same entry as in `before`. See `scan.scan`.
     """
     if layers is None:
         return scan(target)
@@ -178,7 +182,7 @@ def scan_after(layers: Layers | None, target: Path, before: Scan) -> Scan:
 
 
 def hard_links(layers: Layers, target: Path, scanned: Scan) -> dict[bytes, tuple[int, int]]:
-    """Path -> the file itself, of what was written and has several names.
+    """Return path -> (device, inode) in the upper directory, for written files with several names.
 
     In the root, the first name of a file that was copied up when it got another one still has the
     inode number of the lower file, and the other one has not.
@@ -214,8 +218,9 @@ def _below(layers: Layers, target: Path) -> bytes:
 
 # ---- the lower tree ---------------------------------------------------------------------------
 def scan_tree(tree: Tree, directory: bytes) -> Scan:
-    """What a scan of a directory of a served tree gives, as far as paths, types, sizes, modes and
-    times go. Empty where there is no such directory. Pure, but for what the tree loads.
+    """Return a scan of a directory of a served tree: paths, types, sizes, modes and times.
+
+    Empty if there is no such directory. Pure, but for the loading of the tree.
 
     Raises: CannotTellError for a tree in which overlayfs would see more than files.
     """
@@ -263,7 +268,9 @@ class _Touched(Struct):
 
 
 def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
-    """`known`, and what was written since. Raises: CannotTellError, OSError."""
+    """Return the scan `known` with the changes in the upper directory. Raises: CannotTellError,
+    OSError.
+    """
     if not target.is_dir():
         return scan(target)
     below = _below(layers, target)
@@ -346,11 +353,12 @@ def _look_into(
 def merge_scans(
     known: Scan, seen: Mapping[bytes, Entry], listed: Mapping[bytes, Sequence[bytes]]
 ) -> Scan:
-    """What a directory holds of which `known` was known. Pure.
+    """Return the contents of a directory from an earlier scan and the written names. Pure.
 
-    `seen`: all that was written. `listed`: for each directory that is `seen`, the paths in it that
-    are not, and so are as they were, with all below. Raises: CannotTellError where such a path is
-    not known.
+    `known`: the earlier scan. `seen`: everything that was written. `listed`: for each directory in
+    `seen`, the paths in it that are not in `seen`: they are as they were, with everything below.
+
+    Raises: CannotTellError for a listed path that is not known.
     """
     found = dict(seen)
     shown = {path for paths in listed.values() for path in paths}

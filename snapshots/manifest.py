@@ -47,7 +47,7 @@ class Stored(Struct, frozen=True):
 
 
 class Target(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One directory that the set-up made or changed."""
+    """Directory that the set-up made or changed."""
 
     path: PathBytes
     """Absolute, as the job sees it (inside its root)."""
@@ -68,12 +68,12 @@ class Target(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def blobs(self) -> tuple[Stored, ...]:
-        """All that the tree is read from, as its blob table has them."""
+        """The blobs that the tree is read from, in the order of its blob table."""
         return (self.blob, *self.earlier)
 
 
 class Outside(Struct, frozen=True, kw_only=True):
-    """What a set-up changed outside its targets, as far as a look at the usual places told."""
+    """Changes outside the targets during a set-up, as far as a look at the usual places told."""
 
     paths: Annotated[tuple[_Text, ...], Meta(max_length=OUTSIDE_PATHS_MAX)] = ()
     """Changed names, sorted."""
@@ -118,7 +118,7 @@ NOTHING_OUTSIDE = Outside()
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One snapshot."""
+    """Snapshot, as the store has it."""
 
     fingerprint: Key
     """Its key: 64 hex digits."""
@@ -149,7 +149,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def stored_bytes(self) -> int:
-        """What only this snapshot needs of the store, as it was published."""
+        """Bytes of the objects that this snapshot added to the store."""
         return sum(target.blob.size_bytes + target.index.size_bytes for target in self.targets)
 
     @property
@@ -160,7 +160,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def cache(self) -> str:
-        """What the kept cache is called of which this is a generation; empty: of none."""
+        """Name of the kept cache that this is a generation of; "" for an environment."""
         return next((part.value for part in self.parts if part.name == CACHE), "")
 
     @property

@@ -139,7 +139,7 @@ def cover_all(
 
 
 def scratch_of(settings: Settings, state_dir: Path) -> Path:
-    """Returns the folder that takes what is written to a mount."""
+    """Return the folder that takes the writes to a mount."""
     return settings.cache_dir / "containers" / state_dir.name
 
 
@@ -205,7 +205,7 @@ def recover_mounts_from(settings: Settings, hosts: Iterable[Path], error: Except
 
 
 class Found(Struct, frozen=True):
-    """A cover, and what is known of it."""
+    """Cover on a target, and its record."""
 
     cover: Cover
     record: Mounted
@@ -277,7 +277,7 @@ def _is_touched(record: Mounted) -> bool:
 
 
 def _way_out(path: Path) -> str:
-    """What to do where something at `path` is in use: perhaps by this very process."""
+    """Return advice for a busy mount at `path`: this very process may use it."""
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
         if f" {path}/" in maps:
@@ -289,11 +289,13 @@ def _way_out(path: Path) -> str:
 
 
 def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False) -> bool:
-    """Take the snapshot off `directory`; what was written there is gone. Returns whether another
-    one is below it: a set-up that found something written has mounted on top of that.
+    """Take the snapshot off `directory`; writes to it are gone. Return whether another is below.
+
+    A set-up that finds its target written to mounts another one on top.
 
     `lazy`: also while files in it are open; they live on until they are closed.
-    Raises: InvalidInputError where none is mounted; BusyError where files in it are open.
+
+    Raises: InvalidInputError if none is mounted; BusyError if files in it are open.
     """
     path = mount_table.absolute(directory)
     cover = cover_at(path)
@@ -315,7 +317,7 @@ def unmount_snapshot(settings: Settings, directory: Path, *, lazy: bool = False)
 
 
 class MountOutcome(Struct, frozen=True):
-    """What `mount_snapshot` did."""
+    """Result of `mount_snapshot`."""
 
     moved_bytes: int
     """Bytes that had to come from the store before the first read."""
@@ -324,8 +326,10 @@ class MountOutcome(Struct, frozen=True):
 
 
 def name_of(target: bytes) -> str:
-    """What a target's tree is called where images have references: bundles of environments at the
-    same path may serve each other."""
+    """Return the name of a target's tree, in place of an image's reference.
+
+    Bundles of environments at the same path may serve each other.
+    """
     return f"snapshot/{text_of(target).strip('/')}"
 
 
@@ -375,7 +379,7 @@ class Index(Struct, frozen=True):
 
 
 def have_index(settings: Settings, store: Store, target: Target) -> Index:
-    """Have the target's index where its server looks for it. Raises: BootseerError."""
+    """Bring the target's index into the node's cache, for its server. Raises: BootseerError."""
     # Better known now than at a read of the job.
     check_known_damage(settings.cache_dir, store, target.index.digest)
     if blob := find_cut_blob(store, target):
@@ -392,7 +396,7 @@ def have_index(settings: Settings, store: Store, target: Target) -> Index:
 
 
 def _begin_serving(settings: Settings, item: Placed, process: processes.Process | None) -> Serving:
-    """Have the target's tree served in a new mount folder. Raises: BootseerError."""
+    """Begin to serve the target's tree in a new mount folder. Raises: BootseerError."""
     state_dir = new_mount_dir(settings.run_dir, process.identity if process else None)
     tree = state_dir / "tree"
     try:
@@ -456,8 +460,11 @@ def link_snapshot(work: Restoration, build: Build, *, until_exit: bool) -> None:
 
 
 def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
-    """Start the process that keeps the extracted tree of a target, if any, and what is written to
-    the overlay on `path`; its folder. Raises: BootseerError."""
+    """Start the process that keeps a target's extracted tree and the writes to the overlay on
+    `path`.
+
+    Returns the folder of the mount. Raises: BootseerError.
+    """
     state_dir = new_mount_dir(settings.run_dir)
     state = MountState(
         id=state_dir.name,
@@ -525,10 +532,11 @@ def noting_shared(note: OnFinished) -> OnFinished:
 def enter_own_view(
     settings: Settings, used: Mapping[Path, int], before: Callable[[], None]
 ) -> None:
-    """Have an own view of the targets that other processes use, `used`. `before` is called when it
-    is sure that this process enters a mount namespace: what is mounted for it must be there.
+    """Enter a mount namespace with an own view of `used`, the targets that other processes use.
 
-    Raises: BusyError where that cannot be.
+    `before` is called before the process enters it: the mounts that it needs must be there.
+
+    Raises: BusyError if that is not possible.
     """
     try:
         if threading.current_thread() is not threading.main_thread():

@@ -34,7 +34,7 @@ SECRETS = "secrets"
 
 
 class Part(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
-    """One named thing that the result depends on: a short value, or the digest of a long one."""
+    """Named thing that the result depends on: a short value, or the digest of a long one."""
 
     name: str
     value: str
@@ -121,12 +121,13 @@ def variable_parts(environ: Mapping[str, str], names: Iterable[str]) -> Public:
 
 
 def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
-    """One part for all secrets together, so that none of them can be tested without the others:
-    scrypt(2) of RFC 7914 over their list, with the other parts as the salt.
+    """Return one part for all secrets together, so that none can be tested without the others.
 
-    It takes about 40 ms and 16 MiB, here and for each guess. A store's readers know the salt, so
-    this slows down a search for a value with few possibilities, and no more.
-    Raises: UnsupportedError where Python has no scrypt.
+    Its value is scrypt(2) of RFC 7914 over their list, with the other parts as the salt. It takes
+    about 40 ms and 16 MiB, here and for each guess. A store's readers know the salt, so this slows
+    down a search for a value with few possibilities, and no more.
+
+    Raises: UnsupportedError if Python has no scrypt.
     """
     if not secrets:
         return []
@@ -142,5 +143,5 @@ def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
 
 
 def base_part_name(target: bytes) -> str:
-    """Returns the name of the fingerprint's part that says what was in a target before."""
+    """Return the name of the part for the former contents of a target."""
     return f"before {text_of(target)}"

@@ -84,8 +84,10 @@ _FREE_OF_HOME = (".cache", ".conda", ".venv", ".virtualenvs")
 
 
 def why_guarded(path: Path, home: Path) -> str:
-    """Why nothing is restored to `path`, which is absolute, unasked; "" if it may be. `home` is
-    this user's."""
+    """Return the reason why a restore to `path` must be asked for; "" if it need not.
+
+    `path` is absolute; `home` is this user's home.
+    """
     if any(_is_in(path, free) for free in _FREE):
         return ""
     for system in map(Path, _SYSTEM):
@@ -184,7 +186,7 @@ def write_plan(
     encoded_tree: bytes,
     deletions: Sequence[bytes],
 ) -> None:
-    """Record what is to be done; nothing is done before `commit`."""
+    """Write the plan of a restore; it takes effect with `commit`."""
     plan = _Plan(fingerprint, base, first.directory / "commit", tuple(deletions))
     try:
         (staging.directory / "index").write_bytes(encoded_tree)
@@ -194,7 +196,7 @@ def write_plan(
 
 
 def commit(stagings: Sequence[Staging]) -> None:
-    """Commit: from here on the restore of all planned targets is finished, whatever happens."""
+    """Commit: from here on the restore of all planned targets is finished, also after a crash."""
     file = stagings[0].directory / "commit"
     try:
         draft = file.with_suffix(".draft")
@@ -416,9 +418,9 @@ def _move(name: bytes, staged: int, target: int) -> bool:
 
 
 def delete_paths(target: int, paths: Iterable[bytes]) -> None:
-    """Remove relative `paths` below the directory `target`; what is missing already is no error.
+    """Remove relative `paths` below the directory `target`; missing ones are no error.
 
-    A directory goes with whatever appeared in it since: bytecode that was not there when the
+    A directory goes with everything that appeared in it since: bytecode that was not there when the
     snapshot was made.
     """
     for path in sorted(paths, reverse=True):
@@ -477,7 +479,7 @@ def _set_directory(fd: int, inode: Inode) -> None:
 
 
 def _set_xattrs(fd: int, wanted: dict[bytes, bytes]) -> None:
-    """Set what is missing; extra ones in the user's own namespace go."""
+    """Set missing attributes, and remove extra ones in the user's own namespace."""
     try:
         present = [os.fsencode(name) for name in os.listxattr(fd)]
     except OSError:
@@ -508,7 +510,10 @@ class Placed(Struct, frozen=True):
 
 
 def place_targets(manifest: Manifest, root: Path) -> list[Placed]:
-    """Where each target lies. Raises: InvalidInputError where two are one directory here."""
+    """Return the place of each target on this host.
+
+    Raises: InvalidInputError if two are one directory here.
+    """
     placed = [Placed(target, resolve_in_root(root, target.path)) for target in manifest.targets]
     paths = [item.path for item in placed]
     for one in paths:
@@ -520,7 +525,7 @@ def place_targets(manifest: Manifest, root: Path) -> list[Placed]:
 
 
 def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
-    """Whether a snapshot fits on what is there. Raises: AlreadyExistsError where it does not."""
+    """Check that a snapshot fits on the contents of its target. Raises: AlreadyExistsError."""
     wanted = next(
         (part.value for part in manifest.parts if part.name == base_part_name(target.path)),
         NOTHING,
@@ -537,7 +542,7 @@ def check_base(manifest: Manifest, target: Target, scanned: Scan) -> None:
 
 
 class Restoration(Struct, frozen=True):
-    """One restore: a snapshot, and the places to which its targets go."""
+    """Restore of a snapshot to the places of its targets."""
 
     settings: Settings
     store: Store

@@ -82,7 +82,9 @@ class Interpreter(Struct, frozen=True, kw_only=True):
         return self.prefix != self.base_prefix
 
     def parts(self) -> list[Part]:
-        """What of it decides which wheels fit, and where environments and scripts look for it."""
+        """Return the parts that decide which wheels fit, and where environments look for the
+        interpreter.
+        """
         return [
             Part("installation", self.base_prefix),
             Part("interpreter", f"{self.implementation} {self.version} {self.abi}".strip()),
@@ -92,7 +94,7 @@ class Interpreter(Struct, frozen=True, kw_only=True):
 
 
 class _Remembered(Struct, frozen=True):
-    """What an interpreter has said, and by what it is known that it would say so again."""
+    """Answer of an interpreter, and the state of files and variables under which it holds."""
 
     known_by: str
     interpreter: Interpreter
@@ -150,7 +152,7 @@ def _shebang(script: Path) -> str:
 def probe(
     python: str, runner: Runner, *, cwd: str | None, env: Mapping[str, str] | None
 ) -> Interpreter | None:
-    """What `python` says of itself; None where it cannot be asked."""
+    """Return the answer of `python` about itself, or None if it cannot be asked."""
     try:
         done = runner(
             [python, "-c", _PROBE],
@@ -173,9 +175,11 @@ def probe(
 def remembered(
     folder: Path, python: str, environ: Mapping[str, str], ask: Callable[[], Interpreter | None]
 ) -> Interpreter | None:
-    """What `python`, a program of this host, says of itself: asked again when it, its environment
-    or the host's libraries were changed. An interpreter takes longer to start than all else of a
-    start that finds everything live."""
+    """Return the answer of `python`, a program of this host, asked again if anything changed.
+
+    That is the program, its environment or the host's libraries. An interpreter takes longer to
+    start than the rest of a start that finds everything in place.
+    """
     path = folder / f"{_digest(python)}.json"
     known_by = _known_by(python, environ)
     found = read_private_file(path, _REMEMBERED)

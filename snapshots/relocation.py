@@ -52,14 +52,14 @@ _PYTHON = re.compile(rb"(python|pypy)[0-9.]*t?")
 
 
 class Prefix(Struct, frozen=True, dict=True):
-    """Where an environment was, and where it will be: absolute, without a slash at the end."""
+    """Old and new path of an environment: absolute, without a slash at the end."""
 
     old: bytes
     new: bytes
 
     @cached_property
     def forms(self) -> dict[bytes, bytes]:
-        """How files write the old prefix -> the new one: as it is, in URLs, in JSON."""
+        """Old prefix -> new prefix in each form that files have: plain, in URLs, in JSON."""
         found = {}
         for write in (quote, lambda text: json.dumps(text)[1:-1], lambda text: text):
             old, new = (
@@ -174,12 +174,12 @@ class Written(Struct, frozen=True):
 
 
 def written(content: bytes) -> Written:
-    """What records say about a file of this content."""
+    """Return the record of a file of this content."""
     return Written(hashlib.sha256(content).digest(), len(content))
 
 
 def is_record(path: bytes) -> bool:
-    """Whether the file lists what a wheel brought."""
+    """Return whether the file lists the files of a wheel."""
     folder, _, name = path.rpartition(b"/")
     return name == b"RECORD" and folder.endswith(b".dist-info")
 
@@ -305,7 +305,7 @@ _WRITTEN = re.compile(
 
 
 class Brought(Struct, frozen=True):
-    """What packages say about their files."""
+    """Files that packages list."""
 
     by_wheels: Set[bytes]
     by_conda: Mapping[bytes, Placeholder | None]
@@ -381,7 +381,7 @@ _BINARY_BYTES_MAX = 4 * 1024 * 1024 * 1024
 
 
 class Relocation(Struct, frozen=True):
-    """What has been done."""
+    """Result of a relocation."""
 
     changed: tuple[bytes, ...]
     """Files and links, relative to the environment."""
@@ -391,7 +391,7 @@ class Relocation(Struct, frozen=True):
     """Files that hold the old prefix still."""
 
     def sentences(self, prefix: Prefix) -> Iterator[str]:
-        """Yields sentences for people about what was relocated."""
+        """Yield sentences for people about the changed files."""
         old = text_of(prefix.old)
         yield f"relocated from {old}: {len(self.changed)} files and links changed"
         if self.left:
@@ -446,7 +446,7 @@ def _check_free(path: Path) -> None:
 
 
 def relocate(tree: Tree, directory: Path, prefix: Prefix) -> Relocation:
-    """Make what was extracted from `tree` to `directory` an environment at the new prefix.
+    """Turn a tree that was extracted to `directory` into an environment at the new prefix.
 
     Raises: InvalidInputError for a file that has no room for it; BootseerError.
     """

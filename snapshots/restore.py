@@ -72,7 +72,7 @@ TARGETS_MAX = 8
 
 
 class Facts(Struct, frozen=True):
-    """What the choice depends on."""
+    """Facts that decide the way of a restore."""
 
     may_mount: bool
     """This process may mount file systems: CAP_SYS_ADMIN, and not of a user namespace only."""
@@ -208,7 +208,7 @@ def _automatic(facts: Facts) -> Choice:
 
 
 class Wish(Struct, frozen=True):
-    """What the caller wants of a restore, and what it is for."""
+    """Wishes of the caller of a restore."""
 
     mode: str
     """One of `config.RESTORE_MODES`."""
@@ -223,7 +223,7 @@ class Wish(Struct, frozen=True):
 
 
 class Restored(Struct, frozen=True):
-    """What `restore_by_choice` did."""
+    """Result of `restore_by_choice`."""
 
     choice: Choice
     moved_bytes: int
@@ -388,13 +388,18 @@ def restore_snapshot(
     report: "Report" = lambda sentence: None,
     process: Process | None = None,
 ) -> Manifest:
-    """Put a snapshot in place, or a plain one into `directory`, or with `relocates` an environment;
-    returns it. What is mounted stays mounted. `report` gets where it goes, the way that was chosen
-    and why. `process`: see `early_server`.
+    """Put a snapshot in place, or a plain one into `directory`, and return its manifest.
 
-    Raises: InvalidInputError where a target is of the system (`place.why_guarded`) and
-    `allows_system` is not set; NotFoundError, AlreadyExistsError where something else is there
-    already, CorruptError; nothing has changed then.
+    Mounts stay when the process ends.
+
+    Args:
+        relocates: Whether an environment may be changed so that it works in `directory`.
+        allows_system: Whether targets may belong to the system (`place.why_guarded`).
+        report: Called with the targets, and with the way that was chosen and why.
+        process: Server that was begun for a mount, see `early_server`.
+
+    Raises: InvalidInputError for a target of the system; NotFoundError, CorruptError;
+    AlreadyExistsError if something else is there already. Nothing has changed then.
     """
     with open_own_store(settings) as store:
         manifest = catalogue.find(store, key)

@@ -78,7 +78,7 @@ NOTHING = "nothing"
 
 
 class Entry(NamedTuple):
-    """One name, as lstat shows it; in the order of `pack.stat_record`."""
+    """Status of a name, as lstat shows it; in the order of `pack.stat_record`."""
 
     mode: int
     uid: int
@@ -96,7 +96,7 @@ Scan = Mapping[bytes, Entry]
 
 
 def entry_of(info: os.stat_result) -> Entry:
-    """What a scan keeps of it."""
+    """Return the members of a status that a scan keeps."""
     return Entry(
         info.st_mode,
         info.st_uid,
@@ -111,9 +111,9 @@ def entry_of(info: os.stat_result) -> Entry:
 
 
 def scan(directory: Path) -> Scan:
-    """Everything in `directory`, but not what is mounted inside it nor other restores' work.
+    """Return every name in `directory`, without mounts inside it and the work of other restores.
 
-    Raises: InvalidInputError where it is not a directory, or an error of reading it.
+    Raises: InvalidInputError if it is not a directory, or an error of reading it.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
@@ -185,7 +185,7 @@ def is_cache(path: bytes) -> bool:
 
 
 def base_digest(scanned: Scan) -> str:
-    """Names what was there before a set-up, the same on every node with the same files.
+    """Return a digest of a directory that is the same on every node with the same files.
 
     Over paths, types and sizes: times and inode numbers differ between nodes. "nothing" for a
     directory that is missing or empty. Bytecode caches do not count.
@@ -289,7 +289,9 @@ class Diff(Struct, frozen=True):
     deleted: tuple[bytes, ...]
 
     def packed_paths(self) -> list[bytes]:
-        """What a capture must store: everything but deletions, and the directories above it."""
+        """Return the paths that a capture must store: all but deletions, with the directories
+        above.
+        """
         paths = {*self.created, *self.changed, *self.remoded}
         for path in tuple(paths):
             while path := path.rpartition(b"/")[0]:
@@ -330,10 +332,10 @@ def _is_remoded(before: Entry, after: Entry) -> bool:
 
 
 def diff(before: Scan, after: Scan) -> Diff:
-    """What turned `before` into `after`. Pure.
+    """Return the changes that turned `before` into `after`. Pure.
 
-    A file rewritten in place with its size and mtime restored counts as re-moded: it is stored
-    all the same.
+    A file rewritten in place with its size and mtime restored counts as re-moded: it is stored all
+    the same.
     """
     created, changed, remoded = [], [], []
     for path, now in after.items():

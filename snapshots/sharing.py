@@ -45,7 +45,7 @@ Place = tuple[int, int, int, int]
 
 
 class Rule(Struct, frozen=True):
-    """When it pays to store a difference only."""
+    """Conditions under which storing a difference pays."""
 
     shared_bytes_min: int = 1 << 20
     """Below, a restore would make more requests for nothing."""
@@ -117,16 +117,18 @@ def earlier_snapshots(store: Store) -> list[Manifest]:
 def find_base(
     earlier: Iterable[Manifest], parts: Sequence[Part], paths: Sequence[bytes]
 ) -> Manifest | None:
-    """The earlier snapshot that has most in common, as far as can be told from what the two were
-    made from. Pure."""
+    """Return the earlier snapshot that has most in common, told by the parts of the keys. Pure."""
     return nearest(parts, (one for one in earlier if may_share(parts, paths, one)))
 
 
 def find_others(
     store: Store, target: Target, host: Path, scanned: Scan, paths: Iterable[bytes], rule: Rule
 ) -> Others:
-    """What of the files at `paths` below `host`, as `scanned`, is in the blobs of `target`, an
-    earlier snapshot's, where it pays. Never raises: what cannot be told is stored anew."""
+    """Return the files at `paths` below `host` whose content blobs of `target` hold, if that pays.
+
+    `target` is of an earlier snapshot; `scanned` is a scan of `host`. Never raises: on an error
+    files are stored anew.
+    """
     try:
         base = catalogue.load_tree(store, target)
         # Better than to find out on a thousand nodes.
@@ -170,7 +172,7 @@ class _Match(Struct, frozen=True):
 def _find_same(
     base: Tree, host: Path, scanned: Scan, files: Sequence[bytes]
 ) -> dict[bytes, _Match]:
-    """Which files have content that is in the base."""
+    """Return the files whose content is in the base."""
     known: dict[bytes, int] = {}
     sizes = set()
     for number in range(base.inode_count):
@@ -219,8 +221,8 @@ def _match(base: Tree, known: Mapping[bytes, int], path: bytes, host: bytes) -> 
 
 
 def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
-    """What a bytecode file would be if its source still had the time that it has in `base`; empty
-    where that cannot be told. Pure.
+    """Return a bytecode file with the time that its source has in `base`; empty if that is unknown.
+    Pure.
 
     A package that is installed anew has files with other times, and Python writes these into the
     bytecode (PEP 552: magic, flags, the source's time and size), which is the same otherwise. So

@@ -352,7 +352,7 @@ class Simple(Struct):
 
 
 class Block(Struct, frozen=True):
-    """Where a compound command begins, goes on with another branch, or ends."""
+    """Begin, next branch or end of a compound command."""
 
     kind: Literal["begin", "branch", "end", "function", "for", "list"]
     """"list": begins commands in brackets that run for certain. "function": a body follows."""
@@ -371,7 +371,7 @@ class Script(Struct, frozen=True):
 
 
 class Shell(Struct, frozen=True):
-    """What a shell is told to run."""
+    """Script that a shell is told to run."""
 
     script: str | None = None
     """Its text (`-c`)."""
@@ -385,7 +385,7 @@ def base_name(word: str) -> str:
 
 
 def read_shell(words: Sequence[str]) -> Shell:
-    """What "bash -euxo pipefail FILE" and its like run; nothing where that is typed in."""
+    """Return the script of "bash -euxo pipefail FILE" and the like; nothing if it is typed in."""
     is_text = False
     at = 1
     while at < len(words):

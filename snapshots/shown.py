@@ -1,4 +1,21 @@
-"""TODO."""
+"""Words of a set-up's command that a manifest may show: a closed list; others are hidden.
+
+Everybody who reads the store reads its manifests. So no rule here says what a secret looks like: a
+word is shown only if this module knows it. Shown are
+
+- operators and keywords of the shell, redirections and the files behind them;
+- programs of `_PROGRAMS`, and programs that are called by a path;
+- names of the options of `_OPTION_NAMES` and of the tools in `_TOOLS`, and single letters;
+- sub-commands, requirements, plain paths, versions and URLs behind the tools of `_TOOLS` (pip, uv,
+  conda, apt-get, npm, git, mkdir, ...), where that sub-command and option take such words;
+- names of variables that are set, and `$NAME` wherever it stands;
+- URLs without user, query and those parts of the path that look like a token.
+
+Every other word, comment and here-document is `***`. It is returned beside the text, since it
+decides the result of the set-up: text and hidden words together tell two commands apart, but for
+the users of URLs, which do not decide. A value of a variable whose name says that it is a secret is
+hidden wherever it stands. Pure. Time grows in proportion to the length.
+"""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -313,7 +330,7 @@ _DEPTH_MAX = 6
 def shown_command(
     words: Sequence[str], known: Collection[str] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return the words of a command as they may be shown, and what is hidden in them, in order.
+    """Return the words of a command as they may be shown, and the hidden texts in order.
 
     `known`: values of secrets. A command of one word with blanks in it is read as a script.
     """
@@ -327,15 +344,17 @@ def shown_command(
 
 
 def shown_script(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
-    """Return the text of a script as it may be shown, and what is hidden in it, in order."""
+    """Return the text of a script as it may be shown, and the hidden texts in order."""
     whole = _Text(text)
     _Reader(known).script(whole, 0, len(text), _DEPTH_MAX)
     return whole.shown(), whole.hidden()
 
 
 def shown_values(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
-    """Return the value of an option that holds requirements, paths, versions and URLs, separated by
-    blanks or commas, as it may be shown, and what is hidden in it."""
+    """Return the value of an option as it may be shown, and the hidden texts in order.
+
+    The value holds requirements, paths, versions and URLs, separated by blanks or commas.
+    """
     # First: a password may hold a comma.
     whole = _Text(without_users(text))
     reader = _Reader(known)
@@ -373,7 +392,7 @@ def is_known_program(word: str) -> bool:
 
 
 class _Text:
-    """A text and what is put in place of its parts."""
+    """Text with replacements for parts of it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -480,7 +499,7 @@ class _Reader:
         self.command(words, depth)
 
     def _skip_heredoc(self, of: _Text, at: int, end: int, ending: str) -> int:
-        """Hide the lines up to the one that is `ending`; return where that begins."""
+        """Hide the lines up to the line that is `ending`; return its begin."""
         begin = at
         while at < end:
             line_end = of.text.find("\n", at, end)
@@ -817,7 +836,7 @@ def _inside(text: str, begin: int, end: int) -> tuple[int, int]:
 
 
 def _word_end(text: str, at: int, end: int) -> int:
-    """Return where the shell's word at `at` ends; -1: what is opened in it is never closed."""
+    """Return the end of the shell's word at `at`; -1 if a quote in it is never closed."""
     while at < end and text[at] not in _ENDS:
         if ordinary := _ORDINARY.match(text, at, end):
             at = ordinary.end()
@@ -844,8 +863,10 @@ def _piece_end(text: str, at: int, end: int) -> int:
 
 
 def _closed(text: str, at: int, end: int, closing: str) -> int:
-    """Return the end behind `closing`, with what is opened in between closed first; -1: it is never
-    closed, or beyond more signs than a command has."""
+    """Return the end behind `closing`, with inner quotes and brackets closed first.
+
+    Returns -1 if it is never closed, or beyond more signs than a command has.
+    """
     expected = [closing]
     for count, match in enumerate(_SIGN.finditer(text, at, end)):
         if count == _SIGNS_MAX:

@@ -56,12 +56,13 @@ def declared_targets(texts: Sequence[str], directory: str) -> Targets:
 def infer_targets(
     hints: Hints, interpreter: Interpreter | None, environ: Mapping[str, str], directory: str
 ) -> Targets:
-    """Targets of a command of which only the words are known.
+    """Return the targets of a command that declares none.
 
-    In this order: environments that it makes or activates, places given with --target or
-    --prefix and projects' own environments; the active conda environment of a conda command; the
-    active VIRTUAL_ENV; the environment or the system paths of the interpreter whose pip is used.
-    Raises: UnsupportedError where nothing fits.
+    In this order: environments that it makes or activates, places given with --target or --prefix
+    and projects' own environments; the active conda environment of a conda command; the active
+    VIRTUAL_ENV; the environment or the system paths of the interpreter whose pip is used.
+
+    Raises: UnsupportedError if nothing fits.
     """
     if hints.names_conda_environment:
         raise UnsupportedError(
@@ -110,7 +111,7 @@ def infer_targets(
 
 
 def _project_environment(tool: str, folder: str, environ: Mapping[str, str]) -> str:
-    """Where a project's own environment lies; empty where only the tool's settings tell."""
+    """Return the path of a project's own environment; empty if only the tool's settings tell."""
     name = ".venv"
     if tool == "uv":
         name = environ.get("UV_PROJECT_ENVIRONMENT") or name
@@ -124,7 +125,7 @@ def _project_environment(tool: str, folder: str, environ: Mapping[str, str]) -> 
 
 
 def _system_paths(interpreter: Interpreter, directory: str) -> list[bytes]:
-    """Where pip installs to without an environment.
+    """Return the directories to which pip installs without an environment.
 
     Wheels also put files anywhere below `data`, which is the whole prefix ("/usr/local"): of that
     only the folders that packages use in practice.
@@ -173,11 +174,13 @@ def locked(
     deadline_s: float,
     report: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[tuple[int, ...]]:
-    """Holds the locks of all `targets` (host paths) of this node: gives the descriptors that a
-    command which changes them is to inherit. `report` hears what is waited for, if it takes long.
+    """Hold the locks of all `targets` (host paths) of this node; yield their descriptors.
 
-    Raises: BusyError where another process holds one of them for longer than `deadline_s`, or one
-    that this process descends from does.
+    A command that changes the targets is to inherit the descriptors. `report` is told the holder of
+    a lock, if the wait takes long.
+
+    Raises: BusyError if another process holds a lock for longer than `deadline_s`, or a process
+    that this one descends from holds it.
     """
     folder = run_dir / _FOLDER
     try:
@@ -274,7 +277,7 @@ def _file(cache_dir: Path, target: Path) -> Path:
 
 
 def load_state(cache_dir: Path, target: Path, scanned: Scan) -> State | None:
-    """What `target` (a host path) holds, or None where it is not known or was touched."""
+    """Return the state of `target` (a host path), or None if it is unknown or was touched."""
     state = read_private_file(_file(cache_dir, target), _FORM)
     if state is None or state.boot_id != boot_id() or state.exact != fingerprint_of_scan(scanned):
         return None
@@ -329,8 +332,10 @@ def note_user(run_dir: Path, targets: Iterable[Path]) -> None:
 
 
 def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
-    """The targets that other jobs' processes use, or that lie in or hold what they use, each with
-    one of these. What this process descends from is of the same job."""
+    """Return target -> a process of another job that uses it, or a directory in it or above it.
+
+    Processes that this one descends from are of the same job.
+    """
     users = {}
     ours = own_line()
     used = {}

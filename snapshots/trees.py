@@ -274,7 +274,7 @@ def _is_as_in(
 
 
 def is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes) -> bool:
-    """Whether lstat shows what the tree says: the kind, of a file also size and time."""
+    """Return whether a status matches the tree: the kind, and of a file also size and time."""
     c = tree.columns
     kind = c.mode[inode] & _KIND
     if found.st_mode & _KIND != kind:
@@ -286,7 +286,7 @@ def is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes
 
 
 def _size_of(path: Path) -> int:
-    """What a tree occupies, roughly: hard links count once each."""
+    """Return the bytes that a tree occupies, roughly: hard links count once each."""
     try:
         return sum(entry.size_bytes + 512 for entry in scan(path).values())
     except BootseerError:
@@ -404,7 +404,7 @@ class _Copy:
 
 
 def copy_attributes(original: bytes, name: bytes, status: os.stat_result) -> None:
-    """Give `name` all attributes of `original`, of which lstat showed `status`; times last.
+    """Copy all attributes of `original`, whose status is `status`, to `name`; times last.
 
     Raises: OSError.
     """
