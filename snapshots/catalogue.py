@@ -378,7 +378,6 @@ def _withhold(tree: Tree) -> None:
 
 
 _DAMAGE = (CorruptError, NotFoundError, UnknownFormatError)
-NO_DIGEST = "an earlier release wrote its manifest, without a digest of all that it says"
 
 
 class Verdict(Struct, frozen=True):
@@ -388,8 +387,6 @@ class Verdict(Struct, frozen=True):
     name: str
     problems: tuple[str, ...]
     """A sentence each; none: it is whole."""
-    note: str = ""
-    """What could not be checked, or empty."""
 
 
 class Verifier:
@@ -422,8 +419,7 @@ class Verifier:
         if manifest is None:
             return Verdict(fingerprint, "", ("it is gone",))
         problems = tuple(problem for target in manifest.targets if (problem := self._check(target)))
-        note = "" if manifest.is_verified else NO_DIGEST
-        return Verdict(fingerprint, manifest.name, problems, note)
+        return Verdict(fingerprint, manifest.name, problems)
 
     def _check(self, target: Target) -> str:
         known = target.index.digest

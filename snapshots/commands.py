@@ -11,7 +11,7 @@ make environments (pip, uv, conda, poetry, pdm, venv).
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from typing import Any
 
@@ -174,6 +174,11 @@ _COMMANDS_MAX = 5000
 _PATH_MAX = 4096
 _SPREAD_MAX = 8
 _STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
+def is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable is switched on, as pip and uv read it (strtobool). Pure."""
+    return environ.get(name, "").lower() in ("1", "true", "yes", "y", "t", "on")
 
 
 def hints_of(command: Sequence[str]) -> Hints:

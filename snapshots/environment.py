@@ -517,7 +517,10 @@ class _SetUp:
 
     def _scan(self) -> None:
         layers = self.request.layers
-        self.before = {target: scan_before(layers, path) for target, path in self.paths.items()}
+        self.before = {
+            target: scan_before(layers, path) if layers else scan(path)
+            for target, path in self.paths.items()
+        }
 
     def _leave_to_others(self) -> bool:
         """Enter an own view of targets on which other jobs run, before anything changes there.

@@ -18,10 +18,11 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
+from bootseer.base.package_names import normal_name
 from bootseer.base.redact import HIDDEN, secret_values, without_users
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import Place, resolve_in_root
-from bootseer.snapshots.commands import Hints, hints_of_script, merged, moved_to
+from bootseer.snapshots.commands import Hints, hints_of_script, is_on, merged, moved_to
 from bootseer.snapshots.parts import Part, Public
 from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, filled, has_marks
 from bootseer.snapshots.shown import shown_values
@@ -281,7 +282,7 @@ def is_exact(requirement: str) -> bool:
 def name_of(requirement: str) -> str:
     """A requirement's name, normalised (PEP 503), or the requirement itself."""
     match = _NAME.match(requirement)
-    return re.sub(r"[-_.]+", "-", match[0]).lower() if match else requirement
+    return normal_name(match[0]) if match else requirement
 
 
 def open_requirements(requirements: Iterable[str], constraints: Iterable[str]) -> list[str]:
@@ -337,7 +338,6 @@ _PIP_SHOWN = {
     *("upgrade", "upgrade-strategy", "platform", "python-version", "implementation", "abi", "src"),
     *("no-build-isolation", "require-hashes", "no-compile", "break-system-packages", "editable"),
 }
-_TRUE = {"1", "true", "yes", "y", "t", "on"}
 
 
 def settings_parts(
@@ -397,7 +397,7 @@ def _candidates(
             *named,
         ):
             yield "pip", path
-    if "uv" in tools and environ.get("UV_NO_CONFIG", "").lower() not in _TRUE:
+    if "uv" in tools and not is_on(environ, "UV_NO_CONFIG"):
         folders = [place.directory]
         while folders[-1] not in ("/", ""):
             folders.append(os.path.dirname(folders[-1]))

@@ -23,7 +23,7 @@ from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.root_paths import Place, find_program
 from bootseer.linux.scripts import RunOptions, as_script
-from bootseer.snapshots.commands import FILE_VARIABLES, Hints, hints_of
+from bootseer.snapshots.commands import FILE_VARIABLES, Hints, hints_of, is_on
 from bootseer.snapshots.inputs import (
     TOOLS,
     Inputs,
@@ -60,7 +60,6 @@ Report = Callable[[str], None]
 """Gets one sentence for people at a time."""
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_TRUE = {"1", "true", "yes", "y", "t", "on"}
 # That say where and for whom something runs.
 _USUAL_VARIABLES = {
     *("HOME", "PATH", "PWD", "OLDPWD", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "LANG"),
@@ -383,9 +382,9 @@ def unknown_before(targets: Sequence[str]) -> Iterator[str]:
 
 def _looked_up(inputs: Inputs, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return requirements without exact versions, unless variables keep tools off an index."""
-    values = (environ.get(name, "") for name in ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE"))
-    is_fixed = any(value.lower() in _TRUE for value in values) or environ.get("UV_EXCLUDE_NEWER")
-    return () if is_fixed else inputs.open_requirements
+    switches = ("PIP_NO_INDEX", "UV_NO_INDEX", "UV_OFFLINE")
+    is_fixed = any(is_on(environ, name) for name in switches)
+    return () if is_fixed or environ.get("UV_EXCLUDE_NEWER") else inputs.open_requirements
 
 
 def _some(names: Sequence[str], shown_max: int = _SHOWN_MAX) -> str:

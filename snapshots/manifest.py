@@ -135,9 +135,6 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=1000)]
     outside: Outside = NOTHING_OUTSIDE
     """What the set-up changed that is not in it."""
-    is_verified: bool = True
-    """All of it has been compared with its digest. Earlier releases wrote none: then only the parts
-    have, with the key. It is not stored."""
 
     @property
     def file_count(self) -> int:
@@ -194,7 +191,7 @@ FORM: Form[Manifest] = Form(
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON; the same manifest always gives the same bytes."""
     outside = manifest.outside if manifest.outside.paths else NOTHING_OUTSIDE
-    stored = replace(manifest, outside=outside, is_verified=True)
+    stored = replace(manifest, outside=outside)
     return FORM.encode(stored, LAYERED_VERSION if manifest.is_layered else None)
 
 
@@ -207,6 +204,8 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
     where = f"the snapshot manifest {expected}" if expected else "a snapshot manifest"
     document = FORM.parse(data, where)
     manifest = FORM.convert(document, where)
+    if "digest" not in document:
+        raise CorruptError(f"{where} has no digest of its other members")
     # The identity it claims: a manifest stored under another key, or edited, is refused by name.
     if not _has_its_key(manifest) or expected not in (None, manifest.fingerprint):
         raise CorruptError(f"{where} does not match its fingerprint")
@@ -219,7 +218,7 @@ def decode(data: bytes, expected: str | None = None) -> Manifest:
     if len({target.path for target in manifest.targets}) != len(manifest.targets):
         raise CorruptError(f"{where} names one target twice")
     parts = tuple(sorted(manifest.parts))
-    return replace(manifest, parts=parts, is_verified=FORM.checksum_member in document)
+    return replace(manifest, parts=parts)
 
 
 def _has_its_key(manifest: Manifest) -> bool:

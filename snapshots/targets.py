@@ -31,14 +31,12 @@ from bootseer.linux.private_files import (
 )
 from bootseer.linux.processes import boot_id, living_ids, note_process, notes, own_line
 from bootseer.settings.config import Settings
-from bootseer.snapshots.commands import Hints
+from bootseer.snapshots.commands import Hints, is_on
 from bootseer.snapshots.python import Interpreter
 from bootseer.snapshots.scan import NOTHING, Scan, fingerprint_of_scan, scan, target_path, text_of
 from bootseer.snapshots.shell import has_marks
 
 logger = logging.getLogger(__name__)
-# As pip reads its variables (strtobool).
-_TRUE = {"1", "true", "yes", "y", "t", "on"}
 
 
 class Targets(Struct, frozen=True):
@@ -81,7 +79,7 @@ def infer_targets(
     if named:
         found = [target_path(text, directory) for text in named]
         return Targets(_disjoint(found), "named in the command or the environment")
-    is_user = hints.uses_user_site or by_pip.get("PIP_USER", "").lower() in _TRUE
+    is_user = hints.uses_user_site or is_on(by_pip, "PIP_USER")
     if is_user and interpreter is not None and interpreter.user_base:
         return Targets((target_path(interpreter.user_base, directory),), "user site (pip --user)")
     if hints.uses_conda:

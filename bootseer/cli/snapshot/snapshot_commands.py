@@ -239,10 +239,6 @@ def show(key: str, files: bool, as_json: bool) -> None:
             for target in manifest.targets
         ),
     )
-    if not manifest.is_verified:
-        from bootseer.snapshots.catalogue import NO_DIGEST
-
-        say(NO_DIGEST)
     if sentence := manifest.outside.restored_sentence(manifest.node):
         say(sentence)
     if files:
@@ -271,7 +267,6 @@ def _file_row(target: bytes, path: bytes, inode: "Inode") -> tuple[Any, ...]:
 def _details(manifest: "Manifest") -> dict[str, Any]:
     return {
         **summary(manifest),
-        "verified": manifest.is_verified,
         "outside": list(manifest.outside.paths),
         "parts": {part.name: part.value for part in manifest.parts},
         "targets": [

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, UnknownFormatError
 from bootseer.snapshots.manifest import Manifest, Outside, Stored, Target, decode, encode
@@ -91,12 +90,11 @@ def test_nothing_can_change_without_being_noticed(path: tuple[Any, ...], value: 
         decode(data, _MANIFEST.fingerprint)
 
 
-def test_manifests_of_earlier_releases_are_read_as_not_verified() -> None:
+def test_a_manifest_without_a_digest_is_refused() -> None:
     document = json.loads(encode(_MANIFEST))
     del document["digest"]
-    found = decode(json.dumps(document).encode(), _MANIFEST.fingerprint)
-    assert found == replace(_MANIFEST, is_verified=False)
-    assert decode(encode(_MANIFEST)).is_verified
+    with pytest.raises(CorruptError, match="has no digest"):
+        decode(json.dumps(document).encode(), _MANIFEST.fingerprint)
 
 
 @pytest.mark.parametrize(
