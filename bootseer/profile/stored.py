@@ -8,7 +8,6 @@ Functions and frozen objects only; any thread.
 import logging
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import zstandard
@@ -28,7 +27,6 @@ STARTS_MAX = 1000
 _SUFFIX = ".jsonl.zst"
 _LEVEL = 9
 _WINDOW_BYTES_MAX = 8 * 1024 * 1024
-_LISTERS = 8
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _START = re.compile(rf"({_WORD}|)-([0-9]{{1,9}})")
 _RANK = r"[0-9]{1,9}(?:\.[0-9a-z]{1,16})?"
@@ -109,23 +107,16 @@ class Stored(Struct, frozen=True):
 
     def starts(self, job: str) -> Sequence[StartFiles]:
         """Raises: UnavailableError, DeadlineError, PermissionDeniedError."""
-        with ThreadPoolExecutor(_LISTERS) as pool:
-            found = pool.map(lambda name: self._start(job, name), self._names(job))
-            return [start for start in found if start.files]
-
-    def _names(self, job: str) -> list[str]:
-        try:
-            infos = self.store.backend.list(f"{FOLDER}{job}")
-            names = [info.path.rpartition("/")[2] for info in infos if info.is_dir]
-        except NotFoundError:
-            return []
-        return [name for name in names if _START.fullmatch(name)][:STARTS_MAX]
-
-    def _start(self, job: str, name: str) -> StartFiles:
-        submission, _, attempt = name.rpartition("-")
-        files = [
-            _Object(self.store, info.path, info.modified_ns, info.size_bytes)
-            for info in self.store.list(f"{FOLDER}{job}/{name}/")
-            if info.size_bytes <= OBJECT_BYTES_MAX and _NAME.fullmatch(info.path.split("/", 3)[3])
-        ]
-        return StartFiles(int(attempt), submission, tuple(files))
+        found: dict[str, list[_Object]] = {}
+        for info in self.store.list(f"{FOLDER}{job}/"):
+            _, _, start, *rest = info.path.split("/")
+            if len(rest) != 1 or not _START.fullmatch(start) or not _NAME.fullmatch(rest[0]):
+                continue
+            if info.size_bytes <= OBJECT_BYTES_MAX and (start in found or len(found) < STARTS_MAX):
+                one = _Object(self.store, info.path, info.modified_ns, info.size_bytes)
+                found.setdefault(start, []).append(one)
+        starts = []
+        for name, files in found.items():
+            submission, _, attempt = name.rpartition("-")
+            starts.append(StartFiles(int(attempt), submission, tuple(files)))
+        return starts

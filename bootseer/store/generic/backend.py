@@ -13,7 +13,7 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -31,13 +31,11 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.http.transport import retry_after_s
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.paths import Folder, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
-from bootseer.transfer.policy import is_transient
 
 Result = TypeVar("Result")
 
@@ -78,7 +76,7 @@ class FsspecBackend(Folder, Backend):
 
         what = f"open {self.url}"
         try:
-            # aiohttp would find it out with the first request.
+            # Some would find it out with the first request.
             urlsplit(url)
             of_class = fsspec.get_filesystem_class(split_scheme(url))
             if getattr(of_class, "async_impl", False) or self._is_memory:
@@ -165,10 +163,8 @@ class FsspecBackend(Folder, Backend):
             yield
         except (FileNotFoundError, PermissionError):
             raise
-        except Exception as error:
-            status = _status_of(error)
-            may_be_behind = status == 416 or (offset and not is_transient(status))
-            if not may_be_behind or offset < self._fs.info(full)["size"]:
+        except Exception:
+            if offset < self._fs.info(full)["size"]:
                 raise
 
     def create(self, path: str, *, overwrite: bool = False) -> SpoolingWriter:
@@ -307,17 +303,12 @@ class FsspecBackend(Folder, Backend):
         """Return `error`, which the file system raised at `path`, as one of ours."""
         if isinstance(error, BootseerError):
             return error
-        status = _status_of(error)
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"cannot {what}: it does not exist")
         if isinstance(error, FileExistsError):
             return AlreadyExistsError(f"cannot {what}: it exists already")
         reason = redact(str(error)) or type(error).__name__
-        if is_transient(status):
-            busy = UnavailableError(f"cannot {what}: the server answered {status}")
-            busy.retry_after_s = retry_after_s(_header_of(error, "retry-after"), datetime.now(UTC))
-            return busy
-        if isinstance(error, PermissionError) or status in (401, 403):
+        if isinstance(error, PermissionError):
             return PermissionDeniedError(f"cannot {what}: {reason}")
         if isinstance(error, IsADirectoryError):
             return InvalidInputError(f"cannot {what}: it is a folder")
@@ -327,44 +318,12 @@ class FsspecBackend(Folder, Backend):
             ours = from_oserror(error, what)
             # Of a server nothing is known that only this process uses.
             return UnavailableError(*ours.args) if isinstance(ours, BusyError) else ours
-        # The libraries behind fsspec have exceptions of their own (aiohttp, ftplib, ...).
+        # The libraries behind fsspec have exceptions of their own (requests, ftplib, ...).
         return UnavailableError(f"cannot {what}: {reason}")
 
     def _full(self, path: str, *, file: bool = False) -> str:
         names = self._names_of_file(path) if file else split_path(path)
         return "/".join((self._root, *names))
-
-
-_CAUSES_MAX = 10
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it was made of."""
-    cause: BaseException | None = error
-    for _ in range(_CAUSES_MAX):
-        if cause is None:
-            return
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
-def _status_of(error: BaseException) -> int:
-    """Return the HTTP status of the answer that an error was made of; 0 where there was none. By
-    the attributes of aiohttp's ClientResponseError and its like, which need not be installed."""
-    for cause in _causes(error):
-        for name in ("status", "code"):
-            if isinstance(status := getattr(cause, name, None), int):
-                return status
-    return 0
-
-
-def _header_of(error: BaseException, name: str) -> str | None:
-    """Return a header of the answer that an error was made of."""
-    for cause in _causes(error):
-        headers = getattr(cause, "headers", None)
-        if headers and (value := headers.get(name)):
-            return str(value)
-    return None
 
 
 def _info(path: str, entry: dict[str, Any]) -> FileInfo:
