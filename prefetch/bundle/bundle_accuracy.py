@@ -10,7 +10,7 @@ from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Extent, Tree
 from bootseer.prefetch.bundle.format import Bundle
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
+from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, sectors_of
 
 _Span: TypeAlias = tuple[int, int]
 """Half-open."""

@@ -19,8 +19,7 @@ from msgspec import Struct
 from bootseer.base.content_digest import content_digest
 from bootseer.blob.index.zstd_frame import expand
 from bootseer.errors import CorruptError, UnknownFormatError
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
-from bootseer.prefetch.cache.sector_marks import SectorMarks
+from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, SectorMarks, sectors_of
 
 FRAME_STREAM_BYTES = 512 * 1024
 """Raw bytes of a frame: a fault that waits for one waits a few milliseconds, and larger frames
@@ -102,7 +101,7 @@ def plan_frames(
     """Which extents each frame shall hold. Pure (no I/O).
 
     `ranges` are (blob, offset, length) in order of use. They are widened to whole sectors (the
-    unit of the node cache; tar pads with zeros, so this costs nothing), and no sector comes twice.
+    unit of tar, which pads with zeros, so this costs nothing), and no sector comes twice.
     What comes behind the first `EXTENT_COUNT_MAX` extents is left out.
     """
     seen = [SectorMarks() for _ in stream_lengths]
@@ -263,29 +262,51 @@ def decode_frame(frame: BundleFrame, stored: bytes | memoryview) -> bytes:
 
 
 class Placement:
-    """Where in the bundle a byte of a stream is: for faults, in a microsecond. Immutable."""
+    """Finds the bytes of streams in a bundle, in a microsecond. Immutable; thread-safe.
+
+    The content of a bundle is the content of its frames, one behind the other.
+    """
 
     def __init__(self, frames: Sequence[BundleFrame], blob_count: int) -> None:
-        located: list[list[tuple[int, int, int]]] = [[] for _ in range(blob_count)]
+        self.starts = array("Q", accumulate((f.stream_length for f in frames), initial=0))
+        """Where the content of each frame begins in the content of the bundle, and where it ends
+        altogether."""
+        located: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blob_count)]
         for number, frame in enumerate(frames):
-            for extent in frame.extents:
-                located[extent.blob].append((extent.offset, extent.length, number))
-        self._starts: list[array[int]] = []
-        self._ends: list[array[int]] = []
-        self._frames: list[array[int]] = []
+            start = self.starts[number]
+            for extent, position in zip(frame.extents, frame.positions, strict=True):
+                end = extent.offset + extent.length
+                located[extent.blob].append((extent.offset, end, number, start + position))
+        self._columns: list[tuple[array[int], array[int], array[int], array[int]]] = []
         for entries in located:
             entries.sort()
-            self._starts.append(array("Q", (offset for offset, _, _ in entries)))
-            self._ends.append(array("Q", (offset + length for offset, length, _ in entries)))
-            self._frames.append(array("I", (number for _, _, number in entries)))
+            offsets, ends, numbers, places = zip(*entries, strict=True) if entries else ((),) * 4
+            columns = array("Q", offsets), array("Q", ends), array("I", numbers), array("Q", places)
+            self._columns.append(columns)
+
+    def within(self, blob: int, offset: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+        """Return what the bundle has of `[offset, offset + length)` of a stream, ascending, each
+        (offset in the stream, length, offset in the bundle's content, number of the frame)."""
+        offsets, ends, numbers, places = self._columns[blob]
+        stop = offset + length
+        i = max(bisect_right(offsets, offset) - 1, 0)
+        while i < len(offsets) and offsets[i] < stop:
+            start = max(offset, offsets[i])
+            end = min(stop, ends[i])
+            if start < end:
+                yield start, end - start, places[i] + start - offsets[i], numbers[i]
+            i += 1
+
+    def place_of(self, blob: int, offset: int, length: int) -> int:
+        """Return where the bytes of a stream lie in the bundle's content, if one extent has all of
+        them; else -1."""
+        offsets, ends, _, places = self._columns[blob]
+        i = bisect_right(offsets, offset) - 1
+        if i < 0 or offset + length > ends[i]:
+            return -1
+        return places[i] + offset - offsets[i]
 
     def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
-        """Numbers of the frames that hold any of `[offset, offset + length)`, ascending."""
-        starts, ends = self._starts[blob], self._ends[blob]
-        i = max(bisect_right(starts, offset) - 1, 0)
-        found = set()
-        while i < len(starts) and starts[i] < offset + length:
-            if ends[i] > offset:
-                found.add(self._frames[blob][i])
-            i += 1
-        return sorted(found)
+        """Return the numbers of the frames that hold any of `[offset, offset + length)`,
+        ascending."""
+        return sorted({number for _, _, _, number in self.within(blob, offset, length)})

@@ -23,7 +23,6 @@ from bootseer.fuse.kernel.operations import Buffer
 from bootseer.linux.processes import KILLED_S
 from bootseer.prefetch.bundle import name_walk
 from bootseer.prefetch.bundle.preload_plan import PreloadPlan, PreloadWindow
-from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.index.stream_contents import Pages
 
 _log = logging.getLogger(__name__)
@@ -48,16 +47,17 @@ class KernelPreload:
     def __init__(
         self,
         plan: PreloadPlan,
-        caches: Sequence[ImageStream],
+        get: Callable[[int, int, int], Buffer | None],
         store_pages: StorePages | None,
         note: Callable[[int, int, int], None],
         is_replayed: Callable[[], bool],
     ) -> None:
-        """`store_pages(node, offset, data)` is as `Operations` has it, None for names only;
+        """`get(blob, offset, length)` gives bytes of a stream that are here.
+        `store_pages(node, offset, data)` is as `Operations` has it, None for names only;
         `note(inode, offset, length)` is told what it took. `is_replayed`: nothing more will come
         into the caches."""
         self._plan = plan
-        self._caches = caches
+        self._get = get
         self._note = note
         self._is_replayed = is_replayed
         self._window = PreloadWindow(len(plan.pieces))
@@ -159,9 +159,9 @@ class KernelPreload:
 
     def _store(self, store_pages: StorePages, pages: Pages) -> bool:
         """False where they are not here yet, or the kernel does not know the file."""
-        cache = self._caches[pages.blob]
         for start in range(0, pages.length, _PIECE_BYTES):
-            data = cache.get(pages.blob_offset + start, min(_PIECE_BYTES, pages.length - start))
+            count = min(_PIECE_BYTES, pages.length - start)
+            data = self._get(pages.blob, pages.blob_offset + start, count)
             if data is None or not store_pages(pages.inode + 1, pages.file_offset + start, data):
                 return False
         self._note(pages.inode, pages.file_offset, pages.length)

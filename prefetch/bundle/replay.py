@@ -1,13 +1,13 @@
-"""Replay: stream the bundle into the node cache, in the order in which a start wants it.
+"""Replay of a bundle: its frames on their way into the node cache, in the order of use.
 
-Alone owns which frames of a bundle are still to come. Planning is pure; the fetcher moves the
-bytes. A bundle is a help, never a condition: the first thing wrong with it ends its use with one
-warning, and faults go to the blobs. Of several servers on a node that replay one bundle at once,
-one fetches it and the others follow.
+`plan_replay` is pure; the fetcher moves the bytes. A bundle is a help, never a condition: the first
+thing wrong with it ends its use with one warning, and faults go to the blobs. Of several servers on
+a node that replay one bundle at once, one fetches it and the others follow.
 
-Threading: `demand` and `is_cached` from any thread; `start` once.
+Thread-safe; `start` it once.
 """
 
+import enum
 import logging
 import os
 import threading
@@ -15,17 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError, NoSpaceError
+from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.bundle.format import (
-    Bundle,
-    BundleExtent,
-    BundleFrame,
-    Placement,
-    decode_frame,
-)
+from bootseer.prefetch.bundle.file import BundleFile
+from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame, decode_frame
 from bootseer.prefetch.bundle.hot_store import part_key
-from bootseer.prefetch.cache.image_stream import ImageStream
+from bootseer.prefetch.cache.node_cache import CachedStream
 from bootseer.transfer.chunks import Batch, ChunkFetcher
 from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 
@@ -74,64 +69,86 @@ def plan_replay(chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool]) -> 
     return fetches
 
 
+class Replaying(enum.Enum):
+    """State of a replay."""
+
+    FOLLOWING = "following"
+    """Another server of the node fetches the bundle."""
+    FETCHING = "fetching"
+    COMPLETE = "complete"
+    GIVEN_UP = "given up"
+    """Something was wrong with the bundle or its store."""
+    REFUTED = "refuted"
+    """Its bytes are not those of the image. Entered from any state."""
+    NO_ROOM = "no room"
+    """The disk takes no more; nothing is wrong with the bundle."""
+
+
+_UNDER_WAY = frozenset((Replaying.FOLLOWING, Replaying.FETCHING))
+
+
 class Replay:
     """One bundle on its way into the cache."""
 
     def __init__(
         self,
-        bundle: Bundle,
+        file: BundleFile,
         digest: str,
-        caches: Sequence[ImageStream],
+        streams: Sequence[CachedStream],
         fetcher: ChunkFetcher,
         *,
         lock: Path | None = None,
-        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`lock`: the server that holds this file fetches the bundle for all on this node. `look`
-        is called after each frame: `BlobStreams.look_for_refutation`."""
-        self.bundle = bundle
+        """`digest` is the bundle's in the store. `streams` are the image's: what they hold is not
+        fetched. `lock`: the server that holds this file fetches the bundle for all on this node.
+        """
+        self.bundle = file.bundle
+        self.state = Replaying.FETCHING
         self.fetched_bytes = 0
         """Uncompressed bytes that this replay brought."""
         self.finished_after_ns: int | None = None
-        """Time from `start` to the last frame; None while it runs, or when it was given up."""
+        """Time from `start` to the last frame; None unless the replay is complete."""
         self.error: str | None = None
-        """Why it was given up."""
-        self.has_no_room = False
-        """Whether it was given up because the cache's disk takes no more: nothing is wrong with the
-        bundle."""
-        self._caches = caches
+        """Reason why it was given up."""
+        self._file = file
+        self._streams = streams
         self._fetcher = fetcher
-        self._placement = Placement(bundle.frames, len(caches))
-        self._chunks = chunks_of(bundle, digest)
+        self._chunks = chunks_of(file.bundle, digest)
         self._numbers = {chunk: number for number, chunk in enumerate(self._chunks)}
         self._pending = bytearray(b"\1" * len(self._chunks))
         self._lock = threading.Lock()
         self._batch: Batch | None = None
         self._lock_path = lock
         self._lock_fd = -1
-        self._look = look
-        self._is_following = False
         self._patience_s = _PATIENCE_S
         self._stopping = threading.Event()
 
     def start(self) -> None:
         """Begin to fetch, or to follow the server that does; returns at once."""
         started_ns = time.monotonic_ns()
-        self._is_following = not self._takes_lead()
-        if self._is_following:
-            self._look_what_is_here()
-        else:
+        if self._takes_lead():
             self._submit()
-        here = [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if not p]
+        else:
+            self.state = Replaying.FOLLOWING
+            self._look_what_is_here()
+        here = [n for n, is_pending in enumerate(self._pending) if not is_pending]
         if here:
             threading.Thread(target=self._warm, args=(here,), name="warm-disk", daemon=True).start()
         threading.Thread(target=self._watch, args=(started_ns,), name="replay", daemon=True).start()
 
-    def _warm(self, frames: Sequence[BundleFrame]) -> None:
-        for run in disk_runs(frames):
+    def _warm(self, numbers: Sequence[int]) -> None:
+        proven = []
+        for number in numbers:
             if self._stopping.is_set():
                 return
-            self._caches[run.blob].read_ahead(run.offset, run.length)
+            if self._file.has_now(number):
+                self._file.read_ahead(number)
+            else:
+                proven.append(self.bundle.frames[number])
+        for run in disk_runs(proven):
+            if self._stopping.is_set():
+                return
+            self._streams[run.blob].read_ahead(run.offset, run.length)
 
     def _takes_lead(self) -> bool:
         if self._lock_path is None:
@@ -145,42 +162,35 @@ class Replay:
         return True
 
     def _look_what_is_here(self) -> None:
-        self._pending[:] = bytes(not self._all_here(frame) for frame in self.bundle.frames)
-        try:
-            # Before it comes: also what another server brings is seen only where it is open.
-            for blob in {blob for frame in self._missing() for blob in _blobs_of(frame)}:
-                self._caches[blob].open_claimed()
-        except BootseerError as error:
-            self.give_up(error)
-
-    def _missing(self) -> list[BundleFrame]:
-        return [f for f, p in zip(self.bundle.frames, self._pending, strict=True) if p]
+        self._pending[:] = bytes(not self._is_here(n) for n in range(len(self._pending)))
 
     def _submit(self) -> None:
-        if self.error is not None:
+        if self.is_over:
             return
         self._look_what_is_here()
-        if any(self._caches[b].is_full for f in self._missing() for b in _blobs_of(f)):
+        if self._file.is_refuted:
+            self.refute(CorruptError("its bytes are not those of the image"))
+        elif self._file.is_full and any(self._pending):
             self._give_up_for_room()
-        if self.error is not None:
+        if self.is_over:
             return
         fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
         try:
             self._batch = self._fetcher.submit(fetches, self._deliver)
         except BootseerError as error:
             self.give_up(error)
-        if self.error is not None and self._batch is not None:
+        if self.is_over and self._batch is not None:
             # Given up meanwhile, by another thread that saw no batch.
             self._batch.cancel()
 
     def _watch(self, started_ns: int) -> None:
         until_s = time.monotonic() + _FOLLOW_S
-        while self._is_following:
+        while self.state is Replaying.FOLLOWING:
             if self._stopping.wait(_TURN_S):
                 return
             if self._takes_lead() or time.monotonic() > until_s:
                 # The other one has finished, has died, or is too slow: the rest is ours.
-                self._is_following = False
+                self._enter(Replaying.FETCHING)
                 self._submit()
         try:
             if self._batch is not None:
@@ -191,67 +201,74 @@ class Replay:
             if self._lock_fd >= 0 and self._lock_path is not None:
                 self._lock_path.unlink(missing_ok=True)
                 os.close(self._lock_fd)
-        if self.error is None:
-            self.finished_after_ns = time.monotonic_ns() - started_ns
-            # Also those that somebody else brought before their turn came.
-            self._pending[:] = bytes(len(self._pending))
+        finished_ns = time.monotonic_ns() - started_ns
+        if self._enter(Replaying.COMPLETE):
+            self.finished_after_ns = finished_ns
 
-    def give_up(self, error: BaseException) -> None:
-        """Use the bundle no further. Idempotent."""
+    def _enter(self, state: Replaying) -> bool:
+        """Change the state, unless the replay is over. Return whether it changed."""
         with self._lock:
-            if self.error is not None:
-                return
-            self.error = str(error)
-            self._pending[:] = bytes(len(self._pending))
+            if self.is_over and (state is not Replaying.REFUTED or self.state is state):
+                return False
+            self.state = state
+            if self.is_over:
+                # Also frames that another server brought before their turn came.
+                self._pending[:] = bytes(len(self._pending))
+            return True
+
+    def give_up(self, error: BaseException, state: Replaying = Replaying.GIVEN_UP) -> None:
+        """Use the bundle no further. Idempotent."""
+        if not self._enter(state):
+            return
+        self.error = str(error)
         if self._batch is not None:
             self._batch.cancel()
         if self._stopping.is_set():
             return
         _log.warning("the bundle is not used any further, the image is read without it: %s", error)
 
+    def refute(self, error: CorruptError) -> None:
+        """Use the bundle no further: its bytes are wrong. Idempotent."""
+        self.give_up(error, Replaying.REFUTED)
+
     def _give_up_for_room(self) -> None:
         # To go on would bring what is thrown away, and then comes from the blobs once more.
-        self.has_no_room = True
-        self.give_up(NoSpaceError("the cache's disk takes no more"))
+        self.give_up(NoSpaceError("the cache's disk takes no more"), Replaying.NO_ROOM)
 
     def stop(self) -> None:
-        """The caches are about to be closed: touch them no more. Idempotent."""
+        """Touch the cache no more: it is about to be closed. Idempotent."""
         self._stopping.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has brought everything, or was given up."""
-        return self.finished_after_ns is not None or self.error is not None
+        """Whether the replay has brought everything, or was given up."""
+        return self.state not in _UNDER_WAY
 
     @property
     def remaining_count(self) -> int:
         """Frames still to come."""
         return self._pending.count(1)
 
-    def _all_here(self, frame: BundleFrame) -> bool:
-        return all(self._caches[e.blob].holds(e.offset, e.length) for e in frame.extents)
+    def _is_here(self, number: int) -> bool:
+        return self._file.is_here(number, self._streams)
 
     def is_cached(self, chunk: Chunk) -> bool:
-        """Whether the cache has all that this frame would bring, as far as it knows without
-        reading."""
+        """Return whether a frame need not be fetched, as far as is known without reading."""
         number = self._numbers.get(chunk)
-        if number is None:
-            return False
-        extents = self.bundle.frames[number].extents
-        return all(self._caches[e.blob].holds_now(e.offset, e.length) for e in extents)
+        return number is not None and (not self._pending[number] or self._file.has_now(number))
 
     def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
         """Wait for the pending frames that hold any of this range, moving them to the front.
 
-        False when there are none. The wait for a frame ends, and with it the use of the bundle,
-        when nothing came for `deadline_s`. Never raises: the caller looks into the cache.
+        Return False if there are none. The wait for a frame ends, and with it the use of the
+        bundle, when nothing came for `deadline_s`. Never raises: the caller looks into the cache.
         """
         waited = False
-        for number in self._placement.frames_for(blob, offset, length):
+        for number in self._file.frames_for(blob, offset, length):
             if not self._pending[number]:
                 continue
             waited = True
-            if self._is_following and self._comes_from_elsewhere(number):
+            if self.state is Replaying.FOLLOWING and self._comes_from_elsewhere(number):
                 continue
             try:
                 self._fetcher.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
@@ -261,9 +278,8 @@ class Replay:
 
     def _comes_from_elsewhere(self, number: int) -> bool:
         """Wait a little for a frame that another server is about to bring."""
-        frame = self.bundle.frames[number]
-        while not self._all_here(frame):
-            if not self._is_following or self._patience_s <= 0:
+        while not self._is_here(number):
+            if self.state is not Replaying.FOLLOWING or self._patience_s <= 0:
                 return False
             time.sleep(_POLL_S)
             self._patience_s -= _POLL_S
@@ -275,25 +291,16 @@ class Replay:
         if not self._pending[number]:
             return
         frame = self.bundle.frames[number]
-        content = memoryview(decode_frame(frame, data))
-        for extent, position in zip(frame.extents, frame.positions, strict=True):
-            cache = self._caches[extent.blob]
-            piece = content[position : position + extent.length]
-            if cache.holds(extent.offset, extent.length):
-                continue
-            if not cache.claim(extent.offset, piece) and cache.is_full:
-                self._give_up_for_room()
-                return
-        # After the writing: another server may have found the bundle wrong meanwhile.
-        self._look()
+        if not self._file.has_now(number) and not self._file.put(number, decode_frame(frame, data)):
+            self._give_up_for_room()
+            return
+        if self._file.is_refuted:
+            self.refute(CorruptError("another server found that its bytes are not the image's"))
+            return
         with self._lock:
             if self._pending[number]:
                 self._pending[number] = 0
                 self.fetched_bytes += frame.stream_length
-
-
-def _blobs_of(frame: BundleFrame) -> set[int]:
-    return {extent.blob for extent in frame.extents}
 
 
 def disk_runs(frames: Sequence[BundleFrame]) -> Iterator[BundleExtent]:
@@ -301,7 +308,7 @@ def disk_runs(frames: Sequence[BundleFrame]) -> Iterator[BundleExtent]:
 
     After a reboot, or when the page cache has been needed for something else, a complete image
     starts from a cold disk, and its first reads come in small pieces all over the cache. The bundle
-    knows which will be wanted; `StreamCache.read_ahead` gives the kernel the hint.
+    knows which will be wanted; `CachedStream.read_ahead` gives the kernel the hint.
     """
     for first in range(0, len(frames), _WINDOW_FRAMES):
         window = frames[first : first + _WINDOW_FRAMES]

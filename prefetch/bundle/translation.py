@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.blob.tree import Blob, Tree
 from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
-from bootseer.prefetch.cache.sector_marks import SectorMarks
+from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, SectorMarks, sectors_of
 from bootseer.prefetch.index.stream_contents import StreamContents
 
 EXTENT_COUNT_MAX = 100_000

@@ -1,80 +1,31 @@
-"""What the files of the node cache have in common: sectors, locks, and the map's header.
-
-Alone owns the header of `present` (docs/format/cache.md) and how a stream's folder is locked.
-Stateless; any thread.
-"""
+"""Locks of the node cache, and writing to its files. Stateless; thread-safe."""
 
 import contextlib
 import errno
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from bootseer.errors import DeadlineError, from_oserror
 from bootseer.linux.locks import lock_file
 
-SECTOR_BYTES = 512
-"""Tar's own unit: every file in a tar stream begins on a multiple of it."""
-
-HEADER_BYTES = 64
-CLEAN_OFFSET = 12
-SUSPECT_OFFSET = 40
-# magic, version, clean flag, boot id, stream length, "some sectors are to be verified".
-_HEADER = struct.Struct("<8sII16sQI")
-_MAGIC = b"BSPRESNT"
-_VERSION = 2
-
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a full disk says."""
+"""Errors of a full disk."""
 NO_DISK = (*FULL, errno.EROFS)
-"""The disk takes nothing: no reason to fail for who could do without a cache."""
+"""Errors of a disk that takes nothing: a reader can do without a cache."""
 
 LOCK_S = 60.0
-"""An fsync of gigabytes takes that long on a slow disk."""
-
-
-def sectors_of(offset: int, length: int) -> tuple[int, int]:
-    """The half-open range of sectors that `[offset, offset + length)` touches."""
-    return offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES)
-
-
-class Header(NamedTuple):
-    """The first bytes of `present`, decoded."""
-
-    is_clean: bool
-    boot: bytes
-    stream_length: int
-    is_suspect: bool
-    """Some sectors may have been lost by a crash and are not verified yet."""
-
-    def encode(self) -> bytes:
-        """`HEADER_BYTES` bytes."""
-        packed = _HEADER.pack(
-            _MAGIC, _VERSION, self.is_clean, self.boot, self.stream_length, self.is_suspect
-        )
-        return packed.ljust(HEADER_BYTES, b"\0")
-
-
-def decode_header(data: bytes) -> Header | None:
-    """Decodes a header; None for bytes that are no header of this version."""
-    if len(data) < _HEADER.size:
-        return None
-    magic, version, clean, boot, length, suspect = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION:
-        return None
-    return Header(clean == 1, boot, length, suspect != 0)
+"""Deadline of short locks: an fsync of gigabytes takes that long on a slow disk."""
 
 
 @contextlib.contextmanager
 def alone(path: Path, timeout_s: float, doing: str) -> Iterator[None]:
-    """The only process of this node that is `doing` what the lock file `path` stands for; the file
-    goes with it. A killed holder lets go.
+    """Hold the lock file `path`: no other process of this node is `doing` the same. The file goes
+    with the lock; a killed holder lets go.
 
-    Raises: DeadlineError when another one is still at it after `timeout_s`; BootseerError.
+    Raises: DeadlineError if another process still holds it after `timeout_s`; BootseerError.
     """
     try:
         fd = lock_file(path, timeout_s)
@@ -91,10 +42,11 @@ def alone(path: Path, timeout_s: float, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(directory: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
-    """Alone in opening, closing or removing the stream in `directory`, which is made if needed.
+    """Hold the lock for opening, closing or removing the stream in `directory`, which is made if
+    needed.
 
-    Held for as long as a map is looked at or one fsync takes, never for a transfer.
-    Raises: TimeoutError where it is held for `timeout_s`; OSError.
+    Held while a header is looked at or for one fsync, never during a transfer.
+    Raises: TimeoutError if another process holds it for `timeout_s`; OSError.
     """
     fd = lock_file(directory / "lock", timeout_s)
     try:
@@ -105,9 +57,9 @@ def locked(directory: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_if_there(directory: Path) -> Iterator[None]:
-    """As `locked`, for who removes the stream: nothing is made.
+    """Hold the lock of the stream in `directory` without making the folder.
 
-    Raises: FileNotFoundError where there is no such folder; OSError.
+    Raises: FileNotFoundError if there is no such folder; OSError.
     """
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -121,7 +73,7 @@ def locked_if_there(directory: Path) -> Iterator[None]:
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of `data` at `offset`. Raises: OSError."""
+    """Write all of `data` at `offset`. Raises: OSError."""
     view = memoryview(data)
     position = 0
     while position < len(view):

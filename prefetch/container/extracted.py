@@ -33,7 +33,7 @@ from bootseer.linux.locks import lock_within, try_lock
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.container.container import CHROOT, Container
 from bootseer.prefetch.container.root import parse_bind
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
@@ -151,12 +151,12 @@ def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
         open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
         contextlib.ExitStack() as stack,
     ):
-        local: dict[int, StreamCache] = {}
+        local: dict[int, CachedStream] = {}
         for number, blob in enumerate(tree.blobs):
             if not blob.frames:
                 # Only an index that this node made of what it pulled may name such a stream.
                 is_local = not resolved.is_published
-                stream = cache.open_whole_blob(blob) if is_local else None
+                stream = cache.open_whole(blob.stream_digest) if is_local else None
                 if stream is None:
                     raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")
                 stack.callback(stream.close)

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
@@ -35,7 +36,7 @@ from bootseer.errors import (
 from bootseer.linux.locks import remove_unused_lock
 from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.cache.kept_indexes import index_folder, keep_index, read_index
-from bootseer.prefetch.cache.stream_cache import StreamCache
+from bootseer.prefetch.cache.node_cache import CachedStream
 from bootseer.prefetch.cache.stream_keys import store_hex
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
@@ -45,6 +46,7 @@ from bootseer.prefetch.index.records import (
     ImpliedPaths,
     LinkPaths,
 )
+from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 _Record = TypeVar("_Record")
@@ -62,7 +64,7 @@ class FoundImage(Struct, frozen=True):
     layer_digests: tuple[str, ...] = ()
     """The keys of an unpublished image's layers, the lowest first: their diff_ids; of a directory,
     the digest of its stream."""
-    held: tuple[StreamCache, ...] = ()
+    held: tuple[CachedStream, ...] = ()
     """Streams kept open, so that the cache does not remove what only this node has."""
 
     @property
@@ -184,7 +186,10 @@ class NodeCatalogue:
         Raises: NoSpaceError, BootseerError.
         """
         data = _encode_node_image(FoundImage(record), self._store)
-        self._write(self._path("vouched", record.index_digest), data)
+        pulled = self.find_unpublished(index_digest)
+        if pulled is not None:
+            vouched = _encode_node_image(FoundImage(record, pulled.layer_digests), self._store)
+            self._write(self._path("vouched", record.index_digest), vouched)
         self._write(self._path("published", index_digest), data)
         known = self.find_image(record.reference)
         # The name may stand for another image by now.
@@ -199,13 +204,13 @@ class NodeCatalogue:
             self._write(self._path("vouched", record.index_digest), data)
 
     def vouched_layers(self, index_digest: str) -> frozenset[str]:
-        """Return the digests of the layers that a source named of the image with this index."""
+        """Return the digests of the layers that a source named of the image with this index, and of
+        those that this node has published for it."""
         image = self._read_image(self._path("vouched", index_digest))
         if image is None or image.record.index_digest != index_digest:
             return frozenset()
-        return frozenset(
-            digest for digest in image.record.config.diff_ids if digest.startswith("sha256:")
-        )
+        diff_ids = image.record.config.diff_ids
+        return frozenset((*diff_ids, *image.layer_digests))
 
     # ---- layers -------------------------------------------------------------------------------
 
@@ -305,6 +310,17 @@ class NodeCatalogue:
             return decode(read_index(self._cache_dir, index_digest))
         except NotFoundError:
             return None
+
+
+def vouched_streams(
+    settings: Settings, index_digest: str, blobs: Sequence[Blob] = (), *, is_local: bool = False
+) -> frozenset[str]:
+    """Return the digests of the streams that the image with this index may be read from, where this
+    node pulled them: all of `blobs` if this node made the index of them (`is_local`), else those
+    that the image's source named."""
+    if is_local:
+        return frozenset(blob.stream_digest for blob in blobs)
+    return NodeCatalogue(settings.cache_dir, settings.store_url).vouched_layers(index_digest)
 
 
 def _encode_node_image(image: FoundImage, store: str) -> bytes:

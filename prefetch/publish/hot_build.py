@@ -28,10 +28,11 @@ from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of, is_worthwhile, scattered_inodes
 from bootseer.prefetch.bundle.format import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
-from bootseer.prefetch.index.vouched_streams import cache_of_image
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.node_catalogue import vouched_streams
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record.trace import Trace
-from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 from bootseer.store.objects.lease import LeaseRenewal
@@ -159,12 +160,13 @@ def _publish_bundle(
     frames: Sequence[tuple[BundleExtent, ...]],
 ) -> tuple[str, int, int]:
     """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
-    streams = BlobStreams(
+    streams = ImageBytes(
         tree.blobs,
         store.read_verified,
-        cache_of_image(settings, index_digest),
+        NodeCache(settings.cache_dir),
         deadline_s=settings.deadline_s,
         workers=2,
+        vouched=vouched_streams(settings, index_digest),
     )
     try:
         with contextlib.ExitStack() as stack:

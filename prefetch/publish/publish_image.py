@@ -22,7 +22,7 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.prefetch.cache.files import alone
-from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.index.catalogue import load_tree
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeLayer
@@ -142,8 +142,6 @@ class _CachedLayer(Struct, frozen=True):
                 # The digest is compared at the very end, which is reached only by asking for more.
                 while ahead.read(_PIECE_BYTES):
                     pass
-                (packed,) = layer.tree.blobs
-                self.cache.note_same(packed, known.blob.stream_digest)
                 return layer
             finally:
                 ahead.close()
@@ -154,7 +152,7 @@ class _CachedLayer(Struct, frozen=True):
         """See `Layer.pull`."""
         raise InvalidInputError(f"the layer {self.name} is on this node already")
 
-    def _open(self) -> tuple[NodeLayer, StreamCache]:
+    def _open(self) -> tuple[NodeLayer, CachedStream]:
         known = self.known
         stream = None if known is None else self.cache.open_whole(known.blob.stream_digest)
         if known is None or stream is None:
@@ -166,7 +164,7 @@ class _CachedLayer(Struct, frozen=True):
 
 
 def _verified(
-    known: NodeLayer, stream: StreamCache, on_progress: Callable[[int], None]
+    known: NodeLayer, stream: CachedStream, on_progress: Callable[[int], None]
 ) -> Iterator[bytes]:
     """The stream in pieces. Raises: CorruptError at its end."""
     content = ContentHasher()

@@ -16,12 +16,11 @@ from bootseer.errors import (
     NotFoundError,
 )
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import StreamCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.cache.stream_keys import is_stored
 from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
-from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
+from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publishing import start_image_publisher
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_own_store
@@ -90,17 +89,17 @@ def image_on_node(
     settings: Settings, known: FoundImage, *, whole: bool = True
 ) -> FoundImage | None:
     """The image, if this node has its index and what nobody else has; with `whole`, all bytes."""
-    cache = cache_of_image(settings, known.record.index_digest)
-    streams: list[StreamCache] = []
+    cache, index_digest = NodeCache(settings.cache_dir), known.record.index_digest
+    streams: list[CachedStream] = []
     try:
-        for blob in read_kept_tree(
-            settings.cache_dir, known.record.index_digest, run_dir=settings.run_dir
-        ).blobs:
+        blobs = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir).blobs
+        vouched = vouched_streams(settings, index_digest, blobs, is_local=not known.is_published)
+        for blob in blobs:
             if blob.frames and not whole:
                 continue
             if not is_stored(blob) and known.is_published:
                 raise CorruptError(f"the stream {blob.stream_digest} is stored nowhere")
-            stream = cache.open_whole_blob(blob)
+            stream = cache.open_whole_blob(blob, vouched=vouched)
             if stream is None:
                 raise NotFoundError(f"this node has lost {blob.stream_digest}")
             streams.append(stream)

@@ -21,8 +21,8 @@ from msgspec import Struct
 from bootseer.base.content_digest import ContentHasher
 from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.errors import DeadlineError, NoSpaceError
-from bootseer.prefetch.cache.new_stream import ROOM_BYTES
-from bootseer.prefetch.cache.node_cache import NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
+from bootseer.prefetch.cache.whole_stream import ROOM_BYTES
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.index.records import LayerRecord
@@ -49,7 +49,7 @@ class HadLayer(Struct, frozen=True):
     tree: LayerTree
     record: LayerRecord | None
     """The store's record of the layer; None: this node alone has the layer."""
-    stream: StreamCache | None
+    stream: CachedStream | None
     """The whole stream of a layer that this node alone has. While open, the cache keeps it; close
     it."""
 

@@ -6,26 +6,24 @@ Alone notes what is read. One thread of its own at the beginning; `accessed` fro
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from functools import partial
 
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, accuracy_of, scattered_inodes
 from bootseer.prefetch.bundle.bundle_reuse import reuse_bundle
+from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.format import Bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.kept_bundle import is_refused, keep_bundle, kept_bundle, refuse_bundle
 from bootseer.prefetch.bundle.kernel_preload import KernelPreload, StorePages
 from bootseer.prefetch.bundle.preload_plan import plan_preload
 from bootseer.prefetch.bundle.replay import Replay
-from bootseer.prefetch.cache.image_stream import ImageStream
 from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.serve_plan import ServePlan
-from bootseer.prefetch.streams.streams import BlobStreams
-from bootseer.served.folders import MountState
-from bootseer.settings.config import Settings
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
@@ -39,7 +37,7 @@ class BundleUse:
     """One worker's. `begin` it once the tree is mounted; `stop` it before the streams close."""
 
     def __init__(
-        self, plan: ServePlan, tree: Tree, store: Store, streams: BlobStreams, log: AccessLog
+        self, plan: ServePlan, tree: Tree, store: Store, streams: ImageBytes, log: AccessLog
     ) -> None:
         self.pointer: HotPointer | None = None
         """The pointer to the bundle, once one is found."""
@@ -63,6 +61,7 @@ class BundleUse:
     def begin(self, store_pages: StorePages | None) -> None:
         """Look for a bundle and use it; returns at once."""
         self._open_root()
+        self._streams.expect_bundle()
         args = (store_pages,)
         threading.Thread(target=self._begin, args=args, name="bundle", daemon=True).start()
 
@@ -82,34 +81,27 @@ class BundleUse:
     def _begin(self, store_pages: StorePages | None) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
         try:
-            found = _find_bundle(
-                self._plan.settings,
-                self._store,
-                self._plan.state,
-                self._tree,
-                self._streams.caches,
-            )
+            found = self._find()
             if found is None:
                 _log.info("no bundle for %s yet", workload)
                 return
-            self.pointer, bundle = found
+            self.pointer, bundle, file = found
             self._scattered = scattered_inodes(self._tree, self.pointer.scattered)
             digest = self.pointer.bundle_digest
             replay = Replay(
-                bundle,
+                file,
                 digest,
-                self._streams.caches,
+                self._streams.streams,
                 self._streams.fetcher,
-                # What is borrowed goes into the image's own streams: no other server brings it.
+                # What is borrowed goes into a file of this image: no other server brings it.
                 lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
                     digest if self.pointer.index_digest == index else index,
                     self._plan.settings.store_url,
                 ),
-                look=self._streams.look_for_refutation,
             )
             # Known to faults only once it knows itself what is here already.
             replay.start()
-            self._streams.replay = replay
+            self._streams.use(file, self.refuse, replay)
             if self._root >= 0:
                 self._begin_preload(bundle, replay, store_pages)
         except CorruptError as error:
@@ -118,7 +110,62 @@ class BundleUse:
         except BootseerError as error:
             _log.warning("no bundle is used: %s", error)
         finally:
+            self._streams.use(None)
             self._close_root()
+
+    # ---- which bundle: the one that the node has all of, the image's own, or a relative's ---
+
+    def _find(self) -> tuple[HotPointer, Bundle, BundleFile] | None:
+        """The bundle for this image and workload, its pointer and its file; None if there is none.
+
+        A bundle of which every byte is on this node is taken without asking the store, which may be
+        down, for a newer one: nothing is left to fetch. Raises: BootseerError; CorruptError for a
+        bundle that was refused before.
+        """
+        settings, state, streams = self._plan.settings, self._plan.state, self._streams
+        lengths = [blob.stream_length for blob in self._tree.blobs]
+        file: BundleFile | None = None
+        kept = kept_bundle(settings, state.index_digest, state.workload, lengths)
+        if kept is not None and not is_refused(settings, state.workload, kept[0]):
+            file = self._open(kept[1])
+            # Faults need not wait for the store's word.
+            streams.use(file, partial(refuse_bundle, settings, state.workload, kept[0]))
+            if file.is_whole(streams.streams):
+                return *kept, file
+        streams.use(None)
+        pointer = hot_store.read_pointer(self._store, state.index_digest, state.workload)
+        if pointer is None:
+            borrowed = reuse_bundle(
+                settings,
+                self._store,
+                state.index_digest,
+                state.reference,
+                state.workload,
+                self._tree,
+            )
+            if borrowed is None:
+                return None
+            pointer, bundle = borrowed
+            self._check_refused(pointer)
+        else:
+            self._check_refused(pointer)
+            if kept is not None and file is not None and kept[0] == pointer:
+                return *kept, file
+            header = hot_store.read_header(self._store, pointer)
+            bundle = hot_store.decode_bundle(header, pointer, lengths, self._store.url)
+            keep_bundle(settings, state.workload, pointer, header)
+        return pointer, bundle, self._open(bundle)
+
+    def _open(self, bundle: Bundle) -> BundleFile:
+        cache = NodeCache(self._plan.settings.cache_dir)
+        return BundleFile(cache, bundle, self._plan.owner, len(self._tree.blobs))
+
+    def _check_refused(self, pointer: HotPointer) -> None:
+        if is_refused(self._plan.settings, self._plan.state.workload, pointer):
+            raise CorruptError(
+                f"the bundle {pointer.bundle_digest} brought bytes that are not those of the "
+                "image, and is not used again"
+            )
 
     def drop(self) -> None:
         """Some server found bytes that are not the image's: hand over nothing more."""
@@ -161,7 +208,7 @@ class BundleUse:
     ) -> None:
         preload = KernelPreload(
             plan_preload(self._tree, bundle.frames),
-            self._streams.caches,
+            self._streams.get,
             store_pages,
             self._log.append_preloaded,
             lambda: replay.is_over,
@@ -198,50 +245,3 @@ class BundleUse:
 
     def _extents(self, inode: int) -> tuple[Extent, ...]:
         return () if inode in self._scattered else self._tree.inode(inode).extents
-
-
-# ---- which bundle: the one that the node has all of, the image's own, or a relative's ----------
-
-
-def _find_bundle(
-    settings: Settings, store: Store, state: MountState, tree: Tree, caches: Sequence[ImageStream]
-) -> tuple[HotPointer, Bundle] | None:
-    """The bundle for this image and workload, and the pointer to it; None where there is none.
-    One that was refused before raises CorruptError.
-
-    A bundle of which every byte is on this node is taken without asking the store, which may be
-    down, for a newer one: nothing is left to fetch. Raises: BootseerError.
-    """
-    lengths = [blob.stream_length for blob in tree.blobs]
-    kept = kept_bundle(settings, state.index_digest, state.workload, lengths)
-    if kept is not None and _is_all_here(kept[1], caches):
-        return kept
-    pointer = hot_store.read_pointer(store, state.index_digest, state.workload)
-    if pointer is None:
-        found = reuse_bundle(
-            settings, store, state.index_digest, state.reference, state.workload, tree
-        )
-        if found is not None:
-            _check_refused(settings, state.workload, found[0])
-        return found
-    _check_refused(settings, state.workload, pointer)
-    header = hot_store.read_header(store, pointer)
-    bundle = hot_store.decode_bundle(header, pointer, lengths, store.url)
-    keep_bundle(settings, state.workload, pointer, header)
-    return pointer, bundle
-
-
-def _check_refused(settings: Settings, workload: str, pointer: HotPointer) -> None:
-    if is_refused(settings, workload, pointer):
-        raise CorruptError(
-            f"the bundle {pointer.bundle_digest} brought bytes that are not those of the image, "
-            "and is not used again"
-        )
-
-
-def _is_all_here(bundle: Bundle, caches: Sequence[ImageStream]) -> bool:
-    return all(
-        caches[extent.blob].holds(extent.offset, extent.length)
-        for frame in bundle.frames
-        for extent in frame.extents
-    )

@@ -8,7 +8,7 @@ from msgspec import Struct
 from bootseer.base.documents import to_builtins
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy
 from bootseer.prefetch.bundle.replay import Replay
-from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
+from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
 from bootseer.transfer.figures import Statistics
 
 

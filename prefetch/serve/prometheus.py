@@ -5,8 +5,8 @@ from itertools import accumulate
 
 from bootseer.base.exposition import Family, Sample, one
 from bootseer.base.exposition import render as render_families
+from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultFigures
 from bootseer.prefetch.serve.launch_figures import LaunchFigures
-from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultFigures
 
 _PREFIX = "bootseer_image_"
 

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from bootseer.fuse.kernel.options import KERNEL_DEADLINE_MAX_S, MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree, remove_spare_indexes
-from bootseer.prefetch.index.vouched_streams import cache_of_image
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.serve_plan import SUBTYPE, ServePlan
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
@@ -81,8 +82,10 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             restart=RestartPolicy(_RESTART_COUNT),
         )
     # Nobody waits for this: a slow disk takes its time for what a start brought.
-    cache = cache_of_image(plan.settings, plan.state.index_digest)
-    cache.make_durable(tree.blobs, plan.claimant)
+    vouched = vouched_streams(
+        plan.settings, plan.state.index_digest, tree.blobs, is_local=plan.options.is_local
+    )
+    NodeCache(plan.settings.cache_dir).make_durable(tree.blobs, vouched=vouched)
 
 
 def _kernel_deadline_s(plan: ServePlan) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.prefetch.cache.stream_keys import claimant_of
+from bootseer.prefetch.cache.stream_keys import owner_of
 from bootseer.served.folders import MountState
 from bootseer.settings.config import Settings
 
@@ -60,6 +60,6 @@ class ServePlan(Struct, frozen=True):
     """Let other users' processes in."""
 
     @property
-    def claimant(self) -> str:
-        """Returns the image for which bytes that nothing proves yet are believed."""
-        return claimant_of(self.state.index_digest, self.settings.store_url)
+    def owner(self) -> str:
+        """Return the image, for bytes in the node cache that serve this image alone."""
+        return owner_of(self.state.index_digest, self.settings.store_url)

@@ -24,7 +24,7 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
-from bootseer.prefetch.streams.budget import Budget
+from bootseer.prefetch.reading.budget import Budget
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ file, its blob and where it begins there; else -1 and 0."""
 
 
 class Streams(Protocol):
-    """What the file system needs of `streams.BlobStreams`."""
+    """What the file system needs of `reading.image_bytes.ImageBytes`."""
 
     def read(
         self,

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.prefetch.reading.fill import Fill
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.serve.cache_limit import CacheRoom
 from bootseer.prefetch.serve.launch_figures import FillFigures, LaunchFigures
 from bootseer.prefetch.serve.prometheus import render
-from bootseer.prefetch.streams.fill import Fill
-from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.settings.config import Settings
 
@@ -37,7 +37,7 @@ class Upkeep:
         self,
         settings: Settings,
         index_digest: str,
-        streams: BlobStreams,
+        streams: ImageBytes,
         start_is_over: Callable[[], bool],
         note_use: Callable[[], None],
     ) -> None:

@@ -19,10 +19,14 @@ from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
+from bootseer.prefetch.bundle.replay import Replaying
 from bootseer.prefetch.cache.damage import note_damage
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.index.stream_contents import StreamContents
-from bootseer.prefetch.index.vouched_streams import cache_of_image
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
+from bootseer.prefetch.reading.image_bytes import ImageBytes
+from bootseer.prefetch.reading.second_source import second_source
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.bundle_use import BundleUse
 from bootseer.prefetch.serve.launch_figures import (
@@ -35,8 +39,6 @@ from bootseer.prefetch.serve.launch_figures import (
 from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServePlan
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 from bootseer.prefetch.serve.upkeep import Upkeep
-from bootseer.prefetch.streams.second_source import second_source
-from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
 from bootseer.served.ending import end_runc, is_in_use
@@ -71,17 +73,21 @@ class ImageServer:
         if plan.settings.record == "never":
             self._record = "off"
         self._is_mounted = True
-        self._streams = BlobStreams(
+        self._streams = ImageBytes(
             tree.blobs,
             self._store.read_verified,
-            cache_of_image(plan.settings, plan.state.index_digest),
+            NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
-            repair=second_source(plan.settings, plan.state.reference, plan.claimant),
+            repair=second_source(plan.settings, plan.state.reference, plan.owner),
             on_damage=self._note_damage,
-            claimant=plan.claimant,
-            is_local=plan.options.is_local,
-            refuse=lambda: self._bundle.refuse(),
+            owner=plan.owner,
+            vouched=vouched_streams(
+                plan.settings,
+                plan.state.index_digest,
+                tree.blobs,
+                is_local=plan.options.is_local,
+            ),
             on_refuted=self._refuted,
         )
         self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
@@ -238,7 +244,7 @@ class ImageServer:
         if not entries:
             return
         replay = self._streams.replay
-        failed = replay is not None and replay.error is not None and not replay.has_no_room
+        failed = replay is not None and replay.state in (Replaying.GIVEN_UP, Replaying.REFUTED)
         if (
             plan.settings.record == "auto"
             and replay is not None

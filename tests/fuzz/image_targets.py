@@ -7,6 +7,7 @@ import struct
 import tempfile
 from array import array
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import zstandard
@@ -24,9 +25,8 @@ from bootseer.errors import (
 )
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.bundle import format as bundle
-from bootseer.prefetch.cache.files import SECTOR_BYTES, Header
-from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.cache.sums import encode_sums
+from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
+from bootseer.prefetch.cache.stream import checksum, encode_sums
 from bootseer.prefetch.record import hints, hotset, trace
 from bootseer.prefetch.record.touches import PAGE_BYTES, TOUCH_COUNT_MAX
 from bootseer.prefetch.sources.layer_tar import index_layer
@@ -176,48 +176,39 @@ def _read_tar(data: bytes) -> None:
 # ---- the node's cache ---------------------------------------------------------------------------
 
 _STREAM = bytes(range(256)) * 20 + b"end"
-_SECTORS = -(-len(_STREAM) // SECTOR_BYTES)
+_STARTS = (*range(0, len(_STREAM), 512), len(_STREAM))
 
 
 @st.composite
 def _cached(draw: st.DrawFn) -> bytes:
-    """The map and the log of a stream, with the map's length in front."""
-    marks = bytes([1, 2, 0] * _SECTORS)[:_SECTORS]
+    """The table of checksums of a stream, with some absent."""
     boot = draw(st.sampled_from((bytes.fromhex(boot_id().replace("-", "")), bytes(16))))
-    present = Header(draw(st.booleans()), boot, len(_STREAM), True).encode() + marks
-    if draw(st.booleans()):
-        present = draw(mutated((present,)))
-    log = draw(
-        mutated(
-            (encode_sums(0, memoryview(_STREAM)) + encode_sums(512, memoryview(_STREAM[512:])),)
-        )
-    )
-    return struct.pack("<I", len(present)) + present + log
+    sums = [
+        checksum(_STREAM[start:stop]) if number % 3 else 0
+        for number, (start, stop) in enumerate(pairwise(_STARTS))
+    ]
+    return draw(mutated((encode_sums(_STARTS, sums, boot),)))
 
 
 def _read_cached(data: bytes) -> None:
-    (length,) = struct.unpack_from("<I", data)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-cache-"))
     try:
-        streams = folder / "streams" / samples.DIGEST.replace(":", "-")
+        streams = folder / STREAMS / samples.DIGEST.replace(":", "-")
         streams.mkdir(parents=True, mode=0o700)
-        for name, content in (
-            ("present", data[4 : 4 + length]), ("sums", data[4 + length :]), ("data", _STREAM),
-        ):  # fmt: skip
-            (streams / name).write_bytes(content)
+        (streams / "sums").write_bytes(data)
+        (streams / "data").write_bytes(_STREAM)
         cache = NodeCache(folder)
-        with closing(cache.open_stream(samples.DIGEST, len(_STREAM))) as stream:
+        found = cache.details(samples.DIGEST)
+        assert found is None or 0 <= found.present_bytes <= found.stream_length
+        with closing(cache.open_pieces(samples.DIGEST, _STARTS)) as stream:
             assert 0 <= stream.present_bytes() <= len(_STREAM)
-            missing = sum(count for _, count in stream.missing(0, len(_STREAM)))
-            assert 0 <= missing <= len(_STREAM)
-            for offset in range(0, len(_STREAM), SECTOR_BYTES):
-                count = min(SECTOR_BYTES, len(_STREAM) - offset)
-                if stream.has(offset, count):
-                    assert stream.read(offset, count) == _STREAM[offset : offset + count]
-            assert stream.recheck() >= 0
-        details = cache.details(samples.DIGEST)
-        assert details is not None
-        assert 0 <= details.present_bytes <= len(_STREAM)
+            for start, stop in pairwise(_STARTS):
+                content = stream.get(start, stop - start)
+                assert content is None or bytes(content) == _STREAM[start:stop]
+            assert stream.check_all() == 0
+            assert stream.missing(0, len(_STREAM)) == [
+                number for number in range(stream.count) if number not in set(stream.present())
+            ]
     finally:
         shutil.rmtree(folder)
 

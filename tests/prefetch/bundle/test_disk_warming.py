@@ -48,7 +48,7 @@ def test_a_complete_image_is_read_from_disk_ahead(tmp_path: Path) -> None:
     streams.fill()
     streams.close()
     image.reads.clear()
-    (data,) = (tmp_path / "cache").glob("streams-3/*/data")
+    (data,) = (tmp_path / "cache").glob("streams/*/data")
     with data.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -20,7 +20,7 @@ from bootseer.prefetch.bundle.format import (
     plan_frames,
     write_bundle,
 )
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES
+from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES
 from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "12" * 32

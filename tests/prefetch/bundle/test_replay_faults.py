@@ -9,9 +9,9 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.bundle.replay import Replay, Replaying
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.transfer.chunks import Deliver
 from bootseer.transfer.ranges import Chunk
 from testbed.waiting import wait_for
@@ -36,13 +36,13 @@ def bundle(image: Image) -> tuple[str, bytes]:
 
 
 @pytest.fixture
-def streams(image: Image, tmp_path: Path) -> Iterator[BlobStreams]:
+def streams(image: Image, tmp_path: Path) -> Iterator[ImageBytes]:
     opened = image.streams(tmp_path / "cache", deadline_s=60)
     yield opened
     opened.close()
 
 
-def check(image: Image, streams: BlobStreams, pieces: list[tuple[int, int]]) -> None:
+def check(image: Image, streams: ImageBytes, pieces: list[tuple[int, int]]) -> None:
     for offset, length in pieces:
         found = streams.read(*image.place("big", offset, length))
         assert bytes(found) == image.contents["big"][offset : offset + length]
@@ -68,7 +68,7 @@ class Gate:
         self._permits.release(count)
 
 
-def held_back(image: Image, streams: BlobStreams, bundle: tuple[str, bytes]) -> tuple[Gate, Replay]:
+def held_back(image: Image, streams: ImageBytes, bundle: tuple[str, bytes]) -> tuple[Gate, Replay]:
     """A replay all of whose workers wait for the store, and what lets them go on."""
     gate = Gate(image)
     replay = image.replay(streams, *bundle)
@@ -78,7 +78,7 @@ def held_back(image: Image, streams: BlobStreams, bundle: tuple[str, bytes]) -> 
 
 
 def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     gate, replay = held_back(image, streams, bundle)
     # Nothing of the bundle comes, and nothing waits for it.
@@ -91,12 +91,12 @@ def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
 
 
 def test_faults_on_the_bundle_go_before_all_that_is_queued(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     gate, replay = held_back(image, streams, bundle)
     # What is wanted last of all is read at once.
     piece = HOT[-1]
-    (number,) = replay._placement.frames_for(*image.place("big", *piece))
+    (number,) = replay._file.frames_for(*image.place("big", *piece))
     chunk = replay._chunks[number]
     thread = threading.Thread(target=check, args=(image, streams, [piece]))
     thread.start()
@@ -112,7 +112,7 @@ def test_faults_on_the_bundle_go_before_all_that_is_queued(
 
 
 def test_faults_are_not_starved_by_a_slow_store(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     """Between a fault and its read, no more is read for the prefetch than was under way."""
     gate, replay = held_back(image, streams, bundle)
@@ -129,7 +129,7 @@ def test_faults_are_not_starved_by_a_slow_store(
 
 def test_the_bundle_s_store_dies_in_the_middle(
     image: Image,
-    streams: BlobStreams,
+    streams: ImageBytes,
     bundle: tuple[str, bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -147,7 +147,7 @@ def test_the_bundle_s_store_dies_in_the_middle(
 
 
 def test_a_short_outage_costs_nothing_but_time(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     failures = threading.Semaphore(6)
 
@@ -166,7 +166,7 @@ def test_a_short_outage_costs_nothing_but_time(
 
 @pytest.mark.parametrize("every", [3, 1], ids=["some", "all"])
 def test_flipped_bytes_are_never_served(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], every: int
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes], every: int
 ) -> None:
     generator = random.Random(4)
 
@@ -230,14 +230,14 @@ def test_on_a_full_disk_nothing_of_a_bundle_is_fetched(
     replay.start()
     check(image, streams, HOT)
     wait_for(lambda: replay.is_over)
-    assert (bundle_reads(image), replay.has_no_room) == (0, True)
+    assert (bundle_reads(image), replay.state) == (0, Replaying.NO_ROOM)
     assert sum(WARNING in message for message in caplog.messages) == 1
     streams.close()
 
 
 def test_a_disk_that_becomes_full_ends_the_bundle(
     image: Image,
-    streams: BlobStreams,
+    streams: ImageBytes,
     bundle: tuple[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -250,7 +250,7 @@ def test_a_disk_that_becomes_full_ends_the_bundle(
     streams.close()
     # What was under way then, and no more.
     assert bundle_reads(image) <= WORKERS + 1
-    assert replay.has_no_room
+    assert replay.state is Replaying.NO_ROOM
 
 
 def test_a_disk_with_room_again_is_used_again(
@@ -308,7 +308,7 @@ def test_a_fault_waits_for_the_bundle_for_a_part_of_its_deadline_only(
 
 
 def test_a_bundle_that_was_given_up_is_not_fetched_any_further(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes]
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
 ) -> None:
     gate, replay = held_back(image, streams, bundle)
     replay.give_up(UnavailableError("no more of it"))
@@ -319,8 +319,8 @@ def test_a_bundle_that_was_given_up_is_not_fetched_any_further(
 
 
 def begin_two(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], cache_dir: Path, lock: Path
-) -> tuple[Gate, Replay, Replay, BlobStreams]:
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes], cache_dir: Path, lock: Path
+) -> tuple[Gate, Replay, Replay, ImageBytes]:
     """Two servers of a node begin to replay: the gate, the leader, the follower and its streams."""
     gate = Gate(image)
     first = image.replay(streams, *bundle, lock)
@@ -332,7 +332,7 @@ def begin_two(
 
 
 def test_of_two_servers_one_fetches_and_the_other_follows(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes], tmp_path: Path
 ) -> None:
     lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
     gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
@@ -347,7 +347,7 @@ def test_of_two_servers_one_fetches_and_the_other_follows(
 
 
 def test_a_follower_goes_on_where_the_leader_stopped(
-    image: Image, streams: BlobStreams, bundle: tuple[str, bytes], tmp_path: Path
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes], tmp_path: Path
 ) -> None:
     lock = NodeCache(tmp_path / "cache").replay_lock(bundle[0], image.store.url)
     gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
@@ -371,7 +371,7 @@ def test_a_follower_goes_on_where_the_leader_stopped(
 
 def test_closing_while_following_ends_quietly(
     image: Image,
-    streams: BlobStreams,
+    streams: ImageBytes,
     bundle: tuple[str, bytes],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

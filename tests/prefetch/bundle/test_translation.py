@@ -20,8 +20,8 @@ from bootseer.prefetch.bundle.format import (
     plan_frames,
     write_bundle,
 )
+from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.bundle.translation import shared_streams, translate
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.index.merge import merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
 from testbed.images.building import Member, digest, tar_of

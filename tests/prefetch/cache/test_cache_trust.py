@@ -18,18 +18,19 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError
+from bootseer.prefetch.bundle.replay import Replaying
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree, read_tree
 from bootseer.prefetch.index.merge import LayerTree
-from bootseer.prefetch.index.vouched_streams import cache_of_image
+from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.sources.layer_tar import pack_layer
-from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.store import Store, open_store
 from testbed.images.building import Layout, Member, write_layout
 from testbed.waiting import wait_for
 from tests.support.images.pulled import Node
-from tests.support.images.stored_image import INDEX, Image, stored_image
+from tests.support.images.stored_image import Image, stored_image
 
 CODE = b"print('the code of the image')\n" * 4000
 
@@ -49,7 +50,7 @@ def read_code(blobs: Sequence[Blob], tree: Tree, store: Store, cache: Path) -> b
     number = tree.resolve(b"code")
     assert number is not None
     (extent,) = tree.inode(number).extents
-    streams = BlobStreams(blobs, store.read_into, NodeCache(cache), deadline_s=10)
+    streams = ImageBytes(blobs, store.read_into, NodeCache(cache), deadline_s=10)
     try:
         return bytes(streams.read(0, extent.blob_offset, extent.length))
     finally:
@@ -98,7 +99,7 @@ def test_a_wrong_length_keeps_no_other_image_from_starting(
 ) -> None:
     length = honest[0].blobs[0].stream_length
     blobs = [replace(lying(hostile[0], honest[0])[0], stream_length=2 * length)]
-    streams = BlobStreams(blobs, hostile[1].read_into, NodeCache(tmp_path / "cache"))
+    streams = ImageBytes(blobs, hostile[1].read_into, NodeCache(tmp_path / "cache"))
     try:
         assert read_code(honest[0].blobs, *honest, tmp_path / "cache") == CODE
     finally:
@@ -114,13 +115,18 @@ def layout(tmp_path: Path) -> Layout:
     return write_layout(tmp_path / "image", [[Member("file", data=b"".join(words))]])
 
 
+def image_bytes(node: Node, index_digest: str, blobs: Sequence[Blob], store: Store) -> ImageBytes:
+    """As a server of the node reads the image with this index."""
+    vouched = vouched_streams(node.settings, index_digest)
+    return ImageBytes(blobs, store.read_into, NodeCache(node.settings.cache_dir), vouched=vouched)
+
+
 def fetched_bytes(node: Node, layout: Layout) -> int:
     """What it takes to read all of the image, as the store has it."""
     with open_store(node.settings.store_url) as store:
         record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
         tree = load_tree(store, record, node.settings.cache_dir)
-        cache = cache_of_image(node.settings, record.index_digest)
-        streams = BlobStreams(tree.blobs, store.read_into, cache)
+        streams = image_bytes(node, record.index_digest, tree.blobs, store)
         try:
             assert all(len(blob.frames) for blob in tree.blobs)
             streams.fill()
@@ -192,9 +198,7 @@ def test_no_frame_gets_into_a_pulled_stream(layout: Layout, other_frames: tuple[
         file.write(bytes([right[1000] ^ 1]))
     with open_store(node.settings.store_url) as store:
         tree = read_tree(store, index_digest)
-        streams = BlobStreams(
-            tree.blobs, store.read_into, cache_of_image(node.settings, index_digest)
-        )
+        streams = image_bytes(node, index_digest, tree.blobs, store)
         try:
             assert bytes(streams.read(0, 0, length)) == right
             assert streams.statistics().fetched_bytes > 0
@@ -211,11 +215,7 @@ def test_an_image_of_a_store_reads_no_pulled_stream_by_naming_it(
     (diff_id,) = layers_of(node, index_digest)
     (blob,) = honest[0].blobs
     claiming = encode(Tree(honest[0].columns, (replace(blob, stream_digest=diff_id),)))
-    streams = BlobStreams(
-        decode(claiming).blobs,
-        honest[1].read_into,
-        cache_of_image(node.settings, digest_of(claiming)),
-    )
+    streams = image_bytes(node, digest_of(claiming), decode(claiming).blobs, honest[1])
     try:
         assert CODE[:30] in bytes(streams.read(0, 0, blob.stream_length))
     finally:
@@ -226,19 +226,6 @@ def layers_of(node: Node, index_digest: str) -> tuple[str, ...]:
     with open_store(node.settings.store_url) as store:
         (record,) = [one for one in list_images(store) if one.index_digest == index_digest]
     return record.config.diff_ids
-
-
-def test_what_an_older_release_kept_is_not_believed_and_goes(tmp_path: Path) -> None:
-    older = tmp_path / "streams" / f"sha256-{'ab' * 32}"
-    older.mkdir(parents=True)
-    for name in ("data", "present", "sums", "lock"):
-        (older / name).write_bytes(b"x" * 5000)
-    (older.parent / f"sha256-{'ab' * 32}.pull").touch()
-    cache = NodeCache(tmp_path)
-    assert cache.open_whole("sha256:" + "ab" * 32) is None
-    assert cache.streams() == []
-    cache.trim(10**12)
-    assert not older.parent.exists()
 
 
 # ---- bundles ------------------------------------------------------------------------------
@@ -254,16 +241,16 @@ def image(tmp_path: Path) -> Image:
 def wrong_bundle(image: Image, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bytes]:
     """A bundle whose pages are not the image's, but which is right by its own digests."""
     with monkeypatch.context() as patch:
-        read = BlobStreams.read
+        read = ImageBytes.read
         patch.setattr(
-            BlobStreams,
+            ImageBytes,
             "read",
             lambda *arguments, **options: b"wrong" + bytes(read(*arguments, **options))[5:],
         )
         return image.publish_bundle([image.place("big", *piece) for piece in HOT])
 
 
-def read_big(image: Image, streams: BlobStreams, offset: int, length: int) -> bytes:
+def read_big(image: Image, streams: ImageBytes, offset: int, length: int) -> bytes:
     return bytes(streams.read(*image.place("big", offset, length)))
 
 
@@ -277,7 +264,7 @@ def test_a_wrong_bundle_serves_its_own_image_alone(
     wait_for(lambda: replay.is_over)
     assert replay.error is None
     # As another image with the same layer, and whoever builds a bundle, read it.
-    others = BlobStreams(image.tree.blobs, image.store.read_into, NodeCache(tmp_path / "cache"))
+    others = ImageBytes(image.tree.blobs, image.store.read_into, NodeCache(tmp_path / "cache"))
     for offset, length in HOT:
         right = image.contents["big"][offset : offset + length]
         assert read_big(image, others, offset, length) == right
@@ -338,11 +325,13 @@ def test_a_refuted_bundle_is_believed_by_no_server_of_the_node(
     held.set()
     wait_for(lambda: replays[0].is_over)
     third = image.streams(tmp_path / "cache")
+    replays.append(image.replay(third, *bundle))
+    replays[-1].start()
     for opened in (third, first, second):
         for offset, length in HOT:
             right = image.contents["big"][offset : offset + length]
             assert read_big(image, opened, offset, length) == right
-    assert all(replay.error is not None for replay in replays)
+    assert {replay.state for replay in replays} == {Replaying.REFUTED}
     for opened in (first, second, third):
         opened.close()
 
@@ -415,17 +404,16 @@ def test_the_fill_compares_what_a_bundle_brought(
     )
     replay.start()
     wait_for(lambda: replay.is_over)
-    claimed = sum(length for _, _, length in streams.claims.unproven())
+    claimed = sum(length for _, _, length in streams.unproven())
     assert claimed >= 4096 * len(HOT)
     assert (streams.proven_bytes, streams.cached_bytes) == (0, claimed)
-    streams.fill(streams.fill_fetches(streams.claims.unproven()))
-    assert streams.claims.unproven() == []
+    streams.fill(streams.fill_fetches(streams.unproven()))
+    assert streams.unproven() == []
     assert replay.error is None
-    streams.close()
-    # Nothing of it is needed any more.
     cache = NodeCache(tmp_path / "cache")
     assert len(cache.streams()) == 2
-    cache.make_durable(image.tree.blobs, INDEX)
+    streams.close()
+    # Nothing of the bundle is needed any more.
     assert len(cache.streams()) == 1
 
 
@@ -454,22 +442,19 @@ def test_what_the_disk_changed_is_fetched_again(image: Image, tmp_path: Path) ->
     again.close()
 
 
-@pytest.mark.parametrize("file", ["present", "sums"])
-def test_a_damaged_map_or_log_is_no_wrong_byte(image: Image, tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize("value", [b"\1", b"\0"], ids=["all here", "half lost"])
+def test_damaged_checksums_are_no_wrong_byte(image: Image, tmp_path: Path, value: bytes) -> None:
     streams = image.streams(tmp_path / "cache")
     for offset in range(0, 2_900_000, 300_000):
         read_big(image, streams, offset, 4096)
     streams.close()
-    (path,) = tmp_path.glob(f"cache/streams*/*/{file}")
+    (path,) = tmp_path.glob("cache/streams/*/sums")
     content = bytearray(path.read_bytes())
-    if file == "present":
-        # Everything is called present.
-        content[64:] = b"\1" * (len(content) - 64)
-    else:
-        content[: len(content) // 2] = bytes(len(content) // 2)
+    stop = 64 + 8 * len(image.tree.blobs[0].frames)
+    start = 64 if value == b"\1" else stop // 2
+    content[start:stop] = value * (stop - start)
     path.write_bytes(content)
     again = image.streams(tmp_path / "cache")
     for offset in range(0, 2_900_000, 50_000):
         assert read_big(image, again, offset, 4096) == image.contents["big"][offset : offset + 4096]
     again.close()
-    shutil.rmtree(tmp_path / "cache")

@@ -17,18 +17,33 @@ from hypothesis import strategies as st
 
 from bootseer.errors import InvalidInputError
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.cache.node_cache import SECTOR_BYTES, CachedStream, NodeCache, StreamCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, StreamUse
 
 DIGEST = "sha256:" + "ab" * 32
-LENGTH = 40 * SECTOR_BYTES + 100
+STARTS = (0, 512, 1024, 5000, 5001, 12_000, 20_580)
+LENGTH = STARTS[-1]
 STREAM = bytes(i * 7 % 251 for i in range(LENGTH))
+PIECES = range(len(STARTS) - 1)
+
+
+def piece(number: int) -> bytes:
+    return STREAM[STARTS[number] : STARTS[number + 1]]
+
+
+def opened(directory: Path, digest: str = DIGEST) -> CachedStream:
+    return NodeCache(directory).open_pieces(digest, STARTS)
+
+
+def fill(stream: CachedStream) -> None:
+    for number in PIECES:
+        assert stream.put(number, piece(number))
 
 
 @pytest.fixture
-def blob(tmp_path: Path) -> Iterator[StreamCache]:
-    opened = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    yield opened
-    opened.close()
+def blob(tmp_path: Path) -> Iterator[CachedStream]:
+    stream = opened(tmp_path)
+    yield stream
+    stream.close()
 
 
 ranges = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(
@@ -37,44 +52,45 @@ ranges = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(writes=st.lists(ranges, max_size=8), asked=ranges)
+@given(writes=st.lists(st.sampled_from(PIECES), max_size=8), asked=ranges)
 def test_against_a_model(
-    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, int]], asked: tuple[int, int]
+    tmp_path_factory: pytest.TempPathFactory, writes: list[int], asked: tuple[int, int]
 ) -> None:
-    cache = NodeCache(tmp_path_factory.mktemp("cache")).open_stream(DIGEST, LENGTH)
-    model: set[int] = set()
-    last = -(-LENGTH // SECTOR_BYTES)
-    for offset, length in writes:
-        assert cache.write(offset, STREAM[offset : offset + length])
-        end = offset + length
-        model |= set(
-            range(-(-offset // SECTOR_BYTES), last if end == LENGTH else end // SECTOR_BYTES)
-        )
+    cache = opened(tmp_path_factory.mktemp("cache"))
+    for number in writes:
+        assert cache.put(number, piece(number))
     offset, length = asked
-    wanted = range(offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES))
-    assert cache.has(offset, length) == (set(wanted) <= model)
-    absent = set()
-    for start, count in cache.missing(offset, length):
-        assert start % SECTOR_BYTES == 0
-        assert count > 0
-        absent |= set(range(start // SECTOR_BYTES, -(-(start + count) // SECTOR_BYTES)))
-    assert absent == set(wanted) - model
-    if not absent:
-        assert cache.read(offset, length) == STREAM[offset : offset + length]
+    wanted = {n for n in PIECES if STARTS[n] < offset + length and offset < STARTS[n + 1]}
+    absent = wanted - set(writes)
+    assert cache.holds_bytes(offset, length) == (not absent)
+    assert cache.holds_now(min(wanted), max(wanted) + 1) == (not absent)
+    assert cache.missing(offset, length) == sorted(absent)
+    found = cache.get(offset, length)
+    assert found == (None if absent else STREAM[offset : offset + length])
+    assert list(cache.present()) == sorted(set(writes))
+    assert cache.present_bytes() == sum(len(piece(number)) for number in set(writes))
     cache.close()
 
 
-def test_bytes_outside_the_stream_are_refused(blob: StreamCache) -> None:
-    with pytest.raises(ValueError, match="outside"):
-        blob.write(LENGTH - 1, b"ab")
+def test_bytes_outside_the_stream_are_not_here(blob: CachedStream) -> None:
+    fill(blob)
+    assert blob.get(LENGTH - 1, 2) is None
+    assert blob.get(2 * LENGTH, 1) is None
+    assert not blob.holds_bytes(LENGTH - 1, 2)
+    assert blob.missing(0, 10 * LENGTH) == []
 
 
-def test_two_users_see_each_other(tmp_path: Path, blob: StreamCache) -> None:
-    other = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    blob.write(512, STREAM[512:1536])
-    assert other.has(512, 1024)
-    assert other.read(512, 1024) == STREAM[512:1536]
-    assert other.present_bytes() == 1024
+def test_a_piece_of_a_wrong_length_is_refused(blob: CachedStream) -> None:
+    with pytest.raises(ValueError, match="piece 1"):
+        blob.put(1, b"ab")
+
+
+def test_two_users_see_each_other(tmp_path: Path, blob: CachedStream) -> None:
+    other = opened(tmp_path)
+    blob.put(1, piece(1))
+    assert other.holds_bytes(512, 512)
+    assert other.read(512, 512) == STREAM[512:1024]
+    assert other.present_bytes() == 512
     other.close()
 
 
@@ -83,8 +99,8 @@ def test_kill_9_loses_nothing(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from bootseer.prefetch.cache.node_cache import NodeCache\n"
-        f"c = NodeCache(Path(sys.argv[1])).open_stream({DIGEST!r}, {LENGTH})\n"
-        "c.write(0, b'x' * 1024)\n"
+        f"c = NodeCache(Path(sys.argv[1])).open_pieces({DIGEST!r}, {STARTS})\n"
+        "c.put(0, b'x' * 512)\n"
         "print('ok', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -94,73 +110,103 @@ def test_kill_9_loses_nothing(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ok\n"
         os.kill(child.pid, signal.SIGKILL)
-    again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    assert again.has(0, 1024)
-    assert again.read(0, 1024) == b"x" * 1024
+    again = opened(tmp_path)
+    assert again.holds_bytes(0, 512)
+    assert again.read(0, 512) == b"x" * 512
     again.close()
 
 
+def _sums(tmp_path: Path) -> Path:
+    return tmp_path / "streams" / DIGEST.replace(":", "-") / "sums"
+
+
 def _set_boot(tmp_path: Path, clean: int) -> None:
-    path = tmp_path / "streams-3" / DIGEST.replace(":", "-") / "present"
-    with path.open("r+b") as file:
+    with _sums(tmp_path).open("r+b") as file:
         file.seek(12)
         file.write(struct.pack("<I16s", clean, b"another boot id!"))
 
 
 @pytest.mark.parametrize("clean", [0, 1])
 def test_after_a_reboot_what_is_intact_is_kept(tmp_path: Path, clean: int) -> None:
-    first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    first.write(0, STREAM[:1024])
+    first = opened(tmp_path)
+    first.put(0, piece(0))
     first.close()
     _set_boot(tmp_path, clean)
-    again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    assert again.holds_now(0, 1024) is bool(clean)
-    assert again.has(0, 1024)
-    assert again.holds_now(0, 1024)
-    assert not again.has(1024, 1)
+    again = opened(tmp_path)
+    assert again.holds_now(0, 1) is bool(clean)
+    assert again.holds(0, 1)
+    assert again.holds_now(0, 1)
+    assert not again.holds(1, 2)
     again.close()
 
 
-def test_a_damaged_map_is_made_anew(tmp_path: Path) -> None:
-    first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    first.write(0, STREAM[:1024])
+def test_a_damaged_header_loses_nothing(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.put(0, piece(0))
     first.close()
-    path = tmp_path / "streams-3" / DIGEST.replace(":", "-") / "present"
-    path.write_bytes(b"\1" * 70)
-    again = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    assert again.has(0, 1024)
-    assert not again.has(1024, 1)
+    with _sums(tmp_path).open("r+b") as file:
+        file.write(b"\1" * 60)
+    again = opened(tmp_path)
+    assert again.is_doubtful
+    assert again.get(0, 512) == piece(0)
+    assert not again.holds(1, 2)
+    assert again.put(1, piece(1))
+    assert again.check_all() == 0
+    again.close()
+    last = opened(tmp_path)
+    assert not last.is_doubtful
+    assert last.read(0, 1024) == STREAM[:1024]
+    last.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "boundaries", "longer"])
+def test_a_damaged_table_is_made_anew(tmp_path: Path, damage: str) -> None:
+    first = opened(tmp_path)
+    first.put(0, piece(0))
+    first.close()
+    data = _sums(tmp_path).read_bytes()
+    boundary = len(data) - 8 * 3
+    _sums(tmp_path).write_bytes(
+        {
+            "cut": data[:70],
+            "boundaries": data[:boundary] + b"\1" + data[boundary + 1 :],
+            "longer": data + bytes(16),
+        }[damage]
+    )
+    again = opened(tmp_path)
+    assert list(again.present()) == []
+    fill(again)
+    assert again.read(0, LENGTH) == STREAM
     again.close()
 
 
 def test_trim_removes_the_longest_unused_and_nothing_in_use(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path)
     digests = [f"sha256:{i:064x}" for i in range(3)]
-    opened = []
+    streams = []
     for age, digest in enumerate(digests):
-        one = cache.open_stream(digest, LENGTH)
-        one.write(0, STREAM)
-        opened.append(one)
+        one = opened(tmp_path, digest)
+        fill(one)
+        streams.append(one)
         os.utime(one.directory, ns=(age, age))
-    opened[1].close()
-    opened[2].close()
+    streams[1].close()
+    streams[2].close()
     assert cache.trim(cache.streams()[0].size_bytes * 2) > 0
     assert [blob.key for blob in cache.streams()] == [digests[0], digests[2]]
     assert cache.trim(0) > 0
     assert [blob.key for blob in cache.streams()] == [digests[0]]
-    assert opened[0].read(0, LENGTH) == STREAM
-    opened[0].close()
+    assert streams[0].read(0, LENGTH) == STREAM
+    streams[0].close()
 
 
 def test_two_trims_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = NodeCache(tmp_path)
     for number in range(20):
-        cache.open_stream(f"sha256:{number:064x}", LENGTH).close()
+        opened(tmp_path, f"sha256:{number:064x}").close()
     # Each has listed all streams before either removes one.
     listed = threading.Barrier(2)
     streams = NodeCache.streams
 
-    def listing(self: NodeCache) -> list[CachedStream]:
+    def listing(self: NodeCache) -> list[StreamUse]:
         found = streams(self)
         listed.wait(60)
         return found
@@ -169,13 +215,13 @@ def test_two_trims_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(NodeCache, "streams", listing)
         for trimming in [pool.submit(NodeCache(tmp_path).trim, 0) for _ in range(2)]:
             trimming.result(60)
-    assert list((tmp_path / "streams-3").iterdir()) == []
+    assert list((tmp_path / "streams").iterdir()) == []
 
 
 def test_trim_removes_what_killed_processes_left(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path)
-    whole = cache.open_stream("sha256:" + "01" * 32, LENGTH)
-    folder = tmp_path / "streams-3"
+    whole = opened(tmp_path, "sha256:" + "01" * 32)
+    folder = tmp_path / "streams"
     held = [cache.fill_lock("sha256:" + "02" * 32), cache.replay_lock(DIGEST, "file:///store")]
     locks = [lock_file(path, 0) for path in held]
     for name in (
@@ -186,12 +232,9 @@ def test_trim_removes_what_killed_processes_left(tmp_path: Path) -> None:
         (folder / name).touch()
     (folder / f"sha256-{'06' * 32}").mkdir()
     (folder / f"sha256-{'06' * 32}" / "lock").touch()
-    (folder / ".new-00").touch()
-    os.utime(folder / ".new-00", (0, 0))
-    (folder / ".new-01").touch()
     cache.trim(10**12)
     left = {path.name for path in folder.iterdir()}
-    assert left == {whole.directory.name, ".new-01", *(path.name for path in held)}
+    assert left == {whole.directory.name, *(path.name for path in held)}
     for fd in locks:
         os.close(fd)
     whole.close()
@@ -209,7 +252,7 @@ def test_streams_are_opened_while_others_are_removed(tmp_path: Path) -> None:
         removing = pool.submit(remove)
         try:
             for _ in range(100):
-                NodeCache(tmp_path).open_stream(DIGEST, LENGTH).close()
+                opened(tmp_path).close()
         finally:
             over.set()
         removing.result(60)
@@ -217,19 +260,18 @@ def test_streams_are_opened_while_others_are_removed(tmp_path: Path) -> None:
 
 def test_a_check_finds_bit_rot_and_what_is_damaged_is_absent(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path)
-    serving = cache.open_stream(DIGEST, LENGTH)
-    serving.write(0, STREAM[: 8 * SECTOR_BYTES])
-    serving.write(8 * SECTOR_BYTES, STREAM[8 * SECTOR_BYTES :])
+    serving = opened(tmp_path)
+    fill(serving)
     assert cache.recheck(DIGEST) == 0
-    assert serving.has(0, LENGTH)
-    with (tmp_path / "streams-3" / DIGEST.replace(":", "-") / "data").open("r+b") as file:
-        file.seek(1000)
+    assert serving.holds_bytes(0, LENGTH)
+    with (tmp_path / "streams" / DIGEST.replace(":", "-") / "data").open("r+b") as file:
+        file.seek(1100)
         file.write(b"rot")
     found = cache.details(DIGEST)
     assert found is not None
     assert (found.stream_length, found.present_bytes, found.is_used) == (LENGTH, LENGTH, True)
-    assert cache.recheck(DIGEST) == 8 * SECTOR_BYTES
-    assert list(serving.missing(0, LENGTH)) == [(0, 8 * SECTOR_BYTES)]
+    assert cache.recheck(DIGEST) == len(piece(2))
+    assert serving.missing(0, LENGTH) == [2]
     assert cache.recheck("sha256:" + "00" * 32) == 0
     serving.close()
     found = cache.details(DIGEST)
@@ -240,48 +282,56 @@ def test_a_check_finds_bit_rot_and_what_is_damaged_is_absent(tmp_path: Path) -> 
 def test_nobody_waits_while_the_last_user_syncs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = NodeCache(tmp_path).open_stream(DIGEST, LENGTH)
-    first.write(0, STREAM)
-    opened: list[StreamCache] = []
+    first = opened(tmp_path)
+    fill(first)
+    others: list[CachedStream] = []
     fsync = os.fsync
 
     def slow(fd: int) -> None:
-        if not opened:
-            opened.append(NodeCache(tmp_path).open_stream(DIGEST, LENGTH))
+        if not others:
+            others.append(opened(tmp_path))
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
     first.close()
-    (second,) = opened
+    (second,) = others
     assert second.read(0, LENGTH) == STREAM
-    path = tmp_path / "streams-3" / DIGEST.replace(":", "-") / "present"
     # Not clean: the second one may write.
-    assert path.read_bytes()[12] == 0
+    assert _sums(tmp_path).read_bytes()[12] == 0
     second.close()
-    assert path.read_bytes()[12] == 1
+    assert _sums(tmp_path).read_bytes()[12] == 1
+    # What is only read stays so.
+    third = opened(tmp_path)
+    assert third.read(0, LENGTH) == STREAM
+    assert _sums(tmp_path).read_bytes()[12] == 1
+    third.put(0, piece(0))
+    assert _sums(tmp_path).read_bytes()[12] == 0
+    third.close()
 
 
 def test_bad_digest_is_refused(tmp_path: Path) -> None:
     for digest in ("sha256:../../x", "md5:" + "a" * 64, "sha256:" + "g" * 64):
         with pytest.raises(InvalidInputError, match="not a digest"):
-            NodeCache(tmp_path).open_stream(digest, 1)
+            NodeCache(tmp_path).open_pieces(digest, (0, 1))
 
 
-def test_files_are_private(blob: StreamCache) -> None:
+def test_files_are_private(blob: CachedStream) -> None:
     for path in (blob.directory, blob.directory.parent):
         assert path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in blob.directory.iterdir()} == {0o600}
 
 
 def test_a_stream_that_says_it_has_a_terabyte_takes_no_room(tmp_path: Path) -> None:
+    """But for eight bytes for each of its frames, of which its index has more."""
     length = 2**40
-    with closing(NodeCache(tmp_path).open_stream(DIGEST, length)) as stream:
-        assert stream.write(2**39, bytes(4096))
-        assert stream.has(2**39, 4096)
-        assert not stream.has(2**39 + 4096, 4096)
-        assert stream.present_bytes() == 4096
+    starts = (*range(0, length, 2**26), length)
+    with closing(NodeCache(tmp_path).open_pieces(DIGEST, starts)) as stream:
+        assert not stream.holds_bytes(2**39, 4096)
+        assert stream.put(2**13, bytes(2**26))
+        assert stream.holds_bytes(2**39, 4096)
+        assert stream.present_bytes() == 2**26
     (one,) = NodeCache(tmp_path).streams()
-    assert one.size_bytes < 2**20
+    assert one.size_bytes < 2**26 + 2**20
     details = NodeCache(tmp_path).details(DIGEST)
     assert details is not None
-    assert (details.stream_length, details.present_bytes) == (length, 4096)
+    assert (details.stream_length, details.present_bytes) == (length, 2**26)

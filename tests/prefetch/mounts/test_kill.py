@@ -194,8 +194,8 @@ def test_a_crash_of_the_machine(node: Node) -> None:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(image.state_dir))
     sweep(node.settings.run_dir)
-    (stream,) = (node.settings.cache_dir / "streams-3").glob("*-*")
-    with (stream / "present").open("r+b") as file:
+    (stream,) = (node.settings.cache_dir / "streams").glob("*-*")
+    with (stream / "sums").open("r+b") as file:
         file.seek(16)
         file.write(b"another boot id!")
     with (stream / "data").open("r+b") as file:

@@ -90,7 +90,7 @@ def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: Node) -
     index(node.settings, node.source, "image:2")
     drop_cache(node.settings)
     small = replace(node.settings, cache_limit_bytes=1_000_000)
-    streams = node.settings.cache_dir / "streams-3"
+    streams = node.settings.cache_dir / "streams"
     for name, reference in (("one", "image:1"), ("two", "image:2")):
         with mounted(small, reference, node.base / name, record="never") as image:
             checksums_outside([image.directory / "big"])

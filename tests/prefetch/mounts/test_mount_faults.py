@@ -89,7 +89,7 @@ def test_what_cannot_be_mounted_says_so(node: Node) -> None:
 
 def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
     node.settings.cache_dir.mkdir(parents=True, exist_ok=True)
-    (node.settings.cache_dir / "streams-3").write_text("in the way")
+    (node.settings.cache_dir / "streams").write_text("in the way")
     (node.base / "mnt").mkdir()
     with pytest.raises(NotFoundError, match="cache"):
         mount_image(node.settings, "image:1", node.base / "mnt")

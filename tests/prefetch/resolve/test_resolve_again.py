@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.blob.keys import blob_key
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.reading.fetching import fetch_tree
 from bootseer.store import open_store
 from testbed.images.building import Layout
 from tests.prefetch.resolve.conftest import TARS, big, index, indexed_contents, source_of
@@ -57,9 +59,28 @@ def test_what_was_pulled_is_not_pulled_again(node: Node, layout: Layout) -> None
     assert (third.record, again) == (first.record, contents)
 
 
+def test_a_fetch_moves_nothing_of_a_layer_that_the_node_has_pulled(
+    node: Node, tmp_path: Path
+) -> None:
+    base = Layout(tmp_path / "base")
+    base.add_image(TARS[:1], compression="gzip")
+    node.start(source_of(base))
+    layout = Layout(tmp_path / "image")
+    layout.add_image(TARS[:2], compression="gzip")
+    index(source_of(layout), tmp_path / "store", tmp_path / "work")
+    record = node.obtain(source_of(layout)).record
+    with open_store(str(tmp_path / "store")) as store:
+        store.delete(blob_key(record.layers[0].blob_digest))
+        fetch_tree(node.settings, store, record.index_digest, record.reference)
+    assert (
+        node.start(record.reference)[1]
+        == indexed_contents(source_of(layout), tmp_path / "other")[1]
+    )
+
+
 def test_a_lost_stream_is_pulled_again(node: Node, layout: Layout) -> None:
     _, contents = node.start(source_of(layout))
-    (stream, *_) = (node.settings.cache_dir / "streams-3").iterdir()
+    (stream, *_) = (node.settings.cache_dir / "streams").iterdir()
     shutil.rmtree(stream)
     assert node.start(source_of(layout))[1] == contents
     assert len(node.said) == 1
@@ -90,7 +111,7 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
         assert (found.record, again) == (indexed, contents)
         assert [line.startswith("warning: ") for line in down.said] == [True]
     # Incomplete: the source is there still.
-    shutil.rmtree(down.settings.cache_dir / "streams-3")
+    shutil.rmtree(down.settings.cache_dir / "streams")
     found, again = down.start(source_of(layout))
     assert (found.is_published, again) == (False, contents)
     assert ["without the shared store" in line for line in down.said] == [True, False]
@@ -120,7 +141,7 @@ def test_a_younger_image_of_the_name_stays(node: Node, tmp_path: Path) -> None:
 def test_a_layer_that_nobody_has_any_more(node: Node, layout: Layout, tmp_path: Path) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
-    shutil.rmtree(node.settings.cache_dir / "streams-3")
+    shutil.rmtree(node.settings.cache_dir / "streams")
     with pytest.raises(NotFoundError, match="neither in the store nor on this node"):
         publish_node_image(node.settings, resolved.record.index_digest)
     # Another node has published it meanwhile.

@@ -41,7 +41,7 @@ def test_a_damaged_layer_leaves_nothing(node: Node, tmp_path: Path, damage: str)
         node.obtain(source_of(layout))
     # The other layer may be here, whole.
     assert len([path for path in node.left_behind() if "/data" in path]) <= 1
-    assert not list((node.settings.cache_dir / "streams-3").glob("new-*"))
+    assert not list((node.settings.cache_dir / "streams").glob("new-*"))
     layer.write_bytes(right)
     assert len(node.start(source_of(layout))[1]) == 6
 
@@ -95,7 +95,7 @@ def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a", 30_000_000), big("b", 30_000_000)], compression="gzip")
     node = Node(tmp_path / "node", tmp_path / "store")
-    streams = node.settings.cache_dir / "streams-3"
+    streams = node.settings.cache_dir / "streams"
     for _ in range(3):
         process = start_outside(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
         _wait_unless_ended(process, lambda: any(streams.glob("new-*/data")))
@@ -191,7 +191,7 @@ def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_the_disk_has_damaged_is_not_published(node: Node, layout: Layout) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
-    for path in (node.settings.cache_dir / "streams-3").glob("*/data"):
+    for path in (node.settings.cache_dir / "streams").glob("*/data"):
         with path.open("r+b") as file:
             file.seek(600)
             file.write(b"damage")
@@ -206,6 +206,6 @@ def test_a_stream_that_is_lost_while_served(node: Node, layout: Layout) -> None:
     """Nobody else has it: an error, not zeros."""
     resolved = node.obtain(source_of(layout))
     resolved.release()
-    shutil.rmtree(node.settings.cache_dir / "streams-3")
+    shutil.rmtree(node.settings.cache_dir / "streams")
     with pytest.raises(CorruptError, match="pull the image again"):
         node.contents(resolved)

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultRecorder
 from bootseer.prefetch.serve.launch_figures import (
     FillFigures,
     LaunchFigures,
@@ -17,7 +18,6 @@ from bootseer.prefetch.serve.launch_figures import (
     status_of,
 )
 from bootseer.prefetch.serve.prometheus import render
-from bootseer.prefetch.streams.fault_figures import BUCKETS_S, FaultRecorder
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.transfer.figures import Recorder, percentile
 

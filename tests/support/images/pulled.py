@@ -7,12 +7,11 @@ from pathlib import Path
 
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import STREAMS
+from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 from bootseer.prefetch.cache.stream_keys import store_hex
-from bootseer.prefetch.index.node_catalogue import FoundImage
-from bootseer.prefetch.index.vouched_streams import cache_of_image
+from bootseer.prefetch.index.node_catalogue import FoundImage, vouched_streams
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.resolve.resolve import resolve_image
-from bootseer.prefetch.streams.streams import BlobStreams
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import settings_at
@@ -47,12 +46,17 @@ class Node:
         """path -> content of every regular file, as the image's server would read it."""
         tree = self.tree(resolved)
         with open_store(self.settings.store_url) as store:
-            streams = BlobStreams(
+            streams = ImageBytes(
                 tree.blobs,
                 store.read_into,
-                cache_of_image(self.settings, resolved.record.index_digest),
+                NodeCache(self.settings.cache_dir),
                 deadline_s=30,
-                is_local=not resolved.is_published,
+                vouched=vouched_streams(
+                    self.settings,
+                    resolved.record.index_digest,
+                    tree.blobs,
+                    is_local=not resolved.is_published,
+                ),
             )
             try:
                 return {
@@ -84,7 +88,7 @@ def note_store(cache_dir: Path, store_url: str) -> None:
             path.write_text(json.dumps({**document, "store": store_hex(store_url)}))
 
 
-def _content(tree: Tree, number: int, streams: BlobStreams) -> bytes:
+def _content(tree: Tree, number: int, streams: ImageBytes) -> bytes:
     inode = tree.inode(number)
     content = bytearray(inode.size_bytes)
     for extent in inode.extents:

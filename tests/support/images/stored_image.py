@@ -10,11 +10,12 @@ from pathlib import Path
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
+from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.format import decode_header, plan_frames, write_bundle
 from bootseer.prefetch.bundle.hot_store import part_key
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.store import Store, open_store
 from tests.support.ranged import into
 
@@ -45,13 +46,13 @@ class Image:
 
     def streams(
         self, cache_dir: Path, deadline_s: float = 20.0, *, try_again_s: float = 5.0
-    ) -> BlobStreams:
-        return BlobStreams(
+    ) -> ImageBytes:
+        return ImageBytes(
             self.tree.blobs,
             into(self.read_object),
             NodeCache(cache_dir, try_again_s=try_again_s),
             deadline_s=deadline_s,
-            claimant=INDEX,
+            owner=INDEX,
         )
 
     def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:
@@ -79,19 +80,13 @@ class Image:
         return digest, header
 
     def replay(
-        self, streams: BlobStreams, digest: str, header: bytes, lock: Path | None = None
+        self, streams: ImageBytes, digest: str, header: bytes, lock: Path | None = None
     ) -> Replay:
         lengths = [blob.stream_length for blob in self.tree.blobs]
         bundle = decode_header(header, INDEX, lengths)
-        replay = Replay(
-            bundle,
-            digest,
-            streams.caches,
-            streams.fetcher,
-            lock=lock,
-            look=streams.look_for_refutation,
-        )
-        streams.replay = replay
+        file = BundleFile(streams.cache, bundle, INDEX, len(lengths))
+        replay = Replay(file, digest, streams.streams, streams.fetcher, lock=lock)
+        streams.use(file, replay=replay)
         return replay
 
 

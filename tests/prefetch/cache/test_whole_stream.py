@@ -12,6 +12,7 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
 from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.stream import WHOLE_PIECE_BYTES, whole_starts
 
 DIGEST = "sha256:" + "cd" * 32
 STREAM = random.Random(5).randbytes(3 * 2**20 + 100)
@@ -33,7 +34,7 @@ def append_in_pieces(cache: NodeCache, seed: int = 1) -> None:
 
 
 def names(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "streams-3").iterdir())
+    return sorted(path.name for path in (tmp_path / "streams").iterdir())
 
 
 def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
@@ -60,10 +61,10 @@ def test_an_empty_stream(tmp_path: Path) -> None:
 
 def test_one_that_is_in_use_is_completed_in_place(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path)
-    serving = cache.open_stream(DIGEST, len(STREAM))
-    serving.write(1024, STREAM[1024:5000])
+    serving = cache.open_pieces(DIGEST, whole_starts(len(STREAM)))
+    serving.put(1, STREAM[WHOLE_PIECE_BYTES : 2 * WHOLE_PIECE_BYTES])
     append_in_pieces(cache)
-    assert serving.has(0, len(STREAM))
+    assert serving.holds_bytes(0, len(STREAM))
     assert serving.read(0, len(STREAM)) == STREAM
     serving.close()
     assert names(tmp_path) == [DIGEST.replace(":", "-")]
@@ -168,7 +169,7 @@ def test_no_more_is_removed_than_a_new_stream_needs(tmp_path: Path) -> None:
             with cache.new_stream() as new:
                 new.append(bytes(18 * 2**20))
                 new.commit(digest).close()
-            os.utime(tmp_path / "streams-3" / digest.replace(":", "-"), (number, number))
+            os.utime(tmp_path / "streams" / digest.replace(":", "-"), (number, number))
         with cache.new_stream() as new:
             new.append(bytes(20 * 2**20))
             new.commit(DIGEST).close()

@@ -11,7 +11,9 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.prefetch.cache.stream import WHOLE_PIECE_BYTES
+from bootseer.prefetch.cache.stream_keys import own_key
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from testbed.waiting import TIMEOUT_S, pause, wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
 from tests.support.ranged import into
@@ -27,14 +29,14 @@ def image(tmp_path: Path) -> Image:
 def test_what_only_this_node_had_and_lost_is_an_error(image: Image, tmp_path: Path) -> None:
     local = replace(image.tree.blobs[0], frames=())
     with pytest.raises(CorruptError, match="stored nowhere"):
-        BlobStreams([local], into(image.read_object), NodeCache(tmp_path / "cache"))
+        ImageBytes([local], into(image.read_object), NodeCache(tmp_path / "cache"))
     cache = NodeCache(tmp_path / "cache")
-    streams = BlobStreams([local], into(image.read_object), cache, is_local=True)
-    streams.caches[0].proven.write(0, bytes(512))
+    streams = ImageBytes([local], into(image.read_object), cache, vouched={local.stream_digest})
+    streams.streams[0].put(0, bytes(WHOLE_PIECE_BYTES))
     assert bytes(streams.read(0, 0, 512, reader=1, end=1024)) == bytes(512)
     for _ in range(2):
         with pytest.raises(CorruptError, match="stored nowhere"):
-            streams.read(0, 512, 512, reader=1, end=2048)
+            streams.read(0, WHOLE_PIECE_BYTES, 512, reader=1, end=2**20)
     assert streams.fill_fetches() == []
     assert streams.figures().failed_count == 2
     assert not image.reads
@@ -64,18 +66,16 @@ def test_a_second_source_brings_what_the_store_cannot(
         asked.append(lost.stream_digest)
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(
-                cache.claims_mark(INDEX).key(lost) if lost.frames else lost.stream_digest
-            ).close()
+            new.commit(own_key(lost, INDEX) if lost.frames else lost.stream_digest).close()
 
-    streams = BlobStreams(
+    streams = ImageBytes(
         [blob],
         into(image.read_object),
         cache,
         deadline_s=60,
         repair=repair,
-        claimant=INDEX,
-        is_local=damage == "local only",
+        owner=INDEX,
+        vouched={blob.stream_digest} if damage == "local only" else (),
     )
     for offset in (0, 100_000, blob.stream_length - 700):
         assert bytes(streams.read(0, offset, 700)) == whole[offset : offset + 700]
@@ -92,7 +92,9 @@ def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_
 
     local = replace(image.tree.blobs[0], frames=())
     cache = NodeCache(tmp_path / "cache")
-    streams = BlobStreams([local], into(image.read_object), cache, repair=repair, is_local=True)
+    streams = ImageBytes(
+        [local], into(image.read_object), cache, repair=repair, vouched={local.stream_digest}
+    )
     for _ in range(3):
         with pytest.raises(CorruptError, match="stored nowhere"):
             streams.read(0, 512, 512)
@@ -119,7 +121,7 @@ def test_a_read_that_waited_in_vain_is_not_waited_for_again(
         silence.wait()
         return image.read_object(key, offset, length)
 
-    streams = BlobStreams(
+    streams = ImageBytes(
         image.tree.blobs, into(hang), NodeCache(tmp_path / "cache"), deadline_s=0.5, workers=64
     )
     with pytest.raises(DeadlineError):
@@ -135,7 +137,7 @@ def test_a_read_that_waited_in_vain_is_not_waited_for_again(
     streams.close()
 
 
-def _can_read(streams: BlobStreams, offset: int, length: int) -> bool:
+def _can_read(streams: ImageBytes, offset: int, length: int) -> bool:
     try:
         streams.read(0, offset, length)
     except DeadlineError:
@@ -154,8 +156,13 @@ def test_reads_wait_for_a_hanging_second_source_within_their_own_deadline(
 
     local = replace(image.tree.blobs[0], frames=())
     cache = NodeCache(tmp_path / "cache")
-    streams = BlobStreams(
-        [local], into(image.read_object), cache, deadline_s=0.5, repair=repair, is_local=True
+    streams = ImageBytes(
+        [local],
+        into(image.read_object),
+        cache,
+        deadline_s=0.5,
+        repair=repair,
+        vouched={local.stream_digest},
     )
     failed: list[BaseException] = []
 
@@ -194,8 +201,13 @@ def test_a_second_source_that_brings_bytes_may_take_longer_than_a_deadline(
             new.commit(lost.stream_digest).close()
 
     local = replace(blob, frames=())
-    streams = BlobStreams(
-        [local], into(image.read_object), cache, deadline_s=5, repair=repair, is_local=True
+    streams = ImageBytes(
+        [local],
+        into(image.read_object),
+        cache,
+        deadline_s=5,
+        repair=repair,
+        vouched={local.stream_digest},
     )
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()
@@ -218,8 +230,8 @@ def test_the_store_leaves_time_for_the_second_source(
     def repair(lost: Blob, came: Callable[[int], None]) -> None:
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(cache.claims_mark(INDEX).key(lost)).close()
+            new.commit(own_key(lost, INDEX)).close()
 
-    streams = BlobStreams([blob], into(hang), cache, deadline_s=12, repair=repair, claimant=INDEX)
+    streams = ImageBytes([blob], into(hang), cache, deadline_s=12, repair=repair, owner=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()

@@ -9,8 +9,8 @@ import re
 from bootseer.blob.tree import Blob
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.cache.stream_keys import is_stored
-from bootseer.prefetch.streams.repairs import Came, Repair
+from bootseer.prefetch.cache.stream_keys import is_stored, own_key
+from bootseer.prefetch.reading.repairs import Came, Repair
 from bootseer.settings.config import Settings
 
 _IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
@@ -19,9 +19,9 @@ _WAIT_S = 600.0
 """How long to wait for another server of this node that fetches the same layer."""
 
 
-def second_source(settings: Settings, reference: str, claimant: str) -> Repair | None:
-    """What brings streams of the image `reference` whole into the node cache, claimed for
-    `claimant` (`stream_keys.claimant_of`); None where it is not known to be in a registry."""
+def second_source(settings: Settings, reference: str, owner: str) -> Repair | None:
+    """Return a function that brings streams of the image `reference` whole into the node cache, for
+    the image `owner` alone (`stream_keys.owner_of`); None if the image is in no known registry."""
     if not _IN_REGISTRY.fullmatch(reference):
         return None
 
@@ -36,7 +36,7 @@ def second_source(settings: Settings, reference: str, claimant: str) -> Repair |
         # whoever wrote it never had. Only what the registry sends now, it can have. This node's own
         # index is believed.
         cache = NodeCache(settings.cache_dir)
-        key = cache.claims_mark(claimant).key(blob) if is_stored(blob) else digest
+        key = own_key(blob, owner) if is_stored(blob) else digest
         with cache.pulling(key, _WAIT_S):
             whole = cache.open_whole(key)
             if whole is not None:

@@ -8,8 +8,8 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.reading.second_source import second_source
 from bootseer.prefetch.sources import open_source
-from bootseer.prefetch.streams.second_source import second_source
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import checksums_outside, mounted, settings_at

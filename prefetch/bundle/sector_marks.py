@@ -1,11 +1,21 @@
-"""Which sectors of a stream were taken, in memory by what was taken, not by the stream's length: an
-index may say that a stream has a terabyte. Pure; one thread at a time.
+"""Sectors of tar streams, and marks of those that were taken.
+
+Marks take memory for what was taken, not for the stream's length: an index may say that a stream
+has a terabyte. Pure; a `SectorMarks` is for one thread at a time.
 """
 
 from collections.abc import Iterator
 
+SECTOR_BYTES = 512
+"""Unit of tar: every file in a tar stream begins on a multiple of it."""
+
 _BLOCK_SECTORS = 2048
 """A megabyte of the stream."""
+
+
+def sectors_of(offset: int, length: int) -> tuple[int, int]:
+    """Return the half-open range of sectors that `[offset, offset + length)` touches."""
+    return offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES)
 
 
 class SectorMarks:

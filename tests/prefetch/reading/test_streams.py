@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
-from bootseer.prefetch.cache.stream_keys import frames_key
+from bootseer.prefetch.cache.stream_keys import frame_starts, frames_key
 from tests.support.images.stored_image import SIZES, Image, stored_image
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")
@@ -92,7 +92,7 @@ def test_damaged_frame_is_an_error_never_bytes(image: Image, tmp_path: Path) -> 
     streams = image.streams(tmp_path / "cache", deadline_s=60)
     with pytest.raises(CorruptError):
         streams.read(0, frame.stream_offset, 100)
-    assert not streams.caches[0].has(frame.stream_offset, 100)
+    assert not streams.streams[0].holds_bytes(frame.stream_offset, 100)
     streams.close()
 
 
@@ -143,7 +143,7 @@ def test_fill_brings_everything(image: Image, tmp_path: Path) -> None:
     streams.read(0, 0, 512)
     streams.fill()
     assert not streams.fill_fetches()
-    assert streams.caches[0].present_bytes() == image.tree.blobs[0].stream_length
+    assert streams.streams[0].present_bytes() == image.tree.blobs[0].stream_length
     streams.close()
 
 
@@ -178,22 +178,19 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
         "import sys\n"
         "from pathlib import Path\n"
         "from bootseer.prefetch.cache.node_cache import NodeCache\n"
-        "path, digest, length, offset, count = sys.argv[1:]\n"
-        "c = NodeCache(Path(path)).open_stream(digest, int(length))\n"
-        "assert c.announce(int(offset), int(count))\n"
+        "path, key, *starts = sys.argv[1:]\n"
+        "c = NodeCache(Path(path)).open_pieces(key, [*map(int, starts)])\n"
+        "assert c.announce(2, 3)\n"
         "print('claimed', flush=True)\n"
         "content = sys.stdin.buffer.read()\n"
-        "c.write(int(offset), content) if content else None\n"
+        "c.put(2, content) if content else None\n"
     )
     source = image.streams(tmp_path / "source")
     content = bytes(source.read(0, frame.stream_offset, frame.stream_length))
     source.close()
     image.reads.clear()
     for answer in (b"", content):
-        arguments = (
-            *(tmp_path / "cache", frames_key(blob), blob.stream_length),
-            *(frame.stream_offset, frame.stream_length),
-        )
+        arguments = tmp_path / "cache", frames_key(blob), *frame_starts(blob)
         with subprocess.Popen(
             [sys.executable, "-c", script, *map(str, arguments)],
             stdin=subprocess.PIPE,
@@ -216,6 +213,6 @@ def test_what_another_process_is_fetching_is_not_fetched_twice(
                 # It fails: whoever waits, or comes later, fetches for itself.
                 other.stdin.close()
                 other.wait(60)
-                assert streams.caches[0].proven.announce(frame.stream_offset, frame.stream_length)
-                streams.caches[0].proven.withdraw(frame.stream_offset, frame.stream_length)
+                assert streams.streams[0].announce(2, 3)
+                streams.streams[0].withdraw(2, 3)
     streams.close()

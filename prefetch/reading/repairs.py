@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, DeadlineError
-from bootseer.prefetch.cache.image_stream import ImageStream
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +55,17 @@ class Repairs:
         """Whether there is a second source."""
         return self._repair is not None
 
-    def bring(self, blob: Blob, cache: ImageStream, error: BootseerError, limit_s: float) -> None:
-        """Have all of the blob's stream in `cache`. Raises: `error`, the store's, if it cannot be
-        had from elsewhere either; DeadlineError after `limit_s` without progress."""
+    def bring(
+        self, blob: Blob, use: Callable[[], bool], error: BootseerError, limit_s: float
+    ) -> None:
+        """Have the node cache hold all of the blob's stream; `use` reads it from there, and returns
+        whether it can. Raises: `error`, the store's, if the stream cannot be had from elsewhere
+        either; DeadlineError after `limit_s` without progress."""
         if self._repair is None:
             raise error
         stream = blob.stream_digest
         with self._lock:
-            cache.open_claimed(make=False)
-            if cache.holds(0, blob.stream_length):
+            if use():
                 return  # Another reader had it brought.
             if time.monotonic() < self._again_s.get(stream, 0):
                 raise error
@@ -81,7 +82,7 @@ class Repairs:
         self._await(bringing, limit_s, stream, error)
         if bringing.error is not None:
             raise error from bringing.error
-        cache.open_claimed(make=False)
+        use()
 
     def _run(self, repair: Repair, blob: Blob, bringing: _Bringing) -> None:
         stream = blob.stream_digest

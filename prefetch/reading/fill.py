@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.streams.streams import BlobStreams
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Fill:
 
     def __init__(
         self,
-        streams: BlobStreams,
+        streams: ImageBytes,
         may_begin: Callable[[], bool],
         make_room: Callable[[int], bool],
         *,
@@ -137,7 +137,7 @@ class Fill:
     def _pass(self) -> bool:
         """Fetch what is missing; whether to look once more."""
         # What a bundle brought comes first, to be compared.
-        claimed = self._streams.claims.unproven()
+        claimed = self._streams.unproven()
         windows = [
             (blob, start, min(WINDOW_BYTES, stream.stream_length - start))
             for blob, stream in enumerate(self._streams.blobs)
@@ -145,7 +145,6 @@ class Fill:
         ]
         # Nodes that were started together ask different servers of the store.
         first = random.randrange(len(windows)) if windows else 0
-        before_bytes = self._streams.proven_bytes
         is_complete = True
         for window in (*claimed, *windows[first:], *windows[:first]):
             for fetch in self._streams.fill_fetches((window,)):
@@ -167,11 +166,6 @@ class Fill:
             self.state = "complete"
         elif self._streams.is_full:
             return self._rest_without_room()
-        elif not self._failures and self._streams.proven_bytes <= before_bytes:
-            # Sectors that two frames share, in an index that another program wrote.
-            _log.warning("the background fill ends: the cache keeps nothing of what comes")
-            self.state = "stopped"
-            return False
         return not is_complete
 
     def is_quiet(self) -> bool:

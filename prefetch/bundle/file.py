@@ -1,0 +1,145 @@
+"""The bytes that one bundle brought, on this node's disk: claimed, not proven.
+
+An index vouches for frames, not for the pages that a bundle brings. So a bundle's content lies in a
+stream of its own in the node cache, one piece for each frame of the bundle, and serves the one
+image (index and store) for which it was fetched (docs/format/cache.md, "Proven and claimed").
+All servers of the image share it. When a proven frame shows that one byte is wrong, the stream is
+marked, and no process reads it any more.
+
+Thread-safe, but `close`, which comes last.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from bootseer.errors import CorruptError
+from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame, Placement
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
+
+
+def file_key(bundle: Bundle, owner: str) -> str:
+    """Return the key, in the node cache, of what `bundle` brings for the image `owner`
+    (`stream_keys.owner_of`). The frames' digests are in it: whatever their number is in the store's
+    bundle, equal keys mean equal bytes."""
+    hasher = hashlib.sha256(owner.encode("ascii"))
+    for frame in bundle.frames:
+        hasher.update(frame.digest)
+    return f"bundle:{hasher.hexdigest()}"
+
+
+class BundleFile:
+    """The content of one bundle, of which frames come and are read."""
+
+    def __init__(self, cache: NodeCache, bundle: Bundle, owner: str, blob_count: int) -> None:
+        """Open the file, which is made if it is new. Raises: BootseerError."""
+        self.bundle = bundle
+        self.key = file_key(bundle, owner)
+        self._cache = cache
+        self._placement = Placement(bundle.frames, blob_count)
+        self._content = cache.open_pieces(self.key, self._placement.starts)
+
+    # ---- what is here ---------------------------------------------------------------------
+
+    def has(self, number: int) -> bool:
+        """Return whether a frame is here. Reads only after a crash of the machine."""
+        return self._content.holds(number, number + 1) and not self.is_refuted
+
+    def has_now(self, number: int) -> bool:
+        """Return whether a frame is known to be here, without reading."""
+        return self._content.holds_now(number, number + 1) and not self.is_refuted
+
+    def is_here(self, number: int, streams: Sequence[CachedStream]) -> bool:
+        """Return whether what a frame brings is here, or `streams`, the image's, hold it."""
+        return self.has(number) or not any(_not_held(self.bundle.frames[number], streams))
+
+    def is_whole(self, streams: Sequence[CachedStream]) -> bool:
+        """Return whether all that the bundle brings is here, or `streams` hold it."""
+        return all(self.is_here(number, streams) for number in range(len(self.bundle.frames)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk refused the last write."""
+        return self._content.is_full
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether a process of this node has found wrong bytes in it."""
+        return self._content.is_refuted
+
+    def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
+        """Return the numbers of the frames that hold any of these bytes of a stream, ascending."""
+        return self._placement.frames_for(blob, offset, length)
+
+    def unproven(self, streams: Sequence[CachedStream]) -> Iterator[BundleExtent]:
+        """Return the extents that are here and that `streams`, the image's, do not hold yet."""
+        for number, frame in enumerate(self.bundle.frames):
+            if self.has(number):
+                yield from _not_held(frame, streams)
+
+    def is_proven(self, streams: Sequence[CachedStream]) -> bool:
+        """Return whether `streams`, the image's, hold all that the bundle brings."""
+        return not any(any(_not_held(frame, streams)) for frame in self.bundle.frames)
+
+    # ---- reading and writing --------------------------------------------------------------
+
+    def get(self, blob: int, offset: int, length: int) -> bytes | memoryview | None:
+        """Return bytes of a stream; None unless all of them are here. Raises: OSError."""
+        if self._content.is_refuted:
+            return None
+        place = self._placement.place_of(blob, offset, length)
+        if place >= 0:
+            return self._content.get(place, length)
+        pieces: list[bytes | memoryview] = []
+        position = offset
+        for start, count, place, _ in self._placement.within(blob, offset, length):
+            data = self._content.get(place, count) if start == position else None
+            if data is None:
+                return None
+            pieces.append(data)
+            position = start + count
+        if position != offset + length:
+            return None
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def put(self, number: int, content: bytes) -> bool:
+        """Keep the content of a frame. Return False if the disk takes no more."""
+        return self._content.put(number, content)
+
+    def read_ahead(self, number: int) -> None:
+        """Have the kernel bring a frame from the disk into memory. A hint: never fails."""
+        starts = self._placement.starts
+        self._content.read_ahead(starts[number], starts[number + 1] - starts[number])
+
+    def compare(self, blob: int, offset: int, content: bytes) -> None:
+        """Compare what is here with a frame of the image, which was found right.
+
+        Raises: CorruptError if the bundle brought anything else.
+        """
+        for start, count, place, _ in self._placement.within(blob, offset, len(content)):
+            # What the disk has damaged was nobody's claim.
+            data = self._content.get(place, count)
+            if data is not None and data != content[start - offset : start - offset + count]:
+                raise CorruptError(
+                    f"bytes {start} to {start + count} of a stream are not those of the image"
+                )
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def refute(self) -> None:
+        """Have no process of the node read it any more. Never raises."""
+        self._content.refute()
+
+    def close(self) -> None:
+        """Close the file. Idempotent. It need not be durable: the image's own frames follow."""
+        self._content.close(durable=False)
+
+    def remove(self) -> None:
+        """Close the file and remove it, unless another process uses it."""
+        self.close()
+        self._cache.remove(self.key)
+
+
+def _not_held(frame: BundleFrame, streams: Sequence[CachedStream]) -> Iterator[BundleExtent]:
+    for extent in frame.extents:
+        if not streams[extent.blob].holds_bytes(extent.offset, extent.length):
+            yield extent
