@@ -276,7 +276,7 @@ class ImageServer:
     # ---- status ---------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Everything that `image status` shows, as JSON values."""
+        """Everything that `status DIR` shows, as JSON values."""
         if self._publisher is not None and self._publisher.is_answered():
             publisher, self._publisher = self._publisher, None
             try:
