@@ -24,7 +24,9 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.stat_record import Records
 from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
+from bootseer.fanout.local import SharedReads
 from bootseer.linux import mount_table
+from bootseer.settings.config import Settings
 from bootseer.snapshots.manifest import Target
 from bootseer.snapshots.scan import text_of
 from bootseer.store import Store
@@ -61,6 +63,14 @@ class FramePlan(Struct, frozen=True):
     """Large files first, as `blob.extract` wants them. What only other trees have in a blob that
     several share is left out."""
     wanted_bytes: int
+
+    def chunks(self) -> list[Chunk]:
+        """Return the frames of all runs, in order."""
+        return [
+            Chunk(self.keys[run.blob], frame.offset, frame.length, frame.digest)
+            for run in self.runs
+            for frame in self.blobs[run.blob][run.first : run.behind]
+        ]
 
 
 def plan_frames(tree: Tree) -> FramePlan:
@@ -133,8 +143,10 @@ class FrameSource(Closing):
         *,
         deadline_s: float,
         on_progress: Callable[[int], None] = lambda count: None,
+        start: Settings | None = None,
     ) -> None:
-        """Begin to fetch; `on_progress` gets counts of bytes that arrived."""
+        """Begin to fetch; `on_progress` gets counts of bytes that arrived. `start`: settings of a
+        start, whose nodes may feed each other."""
         self._plan = plan
         self._numbers = {run.chunk: number for number, run in enumerate(plan.runs)}
         placed = sorted((run.blob, run.chunk.offset, n) for n, run in enumerate(plan.runs))
@@ -152,8 +164,11 @@ class FrameSource(Closing):
         self._ahead: set[int] = set()
         """Runs in the window: fetched ahead, and not consumed."""
         self._room_bytes = WINDOW_BYTES
+        self._reads = None if start is None else SharedReads(start, store.read_verified)
+        if start is not None and self._reads is not None:
+            self._reads.share(start.store_url, plan.chunks())
         self._fetcher = ChunkFetcher(
-            store.read_verified,
+            store.read_verified if self._reads is None else self._reads.read,
             deadline_s=deadline_s,
             take_buffer=self._take_buffer,
             is_cached=lambda chunk: self._numbers.get(chunk, -1) in self._came,
@@ -279,9 +294,10 @@ def fetch_tree(
     deadline_s: float,
     *,
     recorded: bytes = b"",
+    start: Settings | None = None,
 ) -> Fetched:
     """Extract a target's tree to `directory`, whole or not at all. `recorded`: see
-    `blob.extract`. Raises: as `restore`."""
+    `blob.extract`; `start`: see `FrameSource`. Raises: as `restore`."""
     # Here: a mount, which should be there at once, needs none of it.
     from bootseer.base.progress import Progress
     from bootseer.blob.extract.extraction import extract
@@ -304,7 +320,9 @@ def fetch_tree(
     plan = plan_frames(tree)
     with (
         Progress(label, plan.wanted_bytes) as progress,
-        FrameSource(store, plan, deadline_s=deadline_s, on_progress=progress.advance) as source,
+        FrameSource(
+            store, plan, deadline_s=deadline_s, on_progress=progress.advance, start=start
+        ) as source,
     ):
         result = extract(tree, source.read, directory, is_verified=True, recorded=recorded)
     return Fetched(plan.wanted_bytes, result.records)

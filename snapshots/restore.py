@@ -248,8 +248,12 @@ class _Extraction:
         """Extract a tree to `directory`, and return the records of the `recorded` names."""
         from bootseer.snapshots.fetch import fetch_tree  # here: a mount needs none of it
 
-        deadline_s = self._work.settings.deadline_s
-        done = fetch_tree(self._work.store, target, tree, directory, deadline_s, recorded=recorded)
+        settings = self._work.settings
+        done = fetch_tree(
+            *(self._work.store, target, tree, directory, settings.deadline_s),
+            recorded=recorded,
+            start=settings,
+        )
         self.moved_bytes += done.moved_bytes
         self.was_here = False
         return done.records

@@ -200,7 +200,13 @@ class Exchange(Closing):
     """Gets objects from the nodes of the job, and feeds them."""
 
     def __init__(
-        self, addresses: Sequence[tuple[str, int]], own: int, key: bytes, trees: Trees | None = None
+        self,
+        addresses: Sequence[tuple[str, int]],
+        own: int,
+        key: bytes,
+        trees: Trees | None = None,
+        *,
+        listener: socket.socket | None = None,
     ) -> None:
         """Listen, and serve from now on.
 
@@ -209,6 +215,8 @@ class Exchange(Closing):
             own: Index of this node.
             key: The job's key, 32 bytes.
             trees: Who feeds whom; by default without knowledge of racks.
+            listener: Socket that listens already, and becomes this object's; by default one at
+                the own port of all addresses.
 
         Raises: InvalidInputError; OSError when the port is taken.
         """
@@ -226,7 +234,8 @@ class Exchange(Closing):
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._pool = ThreadPoolExecutor(2 * TREE_COUNT * _STORE_IN_FLIGHT, "fanout-store")
-        self._listener = _listen(addresses[own][1])
+        self._listener = _listen(addresses[own][1]) if listener is None else listener
+        self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fanout", daemon=True)
         self._thread.start()
@@ -265,6 +274,22 @@ class Exchange(Closing):
                 share.lock.wait(left_s)
             chunks = share.chunks
         return os.pread(share.file, chunks.lengths[index], chunks.offsets[index])
+
+    def decline(self, name: bytes) -> None:
+        """Note that this node has no need of an object: who asks for it here goes elsewhere at
+        once, instead of waiting until it is joined. Raises: UnavailableError when closed."""
+        self._call(self._decline(name))
+
+    def progress(
+        self, name: bytes, known: Sequence[int], wait_s: float
+    ) -> tuple[tuple[int, ...], bool]:
+        """Return how many chunks of each tree of a joined object are here, from the first one on,
+        and whether no more will come. Waits until that is not `known`, for `wait_s` at most."""
+        share = self._shares[name]
+        with share.lock:
+            if share.error is None and tuple(share.counts) == tuple(known):
+                share.lock.wait(wait_s)
+            return tuple(share.counts), share.error is not None
 
     def put(self, name: bytes, index: int, data: bytes) -> None:
         """Hand in a chunk that a user has read from the store himself. Raises: CorruptError."""
@@ -337,6 +362,11 @@ class Exchange(Closing):
         for tree, plan in enumerate(share.plans):
             plan.other = share.plans[1 - tree]
             self._spawn(self._follow(share, tree))
+
+    async def _decline(self, name: bytes) -> None:
+        share = self._share(name)
+        if share.file < 0:
+            share.fail(UnavailableError("this node has no need of it"))
 
     async def _put(self, name: bytes, index: int, data: bytes) -> None:
         share = self._shares.get(name)

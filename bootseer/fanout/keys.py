@@ -5,13 +5,18 @@ and no secret reaches a log, an argument of a process, a timeline or an error. A
 """
 
 import binascii
+import contextlib
 import hashlib
 import hmac
 import os
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.errors import InvalidInputError, from_oserror
+
+if TYPE_CHECKING:
+    from bootseer.store.objects.store import Store
 
 SECRET_BYTES = 32
 _TEXT_BYTES_MAX = 4096
@@ -57,6 +62,20 @@ def read_key_file(path: Path) -> bytes:
             return parse_secret(opened.read(_TEXT_BYTES_MAX), f"the key file {path}")
     except OSError as error:
         raise from_oserror(error, f"read the key file {path}") from error
+
+
+def shared_secret(store: "Store", start: tuple[str, str, str]) -> bytes:
+    """Return the secret that the first node of a start (job, submission, attempt) has put into the
+    store. Whoever may read the store may read it.
+
+    Raises: BootseerError.
+    """
+    key = "leases/fanout/" + "/".join(start)
+    with contextlib.suppress(FileNotFoundError):
+        return parse_secret(store.read(key), f"{store.url}/{key}")
+    # Of several nodes one makes it.
+    store.publish(key, new_secret())
+    return parse_secret(store.read(key), f"{store.url}/{key}")
 
 
 def key_of(secret: bytes, members_digest: bytes, *start: str) -> bytes:

@@ -1,8 +1,8 @@
-"""Fan-out of a start: who takes part, and the secret that they share.
+"""Fan-out of a start: who takes part, the secret that they share, and the process that takes part.
 
-Alone reads what tells it: variables, files, the host's names, the store. What tells nothing leaves
+Alone reads what tells who takes part: variables, files, the host's names. What tells nothing leaves
 the start without fan-out in silence; what cannot be right, with one warning. Main thread, before
-anything has begun.
+anything else has begun.
 """
 
 import contextlib
@@ -10,60 +10,61 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from bootseer.errors import BootseerError, from_oserror
 from bootseer.fanout import keys
+from bootseer.fanout.host import HostPlan
 from bootseer.fanout.hostlist import TEXT_BYTES_MAX
-from bootseer.fanout.membership import AUTO, Membership, Told, find_members, port_of, topology_files
-from bootseer.settings.config import FANOUT_KEY, Settings
-from bootseer.store.objects.store import Store
+from bootseer.fanout.membership import AUTO, Told, find_members, port_of, topology_files
+from bootseer.linux.processes import ProcessId
+from bootseer.served.processes import FANOUT, start
+from bootseer.served.ready_socket import add_ready_names, new_ready_name
+from bootseer.settings.config import FANOUT_KEY, Settings, is_default_store
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
+_LISTENS_S = 5.0
+"""It listens within milliseconds. A node that is so busy goes without."""
 
 
-class Group(Struct, frozen=True):
-    """The nodes that feed each other in a start, as one of them knows them."""
-
-    membership: Membership
-    start: tuple[str, str, str]
-    """Job, submission and attempt."""
-    secret: bytes = b""
-    """Empty: it is in the store."""
-
-    def key(self, secret: bytes) -> bytes:
-        """Return the key of the start."""
-        return keys.key_of(secret, self.membership.digest, *self.start)
-
-
-def find_group(settings: Settings, command: Sequence[str], secret: str, say: Say) -> Group | None:
-    """Return who feeds each other in this start; None where it goes without. `secret`: of the
-    variable FANOUT_KEY; empty without. Never raises."""
-    if not settings.fanout:
-        return None
-    start = (settings.job, settings.submission, str(settings.attempt))
+def begin_fanout(settings: Settings, command: Sequence[str], secret: str, say: Say) -> None:
+    """Have this node take part in the fan-out of the start, by a process of its own, where it is
+    known who else does. `secret`: of the variable FANOUT_KEY; empty without. Never raises."""
     try:
-        membership = find_members(_told(settings, command, start))
-        if not membership.members:
-            return None
-        return Group(membership, start, _secret(settings, secret))
+        plan = find_plan(settings, command, secret)
+        if plan is not None:
+            _begin(plan)
     except (BootseerError, OSError) as error:
         say(f"warning: this node reads all of the store by itself, without fan-out: {error}")
-        return None
 
 
-def shared_secret(store: Store, start: tuple[str, str, str]) -> bytes:
-    """Return the secret that the first node of a start has put into the store.
+def find_plan(settings: Settings, command: Sequence[str], secret: str) -> HostPlan | None:
+    """Return what the process that takes part is told; None where the start goes without a fan-out.
 
-    Whoever may read the store may read it. Raises: BootseerError.
+    Raises: BootseerError, where what tells the nodes cannot be right.
     """
-    key = "leases/fanout/" + "/".join(start)
-    for _ in range(2):
-        with contextlib.suppress(FileNotFoundError):
-            return keys.parse_secret(store.read(key), f"{store.url}/{key}")
-        store.publish(key, keys.new_secret())
-    return keys.parse_secret(store.read(key), f"{store.url}/{key}")
+    if is_default_store(settings):
+        return None
+    start = (settings.job, settings.submission, str(settings.attempt))
+    membership = find_members(_told(settings, command, start))
+    if not membership.members:
+        return None
+    return HostPlan(
+        settings=settings,
+        membership=membership,
+        start=start,
+        secret=_secret(settings, secret).hex(),
+        user=ProcessId.of(os.getpid()),
+        ready_name=new_ready_name(),
+    )
+
+
+def _begin(plan: HostPlan) -> None:
+    """Raises: BootseerError."""
+    with start(FANOUT, plan.settings.run_dir, copy=True) as process:
+        process.tell(plan)
+        # Until it listens: whoever asks it for an object finds it.
+        process.wait(_LISTENS_S)
+    add_ready_names(os.environ, plan.ready_name)
 
 
 def _told(settings: Settings, command: Sequence[str], start: tuple[str, str, str]) -> Told:

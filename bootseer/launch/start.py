@@ -77,7 +77,7 @@ class _Start:
     def run(self) -> NoReturn:
         settings = self._settings
         # The command does not get it.
-        os.environ.pop(FANOUT_KEY, "")
+        secret = os.environ.pop(FANOUT_KEY, "")
         if not settings.submission:
             chosen = choose_submission(settings, self._job.command)
             settings = self._settings = replace(settings, submission=chosen)
@@ -95,6 +95,10 @@ class _Start:
             with timeline.span(START, since_ns=loaded_ns) as start:
                 # Servers started on the way, the set-ups and the command write to it, too.
                 os.environ.update(_environment(settings, timeline, start))
+                if _may_have_members(settings):
+                    from bootseer.launch.fanout import begin_fanout
+
+                    begin_fanout(settings, self._job.command, secret, self._say)
                 self._stages(timeline.below(start))
             self._become()
         except BaseException:
@@ -236,6 +240,16 @@ class _Start:
         self._checkpoints.abandon()
         if self._container is not None:
             self._container.close()
+
+
+def _may_have_members(settings: Settings) -> bool:
+    """Return whether anything may tell the nodes of this start; a start without loads no code for
+    a fan-out."""
+    if not settings.fanout:
+        return False
+    schedulers = ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "KUBERNETES_SERVICE_HOST")
+    told = any(name in os.environ for name in schedulers)
+    return told or settings.fanout_hosts != "auto" or any(n.startswith("VC_") for n in os.environ)
 
 
 def _has_left(run_dir: Path) -> bool:

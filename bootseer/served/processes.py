@@ -86,9 +86,10 @@ PUBLISHER = Role("bootseer.prefetch.publish.publishing", "the publisher")
 WARMER = Role("bootseer.prefetch.warm.worker", "warming")
 KEEPER = Role("bootseer.launch.caches.keeper", "the keeper of caches")
 LINGERER = Role("bootseer.launch.linger", "the process for which mounts linger")
+FANOUT = Role("bootseer.fanout.host", "the fan-out")
 ROLES = {
     role.module: role
-    for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, KEEPER, LINGERER)
+    for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, KEEPER, LINGERER, FANOUT)
 }
 """All roles, by module: a spawner starts nothing else."""
 

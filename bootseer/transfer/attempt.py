@@ -18,6 +18,7 @@ class Attempt:
         "is_second",
         "lock",
         "server",
+        "waits",
     )
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class Attempt:
         better, where there is one."""
         self.follows_damage = False
         """Whether an earlier one at the same bytes brought wrong ones."""
+        self.waits = False
+        """Whether its reader waits for its turn at a source that lives: silence is no lateness."""
         self.server = ""
         """Where the bytes come from, as HOST:PORT; as far as the reader knows."""
 

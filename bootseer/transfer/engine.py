@@ -238,6 +238,8 @@ class Try:
 
     def look(self, now_s: float) -> None:
         """Note on the job when bytes came last."""
+        if self.attempt.waits:
+            self.progress.seen_s = now_s
         self.progress.silent_s(self.attempt.done_bytes, now_s)
         if self.progress.seen_s > self.started_s:
             self.job.moved_s = max(self.job.moved_s or 0.0, self.progress.seen_s)
@@ -246,6 +248,8 @@ class Try:
         """Whether another connection should be asked for the same bytes."""
         job = self.job
         if self.was_late or not self.is_opened or job.second_count >= _SECONDS_MAX:
+            return False
+        if self.attempt.waits:
             return False
         if job.state is not State.READING or job.priority is Priority.FILL:
             return False

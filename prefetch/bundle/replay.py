@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
+from bootseer.fanout.local import SharedReads
 from bootseer.linux.locks import lock_file
 from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame, decode_frame
@@ -31,6 +32,10 @@ _FETCH_BYTES = ((8, 1), (24, 2**19), (None, 2**21))
 side and share the line, so large ones would all end together, and the first page would come with
 the last; small ones waste their latency. So: small while a start waits for its first pages, large
 when it is under way."""
+
+_SHARED_FETCH_BYTES = ((None, 1),)
+"""A frame that a fan-out brings costs no request. One that is read with others waits for the last
+of them."""
 
 _FOLLOW_S = 120.0
 _PATIENCE_S = 0.5
@@ -53,11 +58,14 @@ def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
     ]
 
 
-def plan_replay(chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool]) -> list[Fetch]:
-    """Fetches of the frames that are not here yet, in order of use. Pure (no I/O)."""
+def plan_replay(
+    chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool], *, is_shared: bool = False
+) -> list[Fetch]:
+    """Return the fetches of the frames that are not here yet, in order of use. Pure (no I/O).
+    `is_shared`: a fan-out brings them in that order."""
     fetches: list[Fetch] = []
     missing = [chunk for chunk in chunks if not is_cached(chunk)]
-    for count, fetch_bytes in _FETCH_BYTES:
+    for count, fetch_bytes in _SHARED_FETCH_BYTES if is_shared else _FETCH_BYTES:
         part, missing = missing[:count], missing[len(missing) if count is None else count :]
         fetches += plan(
             part,
@@ -98,9 +106,12 @@ class Replay:
         fetcher: ChunkFetcher,
         *,
         lock: Path | None = None,
+        reads: SharedReads | None = None,
+        url: str = "",
     ) -> None:
         """`digest` is the bundle's in the store. `streams` are the image's: what they hold is not
         fetched. `lock`: the server that holds this file fetches the bundle for all on this node.
+        `reads`: those of `fetcher`, if a fan-out may bring what is in the store `url`.
         """
         self.bundle = file.bundle
         self.state = Replaying.FETCHING
@@ -119,6 +130,7 @@ class Replay:
         self._lock = threading.Lock()
         self._batch: Batch | None = None
         self._lock_path = lock
+        self._reads, self._url = reads, url
         self._lock_fd = -1
         self._patience_s = _PATIENCE_S
         self._stopping = threading.Event()
@@ -174,7 +186,11 @@ class Replay:
             self._give_up_for_room()
         if self.is_over:
             return
-        fetches = plan_replay(self._chunks, lambda chunk: not self._pending[self._numbers[chunk]])
+        fetches = plan_replay(
+            self._chunks,
+            lambda chunk: not self._pending[self._numbers[chunk]],
+            is_shared=self._shares(),
+        )
         try:
             self._batch = self._fetcher.submit(fetches, self._deliver)
         except BootseerError as error:
@@ -182,6 +198,16 @@ class Replay:
         if self.is_over and self._batch is not None:
             # Given up meanwhile, by another thread that saw no batch.
             self._batch.cancel()
+
+    def _shares(self) -> bool:
+        """Return whether a fan-out brings the frames. Of a bundle that is mostly here, the node
+        takes no part."""
+        if self._reads is None:
+            return False
+        if 2 * self.remaining_count > len(self._chunks):
+            return self._reads.share(self._url, self._chunks)
+        self._reads.decline(self._url, self._chunks)
+        return False
 
     def _watch(self, started_ns: int) -> None:
         until_s = time.monotonic() + _FOLLOW_S

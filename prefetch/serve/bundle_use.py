@@ -10,6 +10,7 @@ from functools import partial
 
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
+from bootseer.fanout.local import SharedReads
 from bootseer.prefetch.bundle import hot_store
 from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, accuracy_of, scattered_inodes
 from bootseer.prefetch.bundle.bundle_reuse import reuse_bundle
@@ -37,7 +38,13 @@ class BundleUse:
     """One worker's. `begin` it once the tree is mounted; `stop` it before the streams close."""
 
     def __init__(
-        self, plan: ServePlan, tree: Tree, store: Store, streams: ImageBytes, log: AccessLog
+        self,
+        plan: ServePlan,
+        tree: Tree,
+        store: Store,
+        streams: ImageBytes,
+        reads: SharedReads,
+        log: AccessLog,
     ) -> None:
         self.pointer: HotPointer | None = None
         """The pointer to the bundle, once one is found."""
@@ -45,6 +52,7 @@ class BundleUse:
         self._tree = tree
         self._store = store
         self._streams = streams
+        self._reads = reads
         self._log = log
         self._preload: KernelPreload | None = None
         self._accuracy_at_end: BundleAccuracy | None = None
@@ -98,6 +106,8 @@ class BundleUse:
                     digest if self.pointer.index_digest == index else index,
                     self._plan.settings.store_url,
                 ),
+                reads=self._reads,
+                url=self._plan.settings.store_url,
             )
             # Known to faults only once it knows itself what is here already.
             replay.start()

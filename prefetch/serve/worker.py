@@ -5,7 +5,6 @@ worker process (a killed worker has a successor), around a tree and an access lo
 """
 
 import contextlib
-import enum
 import logging
 import os
 import time
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.fanout.local import SharedReads
 from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
 from bootseer.prefetch.bundle.bundle_accuracy import is_worthwhile
@@ -27,7 +27,7 @@ from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.index.stream_contents import StreamContents
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.reading.repairs import second_source
+from bootseer.prefetch.reading.second_source import second_source
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.bundle_use import BundleUse
 from bootseer.prefetch.serve.launch_figures import (
@@ -60,21 +60,6 @@ _SHOWN = (
 """The fields of the mount's state that its status shows."""
 
 
-class Recording(enum.Enum):
-    """State of the record of one start; the values are those of `image status`."""
-
-    OFF = "off"
-    OPEN = "recording"
-    ENDED = "ended"
-    """No access is added any more; nothing was read, or what follows is not decided yet."""
-    NOT_NEEDED = "not needed"
-    """The bundle met the start well enough."""
-    PUBLISHING = "publishing"
-    PUBLISHED = "published"
-    FAILED = "failed"
-    """The publisher failed."""
-
-
 class ImageServer:
     """One worker's life: `operations` for the kernel, `destroyed` at its end."""
 
@@ -85,13 +70,14 @@ class ImageServer:
         self._log = log
         self._store: Store = open_own_store(plan.settings)
         self._publisher: Process | None = None
-        self._record = Recording.OPEN if log.is_open else Recording.ENDED
+        self._record = "recording" if log.is_open else "ended"
         if plan.settings.record == "never":
-            self._record = Recording.OFF
+            self._record = "off"
         self._is_mounted = True
+        self._reads = SharedReads(plan.settings, self._store.read_verified)
         self._streams = ImageBytes(
             tree.blobs,
-            self._store.read_verified,
+            self._reads.read,
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
@@ -106,7 +92,7 @@ class ImageServer:
             ),
             on_refuted=self._refuted,
         )
-        self._bundle = BundleUse(plan, tree, self._store, self._streams, log)
+        self._bundle = BundleUse(plan, tree, self._store, self._streams, self._reads, log)
         self._upkeep = Upkeep(
             plan.settings,
             plan.state.index_digest,
@@ -163,6 +149,7 @@ class ImageServer:
         self._is_mounted = False
         self._upkeep.write_figures()
         # The process around us makes the cache durable when nobody waits for it any more.
+        self._reads.close()
         self._streams.close(durable=False)
         self._store.close()
 
@@ -246,7 +233,7 @@ class ImageServer:
 
     def _ready_command(self) -> dict[str, Any]:
         self._end_record("ready")
-        return {"record": self._record.value}
+        return {"record": self._record}
 
     def _end_record(self, ended: str) -> None:
         if not self._log.close():
@@ -255,7 +242,7 @@ class ImageServer:
         plan = self._plan
         if plan.settings.record == "never":
             return
-        self._record = Recording.ENDED
+        self._record = "ended"
         entries = self._log.entries()
         if not entries:
             return
@@ -267,7 +254,7 @@ class ImageServer:
             and not failed
             and not is_worthwhile(self._bundle.accuracy(), self._bundle.own_trace_count, ended)
         ):
-            self._record = Recording.NOT_NEEDED
+            self._record = "not needed"
             return
         info = RecordInfo(
             plan.state.index_digest,
@@ -281,7 +268,7 @@ class ImageServer:
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._publisher.go()
-        self._record = Recording.PUBLISHING
+        self._record = "publishing"
 
     def _note_on_timeline(self) -> None:
         """What serving the start took, beside the stages of the start itself."""
@@ -292,21 +279,21 @@ class ImageServer:
     # ---- status ---------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Everything that `status DIR` shows, as JSON values."""
+        """Everything that `image status` shows, as JSON values."""
         if self._publisher is not None and self._publisher.is_answered():
             publisher, self._publisher = self._publisher, None
             try:
                 publisher.wait(0)
-                self._record = Recording.PUBLISHED
+                self._record = "published"
             except BootseerError:
-                self._record = Recording.FAILED
+                self._record = "failed"
         times = os.times()
         return {
             **{name: getattr(self._plan.state, name) for name in _SHOWN},
             "worker_pid": os.getpid(),
             "uptime_s": (time.monotonic_ns() - self._log.started_ns) / 1e9,
             "cpu_s": times.user + times.system,
-            "record": self._record.value,
+            "record": self._record,
             "access_count": len(self._log),
             **status_of(self._figures()),
         }

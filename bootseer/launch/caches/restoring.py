@@ -98,7 +98,9 @@ def bring_in(settings: Settings, store: Store, folder: Path, target: Target) -> 
             remove_tree(staging)
             _check_room(folder, sum(paths[path] for path in missing))
             part = tree if len(missing) == len(paths) else part_of(tree, missing)
-            fetched = fetch_tree(store, target, part, staging, settings.deadline_s)
+            # What only some nodes lack is not fed to all.
+            start = settings if part is tree else None
+            fetched = fetch_tree(store, target, part, staging, settings.deadline_s, start=start)
             _move(staging, folder)
         except OSError as error:
             raise from_oserror(error, f"restore the cache in {folder}") from error

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.fanout import Group, find_group, shared_secret
+from bootseer.errors import BootseerError
+from bootseer.fanout.host import HostPlan
+from bootseer.fanout.keys import key_of, shared_secret
+from bootseer.launch.fanout import find_plan
 from bootseer.settings.config import Settings, load_config
 from bootseer.store import open_store
 
 SECRET = "5e" * 32
-HOSTS = {"BOOTSEER_FANOUT_HOSTS": "n[1-4]", "BOOTSEER_NODE": "n2", "BOOTSEER_SUBMISSION": "7"}
+HOSTS = {
+    "BOOTSEER_FANOUT_HOSTS": "n[1-4]",
+    "BOOTSEER_NODE": "n2",
+    "BOOTSEER_SUBMISSION": "7",
+    "BOOTSEER_STORE": "hdfs://n/s",
+}
 
 
 def _settings(tmp_path: Path, **variables: str) -> Settings:
@@ -20,37 +28,43 @@ def _settings(tmp_path: Path, **variables: str) -> Settings:
     return load_config({}, {**known, **variables}).settings
 
 
-def _group(settings: Settings, secret: str = "") -> tuple[Group | None, list[str]]:
-    said: list[str] = []
-    return find_group(settings, ["true"], secret, said.append), said
+def _plan(settings: Settings, secret: str = SECRET) -> HostPlan | None:
+    return find_plan(settings, ["true"], secret)
 
 
-def test_a_start_that_no_scheduler_describes_goes_without_a_word(
+def _key(plan: HostPlan) -> bytes:
+    return key_of(bytes.fromhex(plan.secret), plan.membership.digest, *plan.start)
+
+
+def test_a_start_that_no_scheduler_describes_goes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    assert _group(_settings(tmp_path)) == (None, [])
+    assert _plan(_settings(tmp_path, BOOTSEER_STORE="hdfs://n/s")) is None
+
+
+def test_nodes_that_share_no_store_go_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert _plan(_settings(tmp_path, **{**HOSTS, "BOOTSEER_STORE": ""})) is None
 
 
 def test_nodes_that_have_one_secret_and_one_list_have_one_key(tmp_path: Path) -> None:
-    groups = []
+    plans = []
     for node in ("n2", "n3"):
-        group, said = _group(_settings(tmp_path, **{**HOSTS, "BOOTSEER_NODE": node}), SECRET)
-        assert group is not None
-        assert not said
-        groups.append(group)
-    first, second = groups
-    assert [one.membership.own for one in groups] == [1, 2]
+        plan = _plan(_settings(tmp_path, **{**HOSTS, "BOOTSEER_NODE": node}))
+        assert plan is not None
+        plans.append(plan)
+    first, second = plans
+    assert [one.membership.own for one in plans] == [1, 2]
     assert first.membership.members == second.membership.members
-    assert first.key(first.secret) == second.key(second.secret)
-    other, _ = _group(_settings(tmp_path, **{**HOSTS, "BOOTSEER_SUBMISSION": "8"}), SECRET)
+    assert _key(first) == _key(second)
+    other = _plan(_settings(tmp_path, **{**HOSTS, "BOOTSEER_SUBMISSION": "8"}))
     assert other is not None
-    assert other.key(other.secret) != first.key(first.secret)
-
-
-def test_the_kill_switch(tmp_path: Path) -> None:
-    assert _group(_settings(tmp_path, BOOTSEER_FANOUT="off", **HOSTS)) == (None, [])
+    assert _key(other) != _key(first)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +77,12 @@ def test_the_kill_switch(tmp_path: Path) -> None:
         ({}, SECRET[1:], "BOOTSEER_FANOUT_KEY is no key"),
     ],
 )
-def test_what_cannot_be_right_is_one_warning(
+def test_what_cannot_be_right_is_one_error(
     tmp_path: Path, variables: dict[str, str], secret: str, why: str
 ) -> None:
-    group, said = _group(_settings(tmp_path, **{**HOSTS, **variables}), secret)
-    assert group is None
-    (sentence,) = said
-    assert sentence.startswith("warning: ")
-    assert why in sentence
-    assert secret not in sentence
+    with pytest.raises(BootseerError, match=why) as raised:
+        _plan(_settings(tmp_path, **{**HOSTS, **variables}), secret)
+    assert secret not in str(raised.value)
 
 
 def test_a_file_of_hosts_and_a_file_with_the_key(tmp_path: Path) -> None:
@@ -80,10 +91,10 @@ def test_a_file_of_hosts_and_a_file_with_the_key(tmp_path: Path) -> None:
     key.write_text(SECRET)
     key.chmod(0o600)
     files = {"BOOTSEER_FANOUT_HOSTS": str(hosts), "BOOTSEER_FANOUT_KEY_FILE": str(key)}
-    group, said = _group(_settings(tmp_path, **{**HOSTS, **files}))
-    assert group is not None
-    assert [one.name for one in group.membership.members] == ["n1", "n3", "n2", "n4"]
-    assert (group.membership.own, group.secret.hex(), said) == (2, SECRET, [])
+    plan = _plan(_settings(tmp_path, **{**HOSTS, **files}), "")
+    assert plan is not None
+    assert [one.name for one in plan.membership.members] == ["n1", "n3", "n2", "n4"]
+    assert (plan.membership.own, plan.secret) == (2, SECRET)
 
 
 def test_nodes_of_a_start_find_one_secret_in_the_store(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Process that takes part in a fan-out for one start and node: `python -m bootseer.fanout.host`.
+
+It listens for the other nodes (`exchange`) and for the processes of this one (`local`), and says so
+to `bootseer run`, which has begun it and waits for that alone. It ends when the start is ready,
+when the job has ended, or after a while. Light at first.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import sys
+
+from msgspec import Struct
+
+from bootseer.base.documents import from_line
+from bootseer.errors import from_oserror
+from bootseer.fanout.membership import Member, Membership
+from bootseer.linux.processes import ProcessId
+from bootseer.served.processes import FANOUT, Report, serve
+from bootseer.settings.config import Settings
+
+_BACKLOG = 256
+"""Connections that wait until its code is loaded."""
+
+
+class HostPlan(Struct, frozen=True, kw_only=True):
+    """What the process is told."""
+
+    settings: Settings
+    membership: Membership
+    start: tuple[str, str, str]
+    """Job, submission and attempt."""
+    secret: str
+    """Hexadecimal digits; empty: it is in the store."""
+    user: ProcessId
+    """The process that starts, and becomes the job."""
+    ready_name: str
+
+
+def socket_name(settings: Settings) -> bytes:
+    """Return the name of the abstract socket of this user's start on this node."""
+    words = (str(settings.run_dir), settings.job, settings.submission, str(settings.attempt))
+    digest = hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
+    return f"\0bootseer-fanout-{os.geteuid()}-{digest[:24]}".encode()
+
+
+def main() -> int:
+    """Return the exit code: 0 at its end."""
+    return serve(FANOUT, _host)
+
+
+def _host(line: bytes, report: Report) -> None:
+    """Raises: BootseerError, OSError."""
+    plan = from_line(line, HostPlan)
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            ours.bind(socket_name(plan.settings))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Another launcher of the start has begun one on this node, which serves all.
+            report.ready()
+            return
+        peers = stack.enter_context(_listener(plan.membership.members[plan.membership.own]))
+        ours.listen(_BACKLOG)
+        report.ready()
+        from bootseer.fanout.hosting import take_part
+
+        take_part(plan, ours, peers)
+
+
+def _listener(own: Member) -> socket.socket:
+    """Return what the other nodes connect to. Raises: BootseerError."""
+    address = own.host if own.host.replace(".", "").isdigit() else ""
+    try:
+        if address or not socket.has_dualstack_ipv6():
+            return socket.create_server((address, own.port), backlog=_BACKLOG)
+        return socket.create_server(
+            ("", own.port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    except OSError as error:
+        what = f"listen on port {own.port}, which another job of this node may use (fanout_port)"
+        raise from_oserror(error, what) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""A node's part in a fan-out: objects that its processes ask for, received, fed on, and noted.
+
+`take_part` is all of the process's life (`host`). The main thread waits for the end of the start
+and for clients; each client has a thread, which tells it how far its object has come.
+"""
+
+import array
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from bootseer.errors import BootseerError, CorruptError, NoSpaceError
+from bootseer.fanout.exchange import Exchange, Fed
+from bootseer.fanout.host import HostPlan
+from bootseer.fanout.keys import key_of, shared_secret
+from bootseer.fanout.local import (
+    HEAD,
+    IS_COMING,
+    IS_OVER,
+    UPDATE,
+    SharedObject,
+    body_bytes,
+    decode_request,
+)
+from bootseer.fanout.objects import ChunkList, chunk_list
+from bootseer.fanout.trees import STORE, Trees
+from bootseer.linux.private_files import private_directory
+from bootseer.served.control import is_trusted_peer
+from bootseer.served.ready_socket import ReadySocket
+from bootseer.store import Store, open_own_store, open_store
+from bootseer.timeline import stage
+from bootseer.transfer.chunks import ChunkFetcher
+from bootseer.transfer.ranges import Chunk
+
+_log = logging.getLogger(__name__)
+
+_WINDOW_S = 900.0
+"""A start that has not said `ready()` by then is taken for over."""
+_CLIENTS_MAX = 64
+_REQUEST_S = 5.0
+_TELL_S = 2.0
+"""How long a client may take no update before it is hung up on."""
+_LOOK_S = 0.2
+_STORE_THREADS = 4
+_SOURCES_MAX = 8
+_SPARE_SHARE = 0.5
+"""Of the room on the cache's disk, an object gets no more."""
+
+
+def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None:
+    """Receive and feed until the start is over. Raises: BootseerError, OSError."""
+    with ours, peers, contextlib.ExitStack() as stack:
+        store = stack.enter_context(open_own_store(plan.settings))
+        secret = bytes.fromhex(plan.secret) or shared_secret(store, plan.start)
+        membership = plan.membership
+        exchange = stack.enter_context(
+            Exchange(
+                [(one.host, one.port) for one in membership.members],
+                membership.own,
+                key_of(secret, membership.digest, *plan.start),
+                Trees(len(membership.members), [one.place for one in membership.members]),
+                listener=peers,
+            )
+        )
+        objects = _Objects(plan, exchange, stack)
+        _wait_for_end(plan, ours, objects)
+        _note(plan, exchange.fed())
+
+
+def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> None:
+    """Take clients until the start is ready, or the job or the window has ended."""
+    until_s = time.monotonic() + _WINDOW_S
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        ready = ReadySocket(plan.ready_name)
+        stack.callback(ready.close)
+        try:
+            user = plan.user.open()
+        except ProcessLookupError:
+            return
+        stack.callback(os.close, user)
+        ours.setblocking(False)
+        for source in (ours, ready, user):
+            selector.register(source, selectors.EVENT_READ)
+        while (left_s := until_s - time.monotonic()) > 0:
+            found = {key.fileobj for key, _ in selector.select(left_s)}
+            if user in found or (ready in found and ready.take()):
+                return
+            if ours in found:
+                with contextlib.suppress(OSError):
+                    objects.take(ours.accept()[0])
+
+
+class _StoredChunks:
+    """Chunks of an object as the store has them: the fetch engine's deadlines and checks hold."""
+
+    def __init__(self, wanted: SharedObject, chunks: ChunkList, fetcher: ChunkFetcher) -> None:
+        self._wanted, self._chunks, self._fetcher = wanted, chunks, fetcher
+
+    def chunk_list(self) -> bytes:
+        """Return the encoded list of chunks, which every node of the start knows by itself."""
+        return self._chunks.encode()
+
+    def chunk(self, index: int, offset: int, length: int) -> bytes:
+        """Return the bytes of a chunk. Raises: BootseerError."""
+        found: list[bytes] = []
+        chunk = self._wanted.chunks[index]
+
+        def deliver(_: Chunk, data: memoryview) -> None:
+            found.append(bytes(data))
+
+        self._fetcher.demand(chunk, deliver)
+        return found[0]
+
+
+class _Object(Struct, frozen=True):
+    """An object that this node receives."""
+
+    name: bytes
+    file: int
+
+
+class _Objects:
+    """What the processes of this node have asked for."""
+
+    def __init__(self, plan: HostPlan, exchange: Exchange, stack: contextlib.ExitStack) -> None:
+        """`stack`: closes what is opened."""
+        self._settings, self._exchange, self._stack = plan.settings, exchange, stack
+        self._folder = private_directory(plan.settings.cache_dir / "fanout")
+        self._found: dict[bytes, _Object] = {}
+        self._fetchers: dict[str, ChunkFetcher] = {}
+        self._lock = threading.Lock()
+        self._clients = threading.BoundedSemaphore(_CLIENTS_MAX)
+
+    def take(self, connection: socket.socket) -> None:
+        """Answer a client, in a thread of its own."""
+        if not self._clients.acquire(blocking=False):
+            connection.close()
+            return
+        threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(_REQUEST_S)
+                if not is_trusted_peer(connection):
+                    return
+                with connection.makefile("rb") as request:
+                    head = request.read(HEAD.size)
+                    if len(head) < HEAD.size:
+                        return
+                    count = body_bytes(head)
+                    body = request.read(count)
+                if len(body) < count:
+                    return
+                found = self._receive(decode_request(head, body))
+                if found is None:
+                    return
+                connection.settimeout(_TELL_S)
+                rights = array.array("i", [found.file])
+                connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                for state, *counts in self._progress(found):
+                    connection.sendall(UPDATE.pack(state, *counts))
+        except (CorruptError, NoSpaceError) as error:
+            _log.warning("an object does not travel by the fan-out: %s", error)
+        except (BootseerError, OSError) as error:
+            _log.info("a client is left: %s", error)
+        finally:
+            self._clients.release()
+
+    def _progress(self, one: _Object) -> Iterator[tuple[int, ...]]:
+        counts: tuple[int, ...] = (-1, -1)
+        while True:
+            found, is_over = self._exchange.progress(one.name, counts, _LOOK_S)
+            if is_over:
+                yield (IS_OVER, *found)
+                return
+            if found != counts:
+                counts = found
+                yield (IS_COMING, *counts)
+
+    def _receive(self, wanted: SharedObject) -> _Object | None:
+        """Have the fan-out bring an object, if it does not already; None where it is not wanted.
+        Raises: BootseerError, OSError."""
+        chunks = chunk_list(
+            [one.length for one in wanted.chunks], [one.digest or b"" for one in wanted.chunks]
+        )
+        name = chunks.name
+        if not wanted.is_wanted:
+            self._exchange.decline(name)
+            return None
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._join(name, wanted, chunks)
+            return self._found[name]
+
+    def _join(self, name: bytes, wanted: SharedObject, chunks: ChunkList) -> _Object:
+        room = os.statvfs(self._folder)
+        if chunks.offsets[-1] > room.f_bavail * room.f_frsize * _SPARE_SHARE:
+            raise NoSpaceError(f"{self._folder} has no room for {chunks.offsets[-1]} bytes")
+        path = self._folder / f"{os.getpid()}-{name.hex()}"
+        self._exchange.join(name, path, _StoredChunks(wanted, chunks, self._fetcher(wanted.url)))
+        try:
+            # Read-only: a client gets it.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        finally:
+            path.unlink(missing_ok=True)
+        self._stack.callback(os.close, file)
+        return _Object(name, file)
+
+    def _fetcher(self, url: str) -> ChunkFetcher:
+        if url not in self._fetchers:
+            settings = self._settings
+            is_own = url == settings.store_url
+            opened: Store = (
+                open_own_store(settings)
+                if is_own
+                else open_store(url, deadline_s=settings.deadline_s)
+            )
+            self._stack.enter_context(opened)
+            fetcher = ChunkFetcher(
+                opened.read_verified,
+                threads=_STORE_THREADS,
+                demand_threads=_STORE_THREADS,
+                deadline_s=settings.deadline_s,
+            )
+            self._fetchers[url] = self._stack.enter_context(fetcher)
+        return self._fetchers[url]
+
+
+# ---- the timeline -----------------------------------------------------------------------------
+
+
+def _note(plan: HostPlan, fed: list[Fed]) -> None:
+    """Note on the timeline of the start who fed this node."""
+    membership = plan.membership
+    names = [one.name for one in membership.members]
+    own = membership.members[membership.own]
+    came_bytes = sum(one.byte_count for one in fed)
+    stored_bytes = sum(one.byte_count for one in fed if one.source == STORE)
+    left = [one for one in fed if one.left_because and one.source != STORE]
+    fallback = ""
+    if came_bytes and stored_bytes == came_bytes:
+        fallback = f"no other node could be used: port {own.port} may be blocked"
+        _log.warning("warning: %s", fallback)
+    elif left:
+        fallback = f"{own.name} {_told(max(left, key=_lost_s), names)}"
+    with stage("fan-out") as span:
+        span.set("bootseer.bytes", came_bytes)
+        span.set("bootseer.fanout.store_bytes", stored_bytes)
+        span.set("bootseer.fanout.nodes", len(names))
+        span.set("bootseer.fanout.list_from", membership.origin)
+        if fed:
+            longest = sorted(fed, key=lambda one: -one.byte_count)[:_SOURCES_MAX]
+            span.set("bootseer.fanout.sources", "; ".join(_told(one, names) for one in longest))
+        if fallback:
+            span.set("bootseer.fallback", fallback)
+
+
+def _lost_s(one: Fed) -> float:
+    return one.seconds
+
+
+def _told(one: Fed, names: list[str]) -> str:
+    """Return what one source brought: "was fed by n9 at 40.0 MB/s; left it after 0.8 s"."""
+    source = "the store" if one.source == STORE else names[one.source]
+    rate = one.byte_count / one.seconds / 1e6 if one.seconds > 0 else 0.0
+    sentence = f"was fed by {source} at {rate:.1f} MB/s"
+    if one.left_because and one.source != STORE:
+        sentence += f"; left it after {one.seconds:.1f} s: {one.left_because}"
+    return sentence

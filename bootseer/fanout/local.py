@@ -1,0 +1,331 @@
+"""Objects of a fan-out as the processes of one node share them.
+
+One process of a start and node takes part in the fan-out (`host`). It receives each object into a
+file without a name, in the order of the object's chunks. Image servers, environments and checkpoint
+servers of the start ask it for an object through an abstract socket, get the file's descriptor, and
+are told how far the object has come; they read the bytes from the file themselves.
+
+`SharedReads` is their side: a `Reader` for the fetch engine, which brings from the file what the
+fan-out brings in time, and everything else from the store. The fetch engine checks the bytes as all
+others: a host that lies gets no wrong byte into anybody.
+
+The exchange, integers little-endian:
+
+    client -> host   MAGIC, u32 bytes of the header, u32 chunks; the header: JSON {is_wanted, url,
+                     keys}; for each chunk u16 number of its key, u64 offset, u32 length, 32 bytes
+                     digest
+    host -> client   one byte, with the descriptor; then again and again u8 state, u32 u32 chunks of
+                     each tree that are in the file, from the first one on. Nothing where the object
+                     is not wanted
+
+Any thread.
+"""
+
+import array
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from bootseer.base.closing import Closing
+from bootseer.base.documents import Form
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.fanout.trees import TREE_COUNT
+from bootseer.served.control import is_trusted_peer
+from bootseer.settings.config import Settings
+from bootseer.transfer.attempt import Attempt
+from bootseer.transfer.chunks import Reader
+from bootseer.transfer.ranges import Chunk
+
+_log = logging.getLogger(__name__)
+
+MAGIC = b"BSFSHARE"
+HEAD = struct.Struct("<8sII")
+UPDATE = struct.Struct("<BII")
+IS_COMING, IS_OVER = 0, 1
+"""States of an object: more may come; no more will."""
+_ROW = struct.Struct("<HQI32s")
+_HEADER_BYTES_MAX = 1 << 22
+_CHUNKS_MAX = 1 << 20
+CHUNK_BYTES_MAX = 16 << 20
+_OBJECT_BYTES_MAX = 1 << 42
+_JOIN_S = 5.0
+_STUCK_S = 5.0
+"""An object of which nothing comes for so long is read from the store: longer than a node needs to
+find another source, or to read the store itself."""
+_NEAR_BYTES = 32 << 20
+_NEAR_S = 2.0
+"""A chunk that is neither so near, nor expected so soon, is not waited for."""
+_LOOK_S = 0.1
+
+
+class _Header(Struct, frozen=True):
+    is_wanted: bool
+    url: Annotated[str, Meta(max_length=4096)]
+    keys: Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=1 << 16)]
+
+
+_HEADER: Form[_Header] = Form(
+    type=_Header, what="a request for an object", size_max=_HEADER_BYTES_MAX
+)
+
+
+class SharedObject(Struct, frozen=True):
+    """Stored bytes that all nodes of a start want, in the order in which they want them."""
+
+    url: str
+    """URL of the store, which may hold credentials."""
+    chunks: tuple[Chunk, ...]
+    """Each has a digest. Their bytes follow each other in the object's file."""
+    is_wanted: bool = True
+    """Whether the node lacks it. Other nodes ask it in vain where it does not, and are told so."""
+
+    def encode(self) -> bytes:
+        """Return the request for the object."""
+        keys = list(dict.fromkeys(chunk.key for chunk in self.chunks))
+        numbers = {key: number for number, key in enumerate(keys)}
+        told = {"is_wanted": self.is_wanted, "url": self.url, "keys": keys}
+        header = json.dumps(told).encode()
+        rows = (
+            _ROW.pack(numbers[chunk.key], chunk.offset, chunk.length, chunk.digest or b"")
+            for chunk in self.chunks
+        )
+        return b"".join((HEAD.pack(MAGIC, len(header), len(self.chunks)), header, *rows))
+
+    @property
+    def starts(self) -> list[int]:
+        """Return where each chunk begins in the file, and where the last one ends."""
+        return [0, *itertools.accumulate(chunk.length for chunk in self.chunks)]
+
+
+def body_bytes(head: bytes) -> int:
+    """Return how many bytes follow the head of a request. Raises: CorruptError."""
+    magic, header_bytes, chunk_count = HEAD.unpack(head)
+    if magic != MAGIC or header_bytes > _HEADER_BYTES_MAX or not 0 < chunk_count <= _CHUNKS_MAX:
+        raise CorruptError("a request for an object of the fan-out cannot be read")
+    return int(header_bytes + chunk_count * _ROW.size)
+
+
+def decode_request(head: bytes, body: bytes) -> SharedObject:
+    """Return the object that a request names. Raises: CorruptError."""
+    _, header_bytes, _ = HEAD.unpack(head)
+    header = _HEADER.decode(body[:header_bytes], "a request for an object of the fan-out")
+    keys, chunks = header.keys, []
+    for number, offset, length, digest in _ROW.iter_unpack(body[header_bytes:]):
+        if number >= len(keys) or not 0 < length <= CHUNK_BYTES_MAX or offset > _OBJECT_BYTES_MAX:
+            raise CorruptError("a request for an object of the fan-out has a chunk out of bounds")
+        chunks.append(Chunk(keys[number], offset, length, digest))
+    return SharedObject(header.url, tuple(chunks), header.is_wanted)
+
+
+def can_be_shared(chunks: Sequence[Chunk]) -> bool:
+    """Whether chunks can be an object of a fan-out."""
+    return 0 < len(chunks) <= _CHUNKS_MAX and all(
+        chunk.digest is not None and 0 < chunk.length <= CHUNK_BYTES_MAX for chunk in chunks
+    )
+
+
+class _Arriving:
+    """An object on its way into its file, as one of its readers sees it."""
+
+    def __init__(self, connection: socket.socket, file: int, wanted: SharedObject) -> None:
+        self._connection, self._file, self._wanted = connection, file, wanted
+        self._starts = wanted.starts
+        self._places: dict[str, list[tuple[int, int, int]]] = {}
+        """(offset, end, number) of the chunks of each key, by offset."""
+        for number, chunk in enumerate(wanted.chunks):
+            self._places.setdefault(chunk.key, []).append((chunk.offset, chunk.end, number))
+        for places in self._places.values():
+            places.sort()
+        self._counts = [0] * TREE_COUNT
+        self._is_over = False
+        self._changed = threading.Condition()
+        self._began_s = self._moved_s = time.monotonic()
+        threading.Thread(target=self._listen, name="fan-out", daemon=True).start()
+
+    def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> bool:
+        """Fill `buffer` as the chunks come; False where they do not come in time, or are not of
+        this object."""
+        pieces = self._pieces(key, offset, len(buffer))
+        done = 0
+        for number, inner, length in pieces:
+            if not self._wait(number, attempt):
+                return False
+            data = os.pread(self._file, length, self._starts[number] + inner)
+            if len(data) != length or not attempt.put(done, buffer, data):
+                return False
+            done += length
+        return bool(pieces)
+
+    def _pieces(self, key: str, offset: int, length: int) -> list[tuple[int, int, int]]:
+        """Return (chunk, offset in it, length) of a range of an object; empty where some of it is
+        in no chunk."""
+        places = self._places.get(key, [])
+        at = bisect_right(places, offset, key=itemgetter(0)) - 1
+        pieces = []
+        while length > 0:
+            if not 0 <= at < len(places) or not places[at][0] <= offset < places[at][1]:
+                return []
+            start, end, number = places[at]
+            count = min(length, end - offset)
+            pieces.append((number, offset - start, count))
+            offset, length, at = offset + count, length - count, at + 1
+        return pieces
+
+    def _wait(self, number: int, attempt: Attempt) -> bool:
+        tree, place = number % TREE_COUNT, number // TREE_COUNT
+        with self._changed:
+            try:
+                while self._counts[tree] <= place:
+                    if self._is_over or attempt.is_given_up or self._is_hopeless(number):
+                        return False
+                    attempt.waits = True
+                    self._changed.wait(_LOOK_S)
+            finally:
+                attempt.waits = False
+        return True
+
+    def _is_hopeless(self, number: int) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._moved_s > _STUCK_S:
+            return True
+        came = self._came_bytes
+        ahead = self._starts[number] - came
+        rate = came / max(now_s - self._began_s, 1e-3)
+        return ahead > _NEAR_BYTES and ahead > rate * _NEAR_S
+
+    @property
+    def _came_bytes(self) -> int:
+        """Bytes from the first chunk on, about."""
+        return self._starts[min(sum(self._counts), len(self._starts) - 1)]
+
+    def _listen(self) -> None:
+        try:
+            with self._connection, self._connection.makefile("rb") as updates:
+                while len(data := updates.read(UPDATE.size)) == UPDATE.size:
+                    state, *counts = UPDATE.unpack(data)
+                    with self._changed:
+                        if counts != self._counts:
+                            self._counts, self._moved_s = counts, time.monotonic()
+                        self._is_over |= state == IS_OVER
+                        self._changed.notify_all()
+        except OSError as error:
+            _log.debug("the fan-out is not heard any more: %s", error)
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Want no more of it. Reads end, and go to the store. The file goes with this object."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        # Not earlier: a thread may be reading.
+        os.close(self._file)
+
+
+class SharedReads(Closing):
+    """Reads of stored bytes, by the fan-out where it brings them in time, else by the store.
+
+    `read` is a `Reader` for a `ChunkFetcher`.
+    """
+
+    def __init__(self, settings: Settings, read: Reader) -> None:
+        """`read`: of the store."""
+        self._settings = settings
+        self._read = read
+        self._arriving: dict[str, _Arriving] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self.shared_bytes = 0
+        """Bytes that came by the fan-out."""
+
+    def share(self, url: str, chunks: Sequence[Chunk]) -> bool:
+        """Have the fan-out bring `chunks` of the store `url`, in this order; False where this start
+        has none, or cannot share them. Their bytes are then waited for in `read`."""
+        arriving = self._ask(SharedObject(url, tuple(chunks)))
+        if arriving is None:
+            return False
+        with self._lock:
+            if self._is_closed:
+                arriving.close()
+                return False
+            for key in {chunk.key for chunk in chunks}:
+                self._arriving[key] = arriving
+        return True
+
+    def decline(self, url: str, chunks: Sequence[Chunk]) -> None:
+        """Have other nodes told that this one has `chunks`, as of earlier starts: they do not wait
+        until it gets them."""
+        self._ask(SharedObject(url, tuple(chunks), is_wanted=False))
+
+    def _ask(self, wanted: SharedObject) -> _Arriving | None:
+        if not self._settings.fanout or not can_be_shared(wanted.chunks):
+            return None
+        # Here: a start without a fan-out needs none of it.
+        from bootseer.fanout.host import socket_name
+
+        try:
+            return _ask(socket_name(self._settings), wanted)
+        except (BootseerError, OSError) as error:
+            _log.debug("no fan-out brings %d chunks: %s", len(wanted.chunks), error)
+            return None
+
+    def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
+        """Fill `buffer` from `offset` of the object `key`; as `Store.read_verified`."""
+        # What failed or came damaged is asked of the store, which has checksums and replicas.
+        arriving = None if attempt.is_second or attempt.follows_damage else self._arriving.get(key)
+        if arriving is not None and arriving.read(key, offset, buffer, attempt):
+            with self._lock:
+                self.shared_bytes += len(buffer)
+            return len(buffer)
+        if attempt.is_given_up:
+            return 0
+        return self._read(key, offset, buffer, attempt)
+
+    def close(self) -> None:
+        """Want nothing more of the fan-out. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            arriving = set(self._arriving.values())
+        for one in arriving:
+            one.close()
+
+
+def _ask(name: bytes, wanted: SharedObject) -> _Arriving | None:
+    """Ask the process that takes part for an object; None of one that is not wanted. Raises:
+    OSError where there is none."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_JOIN_S)
+        connection.connect(name)
+        if not is_trusted_peer(connection):
+            raise ConnectionRefusedError("another user's process has the name of the fan-out")
+        connection.sendall(wanted.encode())
+        if not wanted.is_wanted:
+            connection.close()
+            return None
+        descriptors = array.array("i")
+        data, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(descriptors.itemsize))
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(content[: descriptors.itemsize])
+        if not data or len(descriptors) != 1:
+            raise ConnectionError("the fan-out does not take the object")
+        connection.settimeout(None)
+        return _Arriving(connection, descriptors[0], wanted)
+    except BaseException:
+        connection.close()
+        raise

@@ -1,0 +1,171 @@
+"""Whole starts whose nodes feed each other: four nodes at addresses of this machine, one store."""
+
+import contextlib
+import secrets
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.demo.limited import Account, read_account
+from bootseer.store import TEST_NETWORK
+from testbed.node import Node, node_at
+from testbed.paths import REPOSITORY
+from testbed.servers.registry import free_port
+from tests.bootseer.launch.conftest import Image
+
+pytestmark = pytest.mark.needs("mount", "fuse")
+
+COUNT = 4
+PROGRAM = """
+import sys
+sys.path.insert(0, "/source")
+import bootseer, decimal, email.message, http.client, json
+bootseer.ready()
+"""
+SETUP = """python3 -c "import os, sys; os.makedirs('/job/env'); \\
+open('/job/env/data', 'wb').write(os.urandom(2000000))" """
+JOB = (
+    "--setup",
+    SETUP,
+    "--target",
+    "/job/env",
+    "--bind",
+    f"{REPOSITORY}:/source:ro",
+    "--",
+    "python3",
+    "-c",
+    PROGRAM,
+)
+
+
+class Site:
+    """Nodes that share a store, whose bytes are counted."""
+
+    def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
+        self.base = base
+        self.store = base / "store"
+        self.tally = base / "tally"
+        hosts = [f"127.0.0.{number + 2}" for number in range(COUNT)]
+        self.variables = {
+            TEST_NETWORK: "bootseer.demo.limited",
+            "BOOTSEER_FANOUT_HOSTS": ",".join(hosts),
+            "BOOTSEER_FANOUT_PORT": str(free_port()),
+            "BOOTSEER_FANOUT_KEY": secrets.token_hex(32),
+            "BOOTSEER_SUBMISSION": "7",
+            "BOOTSEER_FILL": "0",
+        }
+        url = f"limit+{self.store.as_uri()}?tally={self.tally}"
+        self.nodes = [
+            stack.enter_context(
+                node_at(base / host, url, variables={**self.variables, "BOOTSEER_NODE": host})
+            )
+            for host in hosts
+        ]
+
+    def start(self, *words: object) -> None:
+        """Start all nodes at once, until nothing of the start is left."""
+        started = [node.start("run", *words) for node in self.nodes]
+        for process in started:
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 0, said
+        for node in self.nodes:
+            node.wait_clean()
+
+    def moved(self) -> Account:
+        return read_account(self.tally)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        yield Site(tmp_path, stack)
+
+
+@pytest.fixture(scope="module")
+def recorded(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the image, and the bundle of a start; not to be changed."""
+    base = tmp_path_factory.mktemp("recorded")
+    with node_at(base / "node", (base / "store").as_uri()) as node:
+        done = node.run("run", "--image", image.source, *JOB)
+        assert done.returncode == 0, done.stderr
+        node.wait_clean()
+    assert list((base / "store/bundles").rglob("header"))
+    return base / "store"
+
+
+def _figures(node: Node) -> dict[str, Any]:
+    span = node.spans()["fan-out"]
+    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+
+
+def test_image_and_environment_leave_the_store_once(
+    site: Site, image: Image, recorded: Path
+) -> None:
+    subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
+    site.start("--image", image.source, *JOB)
+    figures = [_figures(node) for node in site.nodes]
+    came = [int(one["bootseer.bytes"]) for one in figures]
+    assert min(came) > 4_000_000  # a bundle, and an environment that nothing compresses
+    assert {one["bootseer.fanout.nodes"] for one in figures} == {str(COUNT)}
+    stored = sum(int(one["bootseer.fanout.store_bytes"]) for one in figures)
+    assert stored < 2 * max(came)
+    # Everything that four nodes read: names, indexes and faults as well.
+    assert site.moved().bytes_read < stored + max(came)
+    assert any("was fed by 127.0.0." in one["bootseer.fanout.sources"] for one in figures)
+    for node in site.nodes:
+        # The files of what came are nameless, and the key is nowhere.
+        assert not list((node.base / "cache/fanout").iterdir())
+        for path in (
+            *(node.base / "run/logs").iterdir(),
+            *(node.base / "timeline").rglob("*.jsonl"),
+        ):
+            assert site.variables["BOOTSEER_FANOUT_KEY"] not in path.read_text()
+
+
+def test_nodes_that_cannot_reach_each_other_read_the_store(
+    site: Site, image: Image, recorded: Path
+) -> None:
+    """As where a firewall blocks the port: other addresses are told, at which nobody answers."""
+    subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
+    (first, *_) = site.nodes
+    done = first.run("run", "--image", image.source, *JOB)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    first.wait_clean()
+    assert "may be blocked" in _figures(first)["bootseer.fallback"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"BOOTSEER_NODE": "n9"}, "does not name this node"),
+        ({"BOOTSEER_FANOUT_HOSTS": "a,b,b,127.0.0.2"}, "names the node 'b' twice"),
+        ({"BOOTSEER_FANOUT_KEY": "secret"}, "BOOTSEER_FANOUT_KEY is no key"),
+        ({}, "which another job of this node may use"),
+    ],
+)
+def test_what_cannot_be_right_costs_a_start_one_warning(
+    site: Site, variables: dict[str, str], says: str
+) -> None:
+    (node, *_) = site.nodes
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        variables = {"BOOTSEER_FANOUT_PORT": str(taken.getsockname()[1]), **variables}
+        done = node.run("run", "--", "sh", "-c", "echo ran", variables=variables)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    (line,) = done.stderr.splitlines()
+    assert "warning: this node reads all of the store by itself" in line
+    assert says in line
+
+
+@pytest.mark.parametrize("how", ["--fanout=off", "BOOTSEER_FANOUT"])
+def test_the_kill_switch(site: Site, how: str) -> None:
+    (node, *_) = site.nodes
+    words, variables = ([how], {}) if how.startswith("-") else ([], {how: "off"})
+    done = node.run("run", *words, "--", "true", variables=variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    node.wait_clean()
+    assert "fan-out" not in node.spans()
