@@ -138,7 +138,7 @@ def _have_tree(mode: str) -> Callable[[Site, Node], None]:
     def start(site: Site, node: Node) -> None:
         node.run(_restore(str(site.near_store), mode), timeout_s=DEADLINE_S)
         if mode == "link":
-            node.run(bootseer("", "snapshot", "unmount", str(ENVIRONMENT)), timeout_s=DEADLINE_S)
+            node.run(bootseer("", "unmount", str(ENVIRONMENT)), timeout_s=DEADLINE_S)
         else:
             node.run(["rm", "-rf", str(ENVIRONMENT)], timeout_s=DEADLINE_S)
 
@@ -149,8 +149,8 @@ def _record(site: Site) -> None:
     """An earlier job, on another node, has mounted the snapshot."""
 
     def record() -> None:
-        unmount = bootseer(site.store_url, "snapshot", "unmount", str(ENVIRONMENT))
-        wait = bootseer(site.store_url, "image", "status", "--wait", "180")
+        unmount = bootseer(site.store_url, "unmount", str(ENVIRONMENT))
+        wait = bootseer(site.store_url, "status", "--wait", "180")
         with site.node("record") as node:
             for command in (_restore(site.store_url, "mount"), IMPORT, unmount, wait):
                 node.run(command, timeout_s=DEADLINE_S)

@@ -132,5 +132,5 @@ def _record(site: Site) -> None:
 
 
 def _wait_published(site: Site, node: Node) -> None:
-    wait = _command(settings(site, node), "image", "status", "--wait", f"{_WAIT_DEADLINE_S:g}")
+    wait = _command(settings(site, node), "status", "--wait", f"{_WAIT_DEADLINE_S:g}")
     node.run(wait, timeout_s=_WAIT_DEADLINE_S + 10)

@@ -48,6 +48,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "node.status_commands",
         "What is mounted, or runs in the background, on this node.",
     ),
+    "unmount": (
+        "node.status_commands",
+        "Take an image, environment or checkpoint folder off its directory.",
+    ),
     "report": ("report.report_commands", "Where the time of a start went."),
     "watch": ("report.watch_commands", "Follow a start that is under way."),
     "config": ("node.config_commands", "Show the settings and where each came from."),
@@ -68,11 +72,6 @@ class _Commands(LazyGroup):
 @click.group(
     cls=_Commands,
     elsewhere={name: (module, name) for name, (module, _) in _COMMANDS.items()},
-    renamed={
-        "mount": ("checkpoint", "mount"),
-        "stripe": ("checkpoint",),
-        "unmount": ("checkpoint", "unmount"),
-    },
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: bootseer run --setup 'pip install -r requirements.txt' -- python train.py",
 )

@@ -1,4 +1,4 @@
-"""Kinds of commands: groups, those that wrap another one, and those whose options have new names.
+"""Kinds of commands: groups, and those that wrap another one.
 
 Some commands of a group are in other modules, loaded when one of them is used: a start of a job
 waits for all that its command loads.
@@ -14,23 +14,20 @@ from bootseer.base.shown import nearest
 
 
 class LazyGroup(click.Group):
-    """A group whose commands may lie in modules of their own, and may have had other names.
+    """A group whose commands may lie in modules of their own.
 
     `elsewhere`: of each command that is not added the module in `bootseer.cli` that has it, and its
-    name there. `renamed`: of each old name the words that stand for it now; it is not listed, works
-    as before, and says one line of warning.
+    name there.
     """
 
     def __init__(
         self,
         *args: Any,
         elsewhere: Mapping[str, tuple[str, str]] | None = None,
-        renamed: Mapping[str, tuple[str, ...]] | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(*args, **rest)
         self._elsewhere = elsewhere or {}
-        self._renamed = renamed or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted((*self.commands, *self._elsewhere))
@@ -46,18 +43,6 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in self._renamed:
-            new = self._renamed[args[0]]
-            path = ctx.command_path
-            click.echo(
-                f"bootseer: warning: '{path} {args[0]}' is called '{path} {' '.join(new)}' now",
-                err=True,
-            )
-            command: click.Command | None = self
-            for name in new:
-                assert isinstance(command, click.Group)
-                command = command.get_command(ctx, name)
-            return " ".join(new), command, args[1:]
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             close = nearest(args[0], self.list_commands(ctx))
             hint = f" Did you mean {close!r}?" if close else ""
@@ -106,24 +91,3 @@ class WrappingCommand(click.Command):
             raise click.UsageError(f"Missing COMMAND: {hint}", ctx)
         ctx.params["command"] = command
         return rest
-
-
-class RenamedOptions(click.Command):
-    """One that still takes options by their old names, with a warning. `renamed`: the new name of
-    each old one."""
-
-    def __init__(self, *args: Any, renamed: Mapping[str, str], **rest: Any) -> None:
-        super().__init__(*args, **rest)
-        self._renamed = renamed
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words: list[str] = []
-        for word in args:
-            old, equals, value = word.partition("=")
-            new = self._renamed.get(old)
-            if new is None or "--" in words:
-                words.append(word)
-                continue
-            click.echo(f"bootseer: warning: {old} is called {new} now", err=True)
-            words.append(new + equals + value)
-        return super().parse_args(ctx, words)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bootseer.base.shown import shown
-from bootseer.cli.lazy_group import LazyGroup, RenamedOptions
+from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     Age,
     FiniteRange,
@@ -30,8 +30,6 @@ def store() -> None:
 
 
 @store.command(
-    cls=RenamedOptions,
-    renamed={"--yes": "--delete", "--grace": "--age"},
     epilog="Example: bootseer store gc --keep-last 3 --keep-days 30 --keep 'base-*'",
 )
 @click.option(

@@ -98,6 +98,8 @@ class Entry(Struct, frozen=True):
     log: str | None = None
     until_s: float | None = None
     """Since 1970: when it goes by itself, where that is known."""
+    figures: dict[str, Any] | None = None
+    """What its server says of it; docs/json.md has the keys."""
 
 
 def known_servers(run_dir: Path) -> list[Known]:
@@ -153,7 +155,7 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
     if kind == "container" and mount_table.find_mount(Path(state.directory)) is not None:
         shown = (state.directory,)  # it lingers
     log = log_path(run_dir, state.id)
-    health, problem, remedy = _health(known, kind, log)
+    health, problem, remedy, figures = _health(known, kind, log)
     users = living_ids(known.folder / "users")
     if state.user is not None and state.user.lives():
         users.add(state.user.pid)
@@ -170,40 +172,41 @@ def entry_of(known: Known, run_dir: Path) -> Entry:
         remedy=remedy,
         log=str(log) if log.exists() else None,
         until_s=state.until_ns / 1e9 if state.until_ns else None,
+        figures=figures,
     )
 
 
-def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str]:
+def _health(known: Known, kind: str, log: Path) -> tuple[str, str, str, dict[str, Any] | None]:
     state, directory = known.state, known.state.directory
     ends = {
-        "image": f"`bootseer image unmount {directory}` removes it",
-        "checkpoints": f"`bootseer checkpoint unmount {directory}` removes it; mount it again",
+        "image": f"`bootseer unmount {directory}` removes it",
+        "checkpoints": f"`bootseer unmount {directory}` removes it; mount it again",
         "publisher": "a later start publishes again",
         "volume": "the CSI driver mounts it anew",
     }.get(kind, "the next start on this node removes it")
     if not known.is_running and serves_itself(known.folder):
         what = "the process that would remove it was killed"
-        return "degraded", what, "the next start after its users' end removes it"
+        return "degraded", what, "the next start after its users' end removes it", None
     if not known.is_running:
-        return "dead", "its server was killed", ends
+        return "dead", "its server was killed", ends, None
     if kind not in IMAGES and kind != "checkpoints":
-        return "ok", "", ""
+        return "ok", "", "", None
     try:
         answer = known.ask("status", _ANSWER_S)
     except BootseerError as error:
-        return "silent", str(error), f"see {log}; {ends}"
+        return "silent", str(error), f"see {log}; {ends}", None
     # Where not even the worker is known, they are in a PID namespace that we do not see.
     server, worker = state.processes
     if worker.lives() and not server.lives():
         what = "the process that would replace a worker that dies is gone"
-        return "degraded", what, "mount it again when nothing uses it"
+        return "degraded", what, "mount it again when nothing uses it", answer
     problem = _problem_of(answer, kind)
     if problem:
-        return "degraded", problem, f"see {log}"
+        return "degraded", problem, f"see {log}", answer
     if kind in ("image", "checkpoints") and mount_table.find_mount(Path(directory)) is None:
         what = "it was taken off while files in it were open"
-        return "degraded", what, "it ends when they are closed"
-    return "ok", "", ""
+        return "degraded", what, "it ends when they are closed", answer
+    return "ok", "", "", answer
 
 
 def _problem_of(answer: Mapping[str, Any], kind: str) -> str:
@@ -230,21 +233,19 @@ def foreign_entries(known: Iterable[Known], run_dir: Path) -> Iterator[Entry]:
     directories = {one.state.directory for one in servers}
     for mount in mount_table.find_mounts("bootseer"):
         if str(mount.path) not in directories:
-            kind, command = "image", "image unmount"
-            if mount.subtype.endswith("-stripe"):
-                kind, command = "checkpoints", "checkpoint unmount"
-            yield _foreign(kind, mount.name, mount.path, mount.user, run_dir, command)
+            kind = "checkpoints" if mount.subtype.endswith("-stripe") else "image"
+            yield _foreign(kind, mount.name, mount.path, mount.user, run_dir)
     ids = {one.state.id for one in servers}
     for cover in covers():
         if cover.id not in ids:
-            yield _foreign(*_of_cover(cover), run_dir, "snapshot unmount")
+            yield _foreign(*_of_cover(cover), run_dir)
 
 
 def _of_cover(cover: Cover) -> tuple[str, str, Path, int]:
     return "environment", str(cover.path), cover.path, 0
 
 
-def _foreign(kind: str, what: str, path: Path, user: int, run_dir: Path, command: str) -> Entry:
+def _foreign(kind: str, what: str, path: Path, user: int, run_dir: Path) -> Entry:
     whose = "another folder's" if user == os.geteuid() else f"user {user}'s"
     return Entry(
         kind=kind,
@@ -256,5 +257,5 @@ def _foreign(kind: str, what: str, path: Path, user: int, run_dir: Path, command
         users=(),
         health="unknown",
         problem=f"no server with its state in {run_dir} serves it: it is {whose}, or left over",
-        remedy=f"give its --run-dir; if it does not answer, `bootseer {command} {path}`",
+        remedy=f"give its --run-dir; if it does not answer, `bootseer unmount {path}`",
     )

@@ -10,10 +10,13 @@ Thread-safe, but `close`, which comes last.
 """
 
 import hashlib
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from bootseer.errors import CorruptError
-from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame, Placement
+from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 
 
@@ -143,3 +146,54 @@ def _not_held(frame: BundleFrame, streams: Sequence[CachedStream]) -> Iterator[B
     for extent in frame.extents:
         if not streams[extent.blob].holds_bytes(extent.offset, extent.length):
             yield extent
+
+
+class Placement:
+    """Finds the bytes of streams in a bundle, in a microsecond. Immutable; thread-safe.
+
+    The content of a bundle is the content of its frames, one behind the other.
+    """
+
+    def __init__(self, frames: Sequence[BundleFrame], blob_count: int) -> None:
+        self.starts = array("Q", accumulate((f.stream_length for f in frames), initial=0))
+        """Where the content of each frame begins in the content of the bundle, and where it ends
+        altogether."""
+        located: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blob_count)]
+        for number, frame in enumerate(frames):
+            start = self.starts[number]
+            for extent, position in zip(frame.extents, frame.positions, strict=True):
+                end = extent.offset + extent.length
+                located[extent.blob].append((extent.offset, end, number, start + position))
+        self._columns: list[tuple[array[int], array[int], array[int], array[int]]] = []
+        for entries in located:
+            entries.sort()
+            offsets, ends, numbers, places = zip(*entries, strict=True) if entries else ((),) * 4
+            columns = array("Q", offsets), array("Q", ends), array("I", numbers), array("Q", places)
+            self._columns.append(columns)
+
+    def within(self, blob: int, offset: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+        """Return what the bundle has of `[offset, offset + length)` of a stream, ascending, each
+        (offset in the stream, length, offset in the bundle's content, number of the frame)."""
+        offsets, ends, numbers, places = self._columns[blob]
+        stop = offset + length
+        i = max(bisect_right(offsets, offset) - 1, 0)
+        while i < len(offsets) and offsets[i] < stop:
+            start = max(offset, offsets[i])
+            end = min(stop, ends[i])
+            if start < end:
+                yield start, end - start, places[i] + start - offsets[i], numbers[i]
+            i += 1
+
+    def place_of(self, blob: int, offset: int, length: int) -> int:
+        """Return where the bytes of a stream lie in the bundle's content, if one extent has all of
+        them; else -1."""
+        offsets, ends, _, places = self._columns[blob]
+        i = bisect_right(offsets, offset) - 1
+        if i < 0 or offset + length > ends[i]:
+            return -1
+        return places[i] + offset - offsets[i]
+
+    def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
+        """Return the numbers of the frames that hold any of `[offset, offset + length)`,
+        ascending."""
+        return sorted({number for _, _, _, number in self.within(blob, offset, length)})

@@ -1,4 +1,4 @@
-"""Locks of the node cache, and writing to its files. Stateless; thread-safe."""
+"""Locks of the node cache, and errors of its disk. Stateless; thread-safe."""
 
 import contextlib
 import errno
@@ -70,11 +70,3 @@ def locked_if_there(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`. Raises: OSError."""
-    view = memoryview(data)
-    position = 0
-    while position < len(view):
-        position += os.pwrite(fd, view[position:], offset + position)

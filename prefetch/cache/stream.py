@@ -38,7 +38,6 @@ from bootseer.prefetch.cache.files import (
     OPEN_FLAGS,
     locked,
     locked_if_there,
-    write_all,
 )
 
 _log = logging.getLogger(__name__)
@@ -595,3 +594,11 @@ class CachedStream:
     def _sync(self) -> None:
         os.fsync(self._data_fd)
         os.fsync(self._sums_fd)
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`. Raises: OSError."""
+    view = memoryview(data)
+    position = 0
+    while position < len(view):
+        position += os.pwrite(fd, view[position:], offset + position)

@@ -19,13 +19,14 @@ from typing import Self
 from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
 from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
-from bootseer.prefetch.cache.files import FULL, LOCK_S, OPEN_FLAGS, write_all
+from bootseer.prefetch.cache.files import FULL, LOCK_S, OPEN_FLAGS
 from bootseer.prefetch.cache.stream import (
     WHOLE_PIECE_BYTES,
     CachedStream,
     checksum,
     encode_sums,
     whole_starts,
+    write_all,
 )
 
 _log = logging.getLogger(__name__)

@@ -1,13 +1,14 @@
-"""The background fill: bring the rest of a started image, slowly, while no reader waits.
+"""The fill of an image: all of it brought into the node's cache, in the background or at once.
 
-Alone decides when that goes on. It begins when the start is over and its bundle is here, pauses
+The background fill (`Fill`) begins when the start is over and its bundle is here, pauses
 while there are faults or the cache has no room, and ends when the image is complete. A complete
 image starts without store or registry. What was brought stays: the next start's fill goes on there.
 
 Of the servers of an image on a node one fills, the one that holds a lock file; when it ends another
 one takes over. The others touch that file when they have had faults, and then the fill pauses, too.
 
-Threading: one thread of its own; `state` and `stop` from any thread.
+A `Fill` has one thread of its own; `state` and `stop` from any thread. `fetch_tree` returns when
+all is here.
 """
 
 import contextlib
@@ -19,9 +20,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.base.progress import Progress
+from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.linux.locks import lock_file
+from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
+from bootseer.settings.config import Settings
+from bootseer.store import Store
 from bootseer.transfer.policy import Policy, dice
 
 _log = logging.getLogger(__name__)
@@ -218,3 +225,35 @@ class Fill:
             self.state = "stopped"
             return False
         return True
+
+
+def fetch_tree(
+    settings: Settings, store: Store, index_digest: str, name: str, *, is_local: bool = False
+) -> int:
+    """Bring all blobs of the tree whose index this node has into its cache. Return their stored
+    size in bytes, of which only what the node lacks is moved.
+
+    `is_local`: whether this node made the index, of streams that it pulled. Raises: NoSpaceError,
+    CorruptError, NotFoundError, BootseerError.
+    """
+    tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
+    size_bytes = sum(blob.size_bytes for blob in tree.blobs)
+    with Progress(f"fetching {name}", size_bytes) as progress:
+        streams = ImageBytes(
+            tree.blobs,
+            store.read_verified,
+            NodeCache(settings.cache_dir),
+            deadline_s=settings.deadline_s,
+            on_progress=progress.advance,
+            vouched=vouched_streams(settings, index_digest, tree.blobs, is_local=is_local),
+        )
+        try:
+            streams.fill()
+            if streams.fill_fetches():
+                raise NoSpaceError(
+                    f"cannot fetch all of {name}: {settings.cache_dir} is full; "
+                    "free space or set --cache-dir to a larger disk"
+                )
+        finally:
+            streams.close()
+    return size_bytes

@@ -13,12 +13,13 @@ Where the disk takes nothing, the last frames are kept in memory. `ImageBytes` i
 wait is without a deadline.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -31,7 +32,6 @@ from bootseer.errors import BootseerError, CorruptError, DeadlineError, Unavaila
 from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.replay import Replay
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
-from bootseer.prefetch.reading.budget import Budget, LateRanges
 from bootseer.prefetch.reading.fault_figures import FaultFigures, FaultRecorder, SourceFigures
 from bootseer.prefetch.reading.repairs import Repair, Repairs
 from bootseer.transfer.chunks import ChunkFetcher, Reader
@@ -63,10 +63,39 @@ store."""
 _AHEAD_FRAMES_MAX = 16
 """2 MiB of a file that is read from start to end: hides 10 ms of latency at 200 MB/s."""
 _READERS_MAX = 1024
+_AGAIN_S = 1.0
+"""The kernel's second request comes within milliseconds; a program that tries again comes later."""
+_RANGES_MAX = 64
+"""No more than the server threads can have under way at once, several times over."""
 
 Buffer: TypeAlias = bytes | memoryview
 Range: TypeAlias = tuple[int, int, int]
 """Number of a blob, offset in its stream, length."""
+
+
+class Budget:
+    """Rest of one read's deadline: how long it may still wait without any bytes. For one thread."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self.left_s = deadline_s
+        """Seconds; 0 when it is used up."""
+
+    @contextlib.contextmanager
+    def spending(self, limit_s: float) -> Iterator[float]:
+        """Charge the time that the body takes, at most `limit_s`, which it gets.
+
+        A body that waits no longer than `limit_s` without bytes takes more only while bytes come.
+        """
+        start_s = time.monotonic()
+        try:
+            yield limit_s
+        finally:
+            self.left_s -= min(time.monotonic() - start_s, limit_s)
+
+    def restart(self) -> None:
+        """Begin anew, because bytes have come."""
+        self.left_s = self._deadline_s
 
 
 class ImageBytes:
@@ -116,8 +145,9 @@ class ImageBytes:
             blob_key(blob.digest): number for number, blob in enumerate(blobs) if blob.frames
         }
         self._repairs = Repairs(repair)
+        self._has_repair = repair is not None
         self._on_refuted = on_refuted
-        self._late = LateRanges()
+        self._late = _LateRanges()
         self._memory = _FrameMemory(_MEMORY_BYTES)
         self._ahead = _ReadAhead()
         self._bundles: tuple[tuple[BundleFile, Callable[[], None]], ...] = ()
@@ -265,7 +295,7 @@ class ImageBytes:
                 if (content := self.get(blob, offset, length)) is not None:
                     return content
         try:
-            share = _STORE_SHARE if self._repairs.are_possible else 1.0
+            share = _STORE_SHARE if self._has_repair else 1.0
             with budget.spending(share * budget.left_s) as limit_s:
                 self._fetch(blob, offset, length, reader, end, limit_s)
         except BootseerError as error:
@@ -316,7 +346,7 @@ class ImageBytes:
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
             self.fetcher.demand_all(fetches, self._deliver_fault, deadline_s=limit_s)
         except UnavailableError as error:
-            if self._repairs.are_possible or self._is_closed:
+            if self._has_repair or self._is_closed:
                 raise
             raise DeadlineError(f"{error}; it was asked until the deadline") from error
         finally:
@@ -572,6 +602,40 @@ class ImageBytes:
             one.close()
         for stream in self.streams:
             stream.close(durable=durable)
+
+
+class _Late(Struct, frozen=True):
+    blob: int
+    start: int
+    end: int
+    until_s: float
+    error: BootseerError
+
+
+class _LateRanges:
+    """Ranges that could not be had within their deadline a moment ago. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._ranges: list[_Late] = []
+        self._lock = threading.Lock()
+
+    def note(self, blob: int, offset: int, length: int, error: BootseerError) -> None:
+        """Note that a read of this range has waited for all of its deadline, in vain."""
+        now_s = time.monotonic()
+        late = _Late(blob, offset, offset + length, now_s + _AGAIN_S, error)
+        with self._lock:
+            self._ranges = [one for one in self._ranges if one.until_s > now_s][-_RANGES_MAX:]
+            self._ranges.append(late)
+
+    def check(self, blob: int, offset: int, length: int) -> None:
+        """Raise DeadlineError for a range that a read has waited for until a moment ago."""
+        if not self._ranges:
+            return
+        now_s = time.monotonic()
+        for one in tuple(self._ranges):
+            overlaps = one.start < offset + length and offset < one.end
+            if one.blob == blob and overlaps and one.until_s > now_s:
+                raise DeadlineError(str(one.error))
 
 
 class _FrameMemory:

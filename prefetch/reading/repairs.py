@@ -1,18 +1,24 @@
-"""When a frame cannot be had: bring the whole stream from a second source, once for all readers.
+"""Repairs of an image whose store has lost or damaged a blob: the registry sends the whole stream.
 
-Thread-safe. Alone decides how long readers wait for that: what is left of their own deadline, and
-for as long as bytes come several times that, since a layer may be large. The second source goes on
-without them, in a thread of its own, within its own deadlines: who comes later finds the stream.
+`Repairs` has a stream brought once for all readers. They wait for what is left of their own
+deadline, and several times that while bytes come, since a layer may be large. The second source
+goes on without them, in a thread of its own, within its own deadlines: who comes later finds the
+stream. `second_source` is the registry, for images that are called as in one (`HOST/NAME:TAG`): a
+name of the user's own says nothing about where the image is. Thread-safe.
 """
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 from bootseer.blob.tree import Blob
-from bootseer.errors import BootseerError, DeadlineError
+from bootseer.errors import BootseerError, DeadlineError, NotFoundError
+from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.stream_keys import is_stored, own_key
+from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +31,10 @@ _PAUSE_S = 60.0
 """After a failed one; until then, readers get their errors at once."""
 _COMING_S_MAX = 300.0
 """A reader waits no longer, although bytes come: half of what the kernel waits for at the least."""
+_IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
+"""A first part that can only be a host, as Docker tells hosts from names."""
+_WAIT_S = 600.0
+"""How long to wait for another server of this node that fetches the same layer."""
 
 
 class _Bringing:
@@ -49,11 +59,6 @@ class Repairs:
         self._lock = threading.Lock()
         self._again_s: dict[str, float] = {}
         self._under_way: dict[str, _Bringing] = {}
-
-    @property
-    def are_possible(self) -> bool:
-        """Whether there is a second source."""
-        return self._repair is not None
 
     def bring(
         self, blob: Blob, use: Callable[[], bool], error: BootseerError, limit_s: float
@@ -112,3 +117,43 @@ class Repairs:
                 raise DeadlineError(
                     f"{stream} is still to come from elsewhere; read again later. {error}"
                 ) from error
+
+
+def second_source(settings: Settings, reference: str, owner: str) -> Repair | None:
+    """Return a function that brings streams of the image `reference` whole into the node cache, for
+    the image `owner` alone (`stream_keys.owner_of`); None if the image is in no known registry."""
+    if not _IN_REGISTRY.fullmatch(reference):
+        return None
+
+    def repair(blob: Blob, came: Came) -> None:
+        """Raises: BootseerError."""
+        # Most servers never need what speaks to registries.
+        from bootseer.prefetch.index.source_names import REGISTRY
+        from bootseer.prefetch.sources import open_source
+
+        digest = blob.stream_digest
+        # What the node has under the digest alone is left aside: the index may name a stream that
+        # whoever wrote it never had. Only what the registry sends now, it can have. This node's own
+        # index is believed.
+        cache = NodeCache(settings.cache_dir)
+        key = own_key(blob, owner) if is_stored(blob) else digest
+        with cache.pulling(key, _WAIT_S):
+            whole = cache.open_whole(key)
+            if whole is not None:
+                whole.close()
+                return
+            with open_source(
+                f"{REGISTRY}{reference}",
+                settings.cache_dir / "work",
+                registry_hosts_dir=settings.registry_hosts_dir,
+                deadline_s=settings.deadline_s,
+            ) as source:
+                layer = next((one for one in source.layers if one.digest == digest), None)
+                if layer is None:
+                    raise NotFoundError(f"{reference} has no layer {digest} any more")
+                with cache.new_stream() as new:
+                    # Verifies the stream against its digest before it returns.
+                    layer.pull(new.append, came)
+                    new.commit(key).close()
+
+    return repair

@@ -115,9 +115,7 @@ def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountSta
     for state_dir, state in live_mounts(settings.run_dir):
         if state.directory == path and state.purpose != CHECKPOINT:
             return state_dir, state
-    raise NotFoundError(
-        f"no image is mounted on {path}; `bootseer image status` shows what is mounted"
-    )
+    raise NotFoundError(f"no image is mounted on {path}; `bootseer status` shows what is mounted")
 
 
 def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.0) -> None:
@@ -137,7 +135,7 @@ def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.
         if left_over.subtype != SUBTYPE:
             raise InvalidInputError(
                 f"cannot unmount {left_over.path}: fuse.{left_over.subtype} is mounted there, no "
-                "image; checkpoint folders are unmounted by `bootseer checkpoint unmount`"
+                "image"
             ) from None
         # Its server died: the mount answers nothing but can be taken off.
         unmount(directory, timeout_s=timeout_s)

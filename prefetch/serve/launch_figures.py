@@ -1,4 +1,4 @@
-"""All figures of one launch: what `image status`, the timeline and Prometheus show. Pure model."""
+"""All figures of one launch: what `status`, the timeline and Prometheus show. Pure model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -92,7 +92,7 @@ class LaunchFigures(Struct, frozen=True):
 
 
 def status_of(figures: LaunchFigures) -> dict[str, Any]:
-    """The figures as JSON values, under the keys of `image status`."""
+    """The figures as JSON values, under the keys of `status`."""
     faults = to_builtins(figures.faults)
     bounds = (*BUCKETS_S, None)
     faults["waits"] = [

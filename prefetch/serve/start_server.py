@@ -109,7 +109,7 @@ def check_mount_point(directory: Path) -> Path:
     if mount_table.find_mount(path) is not None:
         raise BusyError(
             f"cannot mount on {path}: a FUSE file system is mounted there; unmount it first (an "
-            f"image: `bootseer image unmount {path}`)"
+            f"image: `bootseer unmount {path}`)"
         )
     if not path.is_dir():
         if path.exists():

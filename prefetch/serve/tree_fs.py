@@ -24,7 +24,7 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
-from bootseer.prefetch.reading.budget import Budget
+from bootseer.prefetch.reading.image_bytes import Budget
 
 _log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ worker process (a killed worker has a successor), around a tree and an access lo
 """
 
 import contextlib
+import enum
 import logging
 import os
 import time
@@ -27,7 +28,7 @@ from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.index.stream_contents import StreamContents
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.reading.second_source import second_source
+from bootseer.prefetch.reading.repairs import second_source
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.bundle_use import BundleUse
 from bootseer.prefetch.serve.launch_figures import (
@@ -60,6 +61,21 @@ _SHOWN = (
 """The fields of the mount's state that its status shows."""
 
 
+class Recording(enum.Enum):
+    """State of the record of one start; the values are those of `image status`."""
+
+    OFF = "off"
+    OPEN = "recording"
+    ENDED = "ended"
+    """No access is added any more; nothing was read, or what follows is not decided yet."""
+    NOT_NEEDED = "not needed"
+    """The bundle met the start well enough."""
+    PUBLISHING = "publishing"
+    PUBLISHED = "published"
+    FAILED = "failed"
+    """The publisher failed."""
+
+
 class ImageServer:
     """One worker's life: `operations` for the kernel, `destroyed` at its end."""
 
@@ -70,9 +86,9 @@ class ImageServer:
         self._log = log
         self._store: Store = open_own_store(plan.settings)
         self._publisher: Process | None = None
-        self._record = "recording" if log.is_open else "ended"
+        self._record = Recording.OPEN if log.is_open else Recording.ENDED
         if plan.settings.record == "never":
-            self._record = "off"
+            self._record = Recording.OFF
         self._is_mounted = True
         self._reads = SharedReads(plan.settings, self._store.read_verified)
         self._streams = ImageBytes(
@@ -233,7 +249,7 @@ class ImageServer:
 
     def _ready_command(self) -> dict[str, Any]:
         self._end_record("ready")
-        return {"record": self._record}
+        return {"record": self._record.value}
 
     def _end_record(self, ended: str) -> None:
         if not self._log.close():
@@ -242,7 +258,7 @@ class ImageServer:
         plan = self._plan
         if plan.settings.record == "never":
             return
-        self._record = "ended"
+        self._record = Recording.ENDED
         entries = self._log.entries()
         if not entries:
             return
@@ -254,7 +270,7 @@ class ImageServer:
             and not failed
             and not is_worthwhile(self._bundle.accuracy(), self._bundle.own_trace_count, ended)
         ):
-            self._record = "not needed"
+            self._record = Recording.NOT_NEEDED
             return
         info = RecordInfo(
             plan.state.index_digest,
@@ -268,7 +284,7 @@ class ImageServer:
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._publisher.go()
-        self._record = "publishing"
+        self._record = Recording.PUBLISHING
 
     def _note_on_timeline(self) -> None:
         """What serving the start took, beside the stages of the start itself."""
@@ -279,21 +295,21 @@ class ImageServer:
     # ---- status ---------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Everything that `image status` shows, as JSON values."""
+        """Everything that `status DIR` shows, as JSON values."""
         if self._publisher is not None and self._publisher.is_answered():
             publisher, self._publisher = self._publisher, None
             try:
                 publisher.wait(0)
-                self._record = "published"
+                self._record = Recording.PUBLISHED
             except BootseerError:
-                self._record = "failed"
+                self._record = Recording.FAILED
         times = os.times()
         return {
             **{name: getattr(self._plan.state, name) for name in _SHOWN},
             "worker_pid": os.getpid(),
             "uptime_s": (time.monotonic_ns() - self._log.started_ns) / 1e9,
             "cpu_s": times.user + times.system,
-            "record": self._record,
+            "record": self._record.value,
             "access_count": len(self._log),
             **status_of(self._figures()),
         }

@@ -25,6 +25,7 @@ from bootseer.errors import (
 )
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.bundle import format as bundle
+from bootseer.prefetch.bundle.file import Placement
 from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 from bootseer.prefetch.cache.stream import checksum, encode_sums
 from bootseer.prefetch.record import hints, hotset, trace
@@ -112,7 +113,7 @@ def _read_bundle(data: bytes) -> None:
         assert sum(extent.length for extent in frame.extents) == frame.stream_length
         for extent in frame.extents:
             assert extent.offset + extent.length <= _LENGTHS[extent.blob]
-    bundle.Placement(found.frames, len(_LENGTHS)).frames_for(0, 0, 10**6)
+    Placement(found.frames, len(_LENGTHS)).frames_for(0, 0, 10**6)
 
 
 def _expanded(data: bytes) -> bytes:

@@ -141,7 +141,7 @@ def _image_mount(site: Site, user: User, generator: random.Random) -> Drawn:
     script = (
         f"mkdir {directory} && {ours} image mount oci:{site.image}:train {directory} || exit; "
         f"timeout 100 {check}; code=$?; "
-        f"{ours} image unmount {directory} >&2; ended=$?; rmdir {directory}; "
+        f"{ours} unmount {directory} >&2; ended=$?; rmdir {directory}; "
         "[ $code = 0 ] && exit $ended; exit $code"
     )
     return user.command("sh", "-c", script), "image mount", None

@@ -5,6 +5,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from testbed.waiting import looks
 from tests.soak.jobs import MOUNT_PREFIX
@@ -45,13 +46,12 @@ def _alive(user: User) -> list[str]:
 
 
 def _unmounted(user: User, point: str) -> list[str]:
-    """Take off a dead mount by the commands that the documents name for it."""
+    """Take off a dead mount by the command that the documents name for it."""
     said = []
-    for command in (("image", "unmount"), ("checkpoint", "unmount"), ("snapshot", "unmount")):
-        done = run(user, *command, point)
-        said.append(f"{command}: {done.returncode} {done.stderr.strip()[-150:]}")
-        if point not in user.mounts():
-            return []
+    done = run(user, "unmount", point)
+    said.append(f"unmount: {done.returncode} {done.stderr.strip()[-150:]}")
+    if point not in user.mounts():
+        return []
     user.node.sweep()
     subprocess.run(user.command("umount", "-l", point), check=False, timeout=30)
     return [f"LEFT: no command takes off the dead mount {point}: {said}"]
@@ -106,14 +106,19 @@ def _make_old(folder: Path) -> None:
         os.utime(path, (status.st_atime - _DAYS_S, status.st_mtime - _DAYS_S))
 
 
+def _served(user: User) -> list[dict[str, Any]]:
+    rows = json.loads(run(user, "status", "--json").stdout)["served"]
+    return [row for row in rows if row["figures"] is not None or row["health"] == "dead"]
+
+
 def _final(user: User) -> list[str]:
     findings = settle(user)
     # What is still listed there has died with its supervisor: its row names the command to end it.
-    for row in json.loads(run(user, "image", "status", "--json").stdout or "[]"):
-        run(user, "image", "unmount", row["directory"])
-    status = run(user, "image", "status", "--json")
-    if status.returncode or json.loads(status.stdout):
-        findings.append(f"LEFT: image status says {status.stdout[:300]} {status.stderr[-300:]}")
+    for row in _served(user):
+        for where in row["where"]:
+            run(user, "unmount", where)
+    if left := _served(user):
+        findings.append(f"LEFT: status says {str(left)[:300]}")
     verified = run(user, "image", "cache", "--verify")
     if verified.returncode:
         findings.append(f"WRONG BYTES: in the cache: {verified.stdout[-300:]} {verified.stderr}")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @click.group(
     cls=LazyGroup,
-    elsewhere={name: ("checkpoint.mount_commands", name) for name in ("mount", "unmount")},
+    elsewhere={"mount": ("checkpoint.mount_commands", "mount")},
 )
 def checkpoint() -> None:
     """Striped checkpoints: mount them, or copy, list, check and convert them without a mount.

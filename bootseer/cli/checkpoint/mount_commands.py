@@ -1,8 +1,8 @@
-"""`bootseer checkpoint mount` and `unmount`: the striped checkpoint file system."""
+"""`bootseer checkpoint mount`: the striped checkpoint file system."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -12,10 +12,7 @@ from bootseer.cli.output import (
     Size,
     current_settings,
     emit_json,
-    emit_table,
-    human_bytes,
     json_option,
-    printable,
     say,
 )
 from bootseer.errors import PermissionDeniedError, UnsupportedError
@@ -87,11 +84,6 @@ class _Octal(click.ParamType[int]):
     help="Let nobody write to DIRECTORY while nothing is mounted there, as chattr +i does.",
 )
 @click.option(
-    "--status",
-    is_flag=True,
-    help="Show the mount on DIRECTORY, or all of yours.",
-)
-@click.option(
     "--restart",
     is_flag=True,
     help="Serve the mount on DIRECTORY by a new process; what is open stays open.",
@@ -124,7 +116,6 @@ def mount(
     read_newest: bool,
     mkdir: bool,
     immutable: bool,
-    status: bool,
     restart: bool,
     force: bool,
     timeout: float,
@@ -144,9 +135,6 @@ def mount(
     from bootseer.linux.processes import ProcessId
     from bootseer.served.status import find_known
 
-    if status:
-        _show_status(places, as_json)
-        return 0
     if restart:
         _restart(places, timeout, force, as_json)
         return 0
@@ -185,7 +173,7 @@ def mount(
                 say(made_sentence(url))
             notify("READY=1")
 
-        return _warn_unwritten(serve_checkpoints(spec, ready))
+        return warn_unwritten(serve_checkpoints(spec, ready))
     mounted = mount_checkpoints(spec, forks=True)
     if mounted.root_was_made:
         say(made_sentence(url))
@@ -216,20 +204,6 @@ def protect(directory: Path) -> None:
         say(f"warning: {error}; between mounts, programs would write into that folder itself")
 
 
-def _show_status(places: tuple[str, ...], as_json: bool) -> None:
-    from bootseer.fuse.striped.mounted.status import all_statuses, mount_status
-
-    if len(places) > 1:
-        raise click.UsageError("--status takes one directory, or none.")
-    run_dir = current_settings().run_dir
-    found = [mount_status(run_dir, Path(places[0]))] if places else all_statuses(run_dir)
-    if as_json:
-        emit_json({"mounts": found})
-        return
-    for one in found:
-        _print_status(one)
-
-
 def _restart(places: tuple[str, ...], timeout_s: float, force: bool, as_json: bool) -> None:
     from bootseer.fuse.striped.mounted.mount import restart_checkpoints
 
@@ -244,86 +218,8 @@ def _restart(places: tuple[str, ...], timeout_s: float, force: bool, as_json: bo
         click.echo(f"process {pid} serves {places[0]} now", err=True)
 
 
-def _print_status(one: Mapping[str, Any]) -> None:
-    title = f"{one['url']} on {one['directory']}"
-    if "problem" in one:
-        click.echo(printable(f"{title}: {one['problem']}"))
-        return
-    counts, memory, now = one["statistics"], one["memory"], one["throughput"]
-
-    def moved(name: str) -> str:
-        total = human_bytes(counts[f"{name}_bytes"])
-        return f"{human_bytes(int(now[f'{name}_bytes_per_s']))}/s now, {total} in all"
-
-    rows = [
-        ("server", f"process {one['worker_pid']} under {one['pid']}, up {one['uptime_s']:.0f} s"),
-        ("to readers", moved("served")),
-        ("from the storage", moved("fetched")),
-        ("to the storage", moved("written")),
-        ("requests", one["requests"]),
-        (
-            "reads",
-            f"{counts['fetch_count']}, retried {counts['read_retry_count']}, "
-            f"late {counts['late_count']} (second answer first: {counts['late_won_count']}), "
-            f"given up {counts['stuck_count']}, wrong checksum {counts['corrupt_count']}",
-        ),
-        (
-            "writes",
-            f"{counts['write_count']}, retried {counts['write_retry_count']}, "
-            f"files finished {counts['published_count']}",
-        ),
-        (
-            "memory",
-            f"{human_bytes(memory['used_bytes'])} of {human_bytes(memory['limit_bytes'])}, "
-            f"at most {human_bytes(memory['peak_bytes'])}",
-        ),
-        ("open", f"{one['files_open']} files, {one['streams_active']} sequential streams"),
-        *(("unfinished", path) for path in one["unfinished"]),
-        *(("error", error["message"]) for error in one["errors"]),
-    ]
-    emit_table(("", ""), rows, title=title)
-    sources = counts["sources"]
-    if sources:
-        emit_table(
-            ("place", "read bytes", "reads count", "late count", "written bytes"),
-            (
-                (
-                    source["name"],
-                    human_bytes(source["read_bytes"]),
-                    source["read_count"],
-                    source["late_count"],
-                    human_bytes(source["written_bytes"]),
-                )
-                for source in sources
-            ),
-        )
-
-
-@click.command(epilog="Example: bootseer checkpoint unmount /mnt/checkpoints")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option(
-    "--timeout",
-    type=Seconds(0, 3600),
-    default=10.0,
-    show_default=True,
-    metavar="TIME",
-    help="How long open files may stay open before they are cut off.",
-)
-@json_option
-def unmount(directory: Path, timeout: float, as_json: bool) -> int:
-    """Unmount what `bootseer checkpoint mount` mounted, also when it is stuck.
-
-    Exits with 1 and names them when files were still being written: nothing of those is kept.
-    """
-    from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
-
-    unwritten = unmount_checkpoints(current_settings().run_dir, directory, timeout_s=timeout)
-    if as_json:
-        emit_json({"directory": directory, "unwritten": list(unwritten)})
-    return _warn_unwritten(list(unwritten))
-
-
-def _warn_unwritten(paths: list[str]) -> int:
+def warn_unwritten(paths: Sequence[str]) -> int:
+    """Name the files whose last bytes are lost; the exit code."""
     for path in paths:
         click.echo(f"bootseer: {path} was still being written: nothing of it is kept", err=True)
     return 1 if paths else 0

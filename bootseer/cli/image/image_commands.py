@@ -7,7 +7,7 @@ import sys
 import click
 
 from bootseer.blob.tree import Tree
-from bootseer.cli.image.image_run_commands import COMMANDS
+from bootseer.cli.image.mount_commands import COMMANDS
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import (
     current_settings,
@@ -31,12 +31,11 @@ _ELSEWHERE = {
     "cache": ("image.cache_commands", "cache"),
     "hints": ("image.hints_commands", "hints"),
     "index": ("image.image_index_command", "index"),
-    "status": ("image.image_status", "status"),
     "trace": ("image.image_trace_commands", "trace"),
 }
 
 
-@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE, renamed={"warm": ("fetch",)})
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE)
 def image() -> None:
     """Container images: index once, then mount and run lazily on any node."""
 

@@ -97,7 +97,7 @@ def fetch(key: str, as_json: bool) -> None:
 
     KEY is a fingerprint, its start, or a name.
     """
-    from bootseer.prefetch.reading.fetching import fetch_tree
+    from bootseer.prefetch.reading.fill import fetch_tree
     from bootseer.snapshots import catalogue
     from bootseer.snapshots.mounted import have_index, name_of
 

@@ -134,21 +134,6 @@ def restore(
         say(f"restored {manifest.file_count} files, {human_bytes(manifest.content_bytes)}")
 
 
-@snapshot.command(epilog="Example: bootseer snapshot unmount /opt/env")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--lazy", is_flag=True, help="Also while files in it are open.")
-@json_option
-def unmount(directory: Path, lazy: bool, as_json: bool) -> None:
-    """Take off a snapshot that is mounted on DIRECTORY; what was written there is gone."""
-    from bootseer.snapshots.mounted import unmount_snapshot
-
-    is_covered = unmount_snapshot(current_settings(), directory, lazy=lazy)
-    if as_json:
-        emit_json({"directory": directory.absolute(), "still_mounted": bool(is_covered)})
-    elif is_covered:
-        say(f"an earlier snapshot is still mounted on {directory}; unmount it likewise")
-
-
 @snapshot.command("list", epilog="Example: bootseer snapshot list --json")
 @click.option(
     "--sort",

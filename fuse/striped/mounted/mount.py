@@ -273,8 +273,7 @@ def unmount_checkpoints(
         raise NotFoundError(f"cannot unmount {path}: no checkpoint folder is mounted there")
     if mounted is not None and mounted.subtype != SUBTYPE:
         raise InvalidInputError(
-            f"cannot unmount {path}: fuse.{mounted.subtype} is mounted there, no checkpoint "
-            "folder; images are unmounted by `bootseer image unmount`"
+            f"cannot unmount {path}: fuse.{mounted.subtype} is mounted there, no checkpoint folder"
         )
     if mounted is not None:
         # The server sees its connection end, and ends.

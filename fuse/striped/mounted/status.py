@@ -1,4 +1,4 @@
-"""Figures of a running mount: for `bootseer checkpoint mount --status`, and for Prometheus.
+"""Figures of a running mount: for `bootseer status DIR`, and for Prometheus.
 
 Owns the form of the status document, on both sides of the control socket. Figures for Prometheus
 (docs/operations.md) are labelled with the folder's URL and a slot: where it is mounted may be new

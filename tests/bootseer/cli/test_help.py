@@ -71,7 +71,7 @@ def test_version_says_which(world: World) -> None:
     [
         (("rnu",), "Did you mean 'run'?"),
         (("docter",), "Did you mean 'doctor'?"),
-        (("image", "satus"), "Did you mean 'status'?"),
+        (("image", "fecth"), "Did you mean 'fetch'?"),
         (("snapshot", "verfy"), "Did you mean 'verify'?"),
         (("checkpoint", "convret"), "Did you mean 'convert'?"),
         (("store", "zzzzzz"), "No such command 'zzzzzz'.\n"),
@@ -89,39 +89,6 @@ def test_a_slip_is_answered_with_what_is_meant(
     found = world(*words)
     assert found.code == 2
     assert hint in found.err
-
-
-def test_old_names_of_options_still_work(world: World) -> None:
-    found = world("store", "gc", "--yes", "--grace=0", "--json")
-    assert found.code == 0
-    assert found.json["done"] is True
-    assert found.err.splitlines() == [
-        "bootseer: warning: --yes is called --delete now",
-        "bootseer: warning: --grace is called --age now",
-    ]
-    assert "--yes" not in world("store", "gc", "--help").out
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (("mount",), ("checkpoint", "mount")),
-        (("unmount",), ("checkpoint", "unmount")),
-        (("stripe", "ls"), ("checkpoint", "ls")),
-        (("image", "warm"), ("image", "fetch")),
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_old_names_of_commands_still_work(
-    world: World, old: tuple[str, ...], new: tuple[str, ...]
-) -> None:
-    found = world(*old, "--help")
-    assert (found.code, found.out) == (0, world(*new, "--help").out)
-    (line,) = found.err.splitlines()
-    assert line.startswith("bootseer: warning: 'bootseer ")
-    assert line.endswith(" now")
-    listed = world(*old[:-1], "--help").out
-    assert f"\n  {old[-1]} " not in listed or old[0] == "stripe"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -78,8 +78,8 @@ def test_closed_descriptors(own_world: World) -> None:
 def test_mounting_with_closed_descriptors(own_world: World) -> None:
     require("root", "fuse")
     for mount, unmount in (
-        ("image mount image:1 mnt", "image unmount mnt"),
-        ("mount checkpoints mnt", "unmount mnt"),
+        ("image mount image:1 mnt", "unmount mnt"),
+        ("checkpoint mount checkpoints mnt", "unmount mnt"),
     ):
         try:
             assert shell(own_world, f"bootseer {mount} >&- 2>&- <&-").returncode == 0

@@ -27,7 +27,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 def _job(cluster: SlurmCluster, *lines: str) -> int:
     mount = "mkdir -p /tmp/tree && bootseer image mount oci:/home/image /tmp/tree || exit 3"
-    text = script(mount, *lines, "code=$?; bootseer image unmount /tmp/tree; exit $code")
+    text = script(mount, *lines, "code=$?; bootseer unmount /tmp/tree; exit $code")
     return cluster.submit("-wn1", "-n1", "-o", "cache.out", script=text)
 
 

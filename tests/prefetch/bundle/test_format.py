@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from bootseer.prefetch.bundle import format as bundle_format
+from bootseer.prefetch.bundle.file import Placement
 from bootseer.prefetch.bundle.format import (
     Bundle,
-    Placement,
     decode_frame,
     decode_header,
     plan_frames,

@@ -144,6 +144,21 @@ def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: 
     assert [fetched_bytes(node, layout) > 0 for node in nodes] == [False, False, True]
 
 
+def test_a_directory_that_a_node_published_is_not_fetched_by_it(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "file").write_bytes(CODE)
+    node = Node(tmp_path / "node", tmp_path / "store")
+    unpublished = node.start(tmp_path / "root")[0].record.index_digest
+    index_digest = publish_node_image(node.settings, unpublished)
+    assert index_digest != unpublished
+    with open_store(node.settings.store_url) as store:
+        tree = read_tree(store, index_digest)
+        streams = image_bytes(node, index_digest, tree.blobs, store)
+        assert all(len(blob.frames) for blob in tree.blobs)
+        assert streams.fill_fetches() == []
+        streams.close()
+
+
 def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

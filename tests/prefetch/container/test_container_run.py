@@ -244,7 +244,7 @@ def test_second_run_replays(node: Node) -> None:
     drop_cache(node.settings)
     code = "import json, decimal, email.message"
     assert node.python("chroot", code).returncode == 0
-    waited = bootseer(node.settings, "image", "status", "--wait", 60, "--json")
+    waited = bootseer(node.settings, "status", "--wait", 60, "--json")
     assert waited.returncode == 0, waited.stderr
     drop_cache(node.settings)
     code += "; print('up', flush=True); import time; time.sleep(600)"
@@ -252,7 +252,8 @@ def test_second_run_replays(node: Node) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         the_mount(node)
-        (status,) = json.loads(bootseer(node.settings, "image", "status", "--json").stdout)
+        rows = json.loads(bootseer(node.settings, "status", "--json").stdout)["served"]
+        (status,) = (row["figures"] for row in rows if row["figures"])
         process.terminate()
         process.wait(60)
     assert status["prefetch"]["recall"] > 0.9

@@ -79,7 +79,7 @@ def test_an_image_is_indexed_beside_itself_and_mounted_from_there(
         )
         assert read.stdout == big[0].data + b"and back again"
     finally:
-        said(second, "image", "unmount", mountpoint)
+        said(second, "unmount", mountpoint)
 
 
 @pytest.mark.needs("fuse")

@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.prefetch.publish.indexing import index_image
-from bootseer.prefetch.reading.second_source import second_source
+from bootseer.prefetch.reading.repairs import second_source
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout

@@ -12,7 +12,7 @@ from bootseer.errors import NotFoundError
 from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.publish.publish_image import publish_node_image
-from bootseer.prefetch.reading.fetching import fetch_tree
+from bootseer.prefetch.reading.fill import fetch_tree
 from bootseer.store import open_store
 from testbed.images.building import Layout
 from tests.prefetch.resolve.conftest import TARS, big, index, indexed_contents, source_of

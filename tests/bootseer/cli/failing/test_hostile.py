@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -183,23 +182,3 @@ def test_a_store_with_planted_links(own_world: World) -> None:
             if result.code:
                 check(result, result.code, "store")
         assert listing(outside) == [], planted
-
-
-@pytest.mark.needs("fuse")
-def test_one_kind_of_mount_is_not_the_others_to_end(own_world: World) -> None:
-    """`image unmount` would not tell which files were still being written."""
-    require("root", "fuse")
-    world = own_world
-    assert world("checkpoint", "mount", "checkpoints", "mnt").code == 0
-    try:
-        check(world("image", "unmount", "mnt"), (2, 10), "mnt")
-        assert world.path("mnt").is_mount()
-    finally:
-        world("checkpoint", "unmount", "mnt")
-    assert world("image", "mount", "image:1", "mnt").code == 0
-    try:
-        check(world("checkpoint", "unmount", "mnt"), 2, "image unmount")
-        assert world.path("mnt").is_mount()
-    finally:
-        world("image", "unmount", "mnt")
-        subprocess.run(["umount", "-l", str(world.path("mnt"))], capture_output=True, check=False)

@@ -37,10 +37,14 @@ class Cli:
         }
 
     def run(
-        self, *arguments: str | Path, code: int = 0, prefix: tuple[str, ...] = ()
+        self,
+        *arguments: str | Path,
+        code: int = 0,
+        prefix: tuple[str, ...] = (),
+        group: tuple[str, ...] = ("image",),
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [*prefix, sys.executable, "-m", "bootseer", "image", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "bootseer", *group, *map(str, arguments)],
             capture_output=True,
             text=True,
             errors="surrogateescape",
@@ -259,7 +263,7 @@ def test_a_source_is_warmed_and_indexed_in_the_background(cli: Cli) -> None:
     source = f"oci:{cli.directory}/image:latest"
     done = cli.run("fetch", source)
     assert "pulling it whole" in done.stderr
-    cli.run("status", "--wait", "60")
+    cli.run("status", "--wait", "60", group=())
     (record,) = json.loads(cli.run("list", "--json").stdout)
     assert record["reference"] == "image:latest"
     # Whole on this node, which then needs neither source nor store.
@@ -279,7 +283,7 @@ def test_what_this_node_pulled_is_not_fetched_once_another_has_published_it(cli:
     cli.run("fetch", source)
     cli.environ |= {"BOOTSEER_CACHE_DIR": first, "BOOTSEER_AUTO_INDEX": "on"}
     cli.run("fetch", source)
-    cli.run("status", "--wait", "60")
+    cli.run("status", "--wait", "60", group=())
     cli.environ["BOOTSEER_CACHE_DIR"] = str(second)
     done = cli.run("fetch", source)
     assert "pulling" not in done.stderr

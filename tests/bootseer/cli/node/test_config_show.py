@@ -64,7 +64,7 @@ def test_what_is_no_number_is_refused(world: World, name: str, text: str) -> Non
         ("snapshot", "run", "--wait"),
         ("checkpoint", "mount", "--deadline"),
         ("checkpoint", "mount", "--timeout"),
-        ("image", "status", "--wait"),
+        ("status", "--wait"),
     ],
     ids=" ".join,
 )

@@ -135,13 +135,18 @@ def test_all_that_is_served_here(node: Settings, tmp_path: Path) -> None:
 
     shown = _bootseer(node, "status")
     assert all(kind in shown for kind in found)
-    # The views of one kind show the same servers.
-    images = json.loads(_bootseer(node, "image", "status", "--json"))
-    assert {one["pid"] for one in images} == {found["image"]["pid"], found["environment"]["pid"]}
-    (checkpoints,) = json.loads(_bootseer(node, "checkpoint", "mount", "--status", "--json"))[
-        "mounts"
-    ]
-    assert checkpoints["pid"] == found["checkpoints"]["pid"]
+    for kind, name in where.items():
+        assert found[kind]["figures"]["pid"] == found[kind]["pid"]
+        (one,) = json.loads(_bootseer(node, "status", str(tmp_path / name), "--json"))["served"]
+        assert one["pid"] == found[kind]["pid"]
+    assert (
+        "throughput"
+        in json.loads(_bootseer(node, "status", str(tmp_path / "checkpoints"), "--json"))["served"][
+            0
+        ]["figures"]
+    )
+    assert "from readahead" in _bootseer(node, "status", str(tmp_path / "image"))
+    assert "sequential streams" in _bootseer(node, "status", str(tmp_path / "checkpoints"))
     os.close(lock)
     dead = [one for one in _status(node) if one["health"] == "dead"]
     assert [one["kind"] for one in dead] == ["publisher"]
@@ -156,11 +161,10 @@ def test_a_killed_server_and_what_removes_it(node: Settings, tmp_path: Path) -> 
     wait_for(lambda: {one["health"] for one in _status(node)} == {"dead"}, "their deaths")
     found = {one["kind"]: one for one in _status(node)}
     # A start of something else leaves a checkpoint folder's dead mount where it is.
-    commands = {"checkpoints": "checkpoint unmount", "image": "image unmount"}
-    for kind, command in commands.items():
-        assert f"`bootseer {command} {tmp_path / kind}`" in found[kind]["remedy"]
+    for kind in ("checkpoints", "image"):
+        assert f"`bootseer unmount {tmp_path / kind}`" in found[kind]["remedy"]
         assert "killed" in found[kind]["problem"]
-        _bootseer(node, *command.split(), str(tmp_path / kind))
+        _bootseer(node, "unmount", str(tmp_path / kind))
     assert _status(node) == []
 
 
@@ -189,7 +193,7 @@ def test_a_worker_that_nobody_would_replace(node: Settings, tmp_path: Path) -> N
     (after,) = _status(node)
     assert "replace" in after["problem"]
     assert after["remedy"]
-    _bootseer(node, "image", "unmount", state.directory)
+    _bootseer(node, "unmount", state.directory)
 
 
 def test_a_linked_environment_whose_keeper_was_killed(node: Settings, tmp_path: Path) -> None:

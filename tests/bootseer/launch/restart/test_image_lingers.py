@@ -141,7 +141,7 @@ def test_another_mount_namespace_does_not_keep_it(job: _Job) -> None:
 def test_unmounting_ends_it_at_once(job: _Job) -> None:
     job.start("true")
     (entry,) = job.served("container")
-    command = [sys.executable, "-m", "bootseer", "image", "unmount", *entry["where"]]
+    command = [sys.executable, "-m", "bootseer", "unmount", *entry["where"]]
     subprocess.run(command, env=job.node.environment, check=True, timeout=60)
     assert job.served("container") == []
     assert job.start("ls /tmp") == ""

@@ -170,8 +170,8 @@ def test_it_ends_by_itself(one: Node) -> None:
 
 def test_unmounting_ends_it_at_once(one: Node) -> None:
     _start(one, "true")
-    _bootseer(one, "checkpoint", "unmount", one.base / "mnt")
-    _bootseer(one, "snapshot", "unmount", one.base / "env")
+    _bootseer(one, "unmount", one.base / "mnt")
+    _bootseer(one, "unmount", one.base / "env")
     assert _servers(one) == []
     _end(one)
 

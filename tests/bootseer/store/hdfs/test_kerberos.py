@@ -124,7 +124,7 @@ def test_commands_and_a_mount(
         script = f"cmp model {folder}/model && cp model {folder}/again && cmp model {folder}/again"
         subprocess.run(["sh", "-c", script], check=True, timeout=60)
     finally:
-        bootseer("checkpoint", "unmount", str(folder))
+        bootseer("unmount", str(folder))
     make = ["sh", "-c", "mkdir -p env && echo made > env/file && echo >> ran"]
     for _ in range(2):
         subprocess.run(["rm", "-rf", "env"], check=True)

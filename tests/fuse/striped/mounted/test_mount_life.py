@@ -86,14 +86,12 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
     with checkpoints(tmp_path, mountpoint, url) as mount:
         writer = start_slow_writer(mountpoint)
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
-        done = run(
-            [*command, "checkpoint", "unmount", "--timeout", "1", str(mountpoint)], deadline_s=50
-        )
+        done = run([*command, "unmount", "--timeout", "1", str(mountpoint)], deadline_s=50)
         end(writer)
         assert done.returncode == 1
         assert "old was still being written" in done.stderr
         assert "new was still being written" in done.stderr
-        again = run([*command, "checkpoint", "unmount", str(mountpoint)])
+        again = run([*command, "unmount", str(mountpoint)])
         assert again.returncode == 10
         assert "no checkpoint folder is mounted" in again.stderr
     assert_only_the_old_file(tmp_path, url)
@@ -234,8 +232,8 @@ def test_a_mount_that_cannot_be_made_says_why(tmp_path: Path, mountpoint: Path) 
 
 def test_the_command_line(tmp_path: Path, mountpoint: Path) -> None:
     command = [sys.executable, "-m", "bootseer", "--run-dir", str(tmp_path / "run")]
-    for name in ("mount", "unmount"):
-        assert "Example:" in run([*command, "checkpoint", name, "--help"]).stdout
+    for name in ("checkpoint mount", "unmount"):
+        assert "Example:" in run([*command, *name.split(), "--help"]).stdout
     bad = run(
         [
             *command,
@@ -272,7 +270,7 @@ def test_the_command_line(tmp_path: Path, mountpoint: Path) -> None:
         twice = run([*command, "checkpoint", "mount", str(tmp_path / "s"), str(mountpoint)])
         assert twice.returncode == 19
     finally:
-        ended = run([*command, "checkpoint", "unmount", "--json", str(mountpoint)])
+        ended = run([*command, "unmount", "--json", str(mountpoint)])
     assert ended.returncode == 0, ended.stderr
     assert '"unwritten": []' in ended.stdout
     assert (tmp_path / "s" / "f").read_text() == "hello\n"

@@ -44,11 +44,10 @@ def test_the_status_of_a_mount(tmp_path: Path, mountpoint: Path, local_url: str)
         with pytest.raises(UnavailableError, match="unknown command"):
             ask(mount.state_dir, "nonsense")
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
-        command += ["checkpoint", "mount"]
-        shown = run([*command, "--status", str(mountpoint)])
+        shown = run([*command, "status", str(mountpoint)])
         assert "sequential streams" in shown.stdout, shown.stderr
-        assert run([*command, "--status", "a", "b"]).returncode == 2
-        assert run([*command, "only-one"]).returncode == 2
+        assert run([*command, "status", "a", "b"]).returncode == 2
+        assert run([*command, "checkpoint", "mount", "only-one"]).returncode == 2
     assert all_statuses(mount.run_dir) == []
     with pytest.raises(NotFoundError):
         mount_status(mount.run_dir, mountpoint)

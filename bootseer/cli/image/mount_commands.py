@@ -1,4 +1,4 @@
-"""`bootseer image mount | unmount | fetch`: images in use on this node.
+"""`bootseer image mount | fetch`: images in use on this node.
 
 `COMMANDS` are added to the group `image` by `image_commands`.
 """
@@ -13,7 +13,6 @@ from types import FrameType
 import click
 
 from bootseer.cli.output import (
-    Seconds,
     current_settings,
     emit_json,
     json_option,
@@ -71,26 +70,6 @@ def _stay(settings: Settings, directory: Path) -> None:
             unmount_image(settings, directory)
 
 
-@click.command(epilog="Example: bootseer image unmount /mnt/train")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Seconds(0, 3600),
-    default=10.0,
-    help="Give open files this many seconds, then abort them.",
-)
-@json_option
-def unmount(directory: Path, timeout_s: float, as_json: bool) -> None:
-    """Unmount an image from DIR, whatever state its server is in."""
-    from bootseer.linux.mount_table import absolute
-    from bootseer.prefetch.resolve.mount import unmount_image
-
-    unmount_image(current_settings(), directory, timeout_s=timeout_s)
-    if as_json:
-        emit_json({"directory": absolute(directory)})
-
-
 @click.command(epilog="Example: bootseer image fetch train:v1")
 @click.argument("reference", metavar="REF")
 @json_option
@@ -99,7 +78,7 @@ def fetch(reference: str, as_json: bool) -> None:
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
-    from bootseer.prefetch.reading.fetching import fetch_tree
+    from bootseer.prefetch.reading.fill import fetch_tree
     from bootseer.prefetch.resolve.found_image import image_on_node, publish_later
     from bootseer.prefetch.resolve.resolve import resolve_image
 
@@ -130,4 +109,4 @@ def fetch(reference: str, as_json: bool) -> None:
         )
 
 
-COMMANDS = (mount, unmount, fetch)
+COMMANDS = (mount, fetch)

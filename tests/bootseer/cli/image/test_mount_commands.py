@@ -43,13 +43,15 @@ def test_mount_status_trace_and_unmount(settings: Settings, tmp_path: Path) -> N
     assert again.returncode == 19
     assert again.stderr.count("\n") == 1
     checksums_outside([directory / "hot"])
-    (one,) = json.loads(bootseer(settings, "image", "status", directory, "--json").stdout)
+    (row,) = json.loads(bootseer(settings, "status", directory, "--json").stdout)["served"]
+    one = row["figures"]
     assert (one["reference"], one["workload"]) == ("image:1", "train")
     assert one["record"] == "recording"
-    assert "image:1" in bootseer(settings, "image", "status").stdout
-    assert bootseer(settings, "image", "unmount", directory).returncode == 0
+    assert "image:1" in bootseer(settings, "status").stdout
+    assert bootseer(settings, "unmount", directory).returncode == 0
     assert mount_table.find_mount(directory) is None
-    assert json.loads(bootseer(settings, "image", "status", "--wait", 30, "--json").stdout) == []
+    served = json.loads(bootseer(settings, "status", "--wait", 30, "--json").stdout)["served"]
+    assert [one for one in served if one["pid"]] == []
     (listed,) = json.loads(bootseer(settings, "image", "trace", "list", "image:1", "--json").stdout)
     assert listed["ended"] == "unmount"
     assert listed["file_count"] == 1
@@ -73,7 +75,7 @@ def test_foreground_ends_on_ctrl_c_and_on_unmount(settings: Settings, tmp_path: 
             if end == "signal":
                 process.send_signal(signal.SIGINT)
             else:
-                bootseer(settings, "image", "unmount", directory)
+                bootseer(settings, "unmount", directory)
             # 130: the signal came before the command knew that the mount works.
             assert process.wait(60) in ((0, 130) if end == "signal" else (0,))
         wait_for(lambda: mount_table.find_mount(directory) is None)
@@ -88,7 +90,7 @@ def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> No
     (tmp_path / "store/blobs").rename(tmp_path / "store/gone")
     for name in ("hot", "cold"):
         assert not checksums_outside([directory / name])[0].startswith("E")
-    assert bootseer(settings, "image", "unmount", directory).returncode == 0
+    assert bootseer(settings, "unmount", directory).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -97,8 +99,8 @@ def test_a_warmed_image_needs_no_store(settings: Settings, tmp_path: Path) -> No
         (("image", "mount", "no-such:1", "mnt"), 10),
         (("image", "mount", "image:1", "no-such-dir"), 10),
         (("image", "mount", "image:1"), 2),
-        (("image", "unmount", "mnt"), 10),
-        (("image", "status", "mnt"), 10),
+        (("unmount", "mnt"), 10),
+        (("status", "mnt"), 10),
         (("image", "trace", "show", "image:1"), 10),
         (("image", "trace", "list", "no-such:1"), 10),
         (("image", "fetch", "no-such:1"), 10),
