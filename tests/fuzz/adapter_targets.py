@@ -37,11 +37,6 @@ _TABLE = (
     b"JobId=2 JobState=RUNNING\n SubmitTime=2026-11-23T11:13:33 EligibleTime=2026-11-23T11:13:35\n"
     b" StartTime=2026-11-23T11:13:41\n",
 )
-_CONTAINERD = (
-    b'2026-11-23 12:05:39.024291334 +0000 UTC k8s.io /containers/create {"id":"c","image":"i"}\n'
-    b'2026-11-23 12:05:39.124291334 +0000 UTC k8s.io /tasks/create {"container_id":"c"}\n'
-    b'2026-11-23 12:05:39.224291334 +0000 UTC k8s.io /tasks/start {"container_id":"c"}\n',
-)
 _NODE = "node1"
 
 
@@ -103,8 +98,6 @@ ADAPTER_TARGETS = (
     Target("pods", mutated_json_bytes([_pods()]), _read_pods, (CorruptError,)),
     _target("slurm", mutated_json_bytes([_SLURM]), mutated(_TABLE)),
     _target("kubernetes", mutated_json_bytes([_KUBERNETES])),
-    _target("containerd", mutated(_CONTAINERD)),
     _target("nccl", mutated(_logs("nccl.log"))),
-    _target("nvrx", mutated(_logs("nvrx.log"))),
     _target("otlp", mutated_json_bytes(_spans())),
 )

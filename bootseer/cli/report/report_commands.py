@@ -1,14 +1,13 @@
 """`bootseer report`: where the time of a start went, and how starts differ."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bootseer.cli.output import current_config, emit_json, json_option
 from bootseer.cli.report.report_output import (
@@ -24,47 +23,42 @@ from bootseer.cli.report.report_output import (
     start_document,
     title_of,
 )
-from bootseer.errors import InvalidInputError, NotFoundError, UnsupportedError, from_oserror
+from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.profile.adapters.known import Known
 from bootseer.profile.adapters.placing import Placement
-from bootseer.profile.adapters.registry import ADAPTERS, NAME_NO_NODE, ask_slurm, read_other
+from bootseer.profile.adapters.registry import ADAPTERS, ask_slurm, read_other
+from bootseer.profile.export import to_rows, to_trace
 from bootseer.profile.files import Source, StartFiles, find_start, list_starts
-from bootseer.profile.parquet import ParquetFile, write_parquet
 from bootseer.profile.pods import WithPods
 from bootseer.profile.reading import read_events
 from bootseer.profile.views.page import imports_of, to_page
-from bootseer.profile.views.perfetto_trace import to_perfetto
 from bootseer.timeline.otlp import IMPORTS_EVENT
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PREVIOUS = "previous"
 
 
-def _trace(start: Explained) -> bytes:
-    try:
-        return to_perfetto(start.model.graph)
-    except ImportError as error:
-        raise UnsupportedError(
-            "--trace needs the package perfetto: pip install 'bootseer[profile]'"
-        ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: Iterable[bytes]) -> None:
     """Whole or not at all: what a killed command leaves is hidden, and has another name."""
     path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if path.exists() and not path.is_file():
             # A terminal or a pipe: there is nothing to be put in its place.
-            path.write_bytes(data)
+            _write_all(path, data)
             return
         try:
-            beside.write_bytes(data)
+            _write_all(beside, data)
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise from_oserror(error, f"write {path}") from error
+
+
+def _write_all(path: Path, data: Iterable[bytes]) -> None:
+    with path.open("wb") as file:
+        file.writelines(data)
 
 
 def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
@@ -87,12 +81,11 @@ def _file_option(name: str, parameter: str, text: str) -> Callable[[_F], _F]:
     "--with",
     "others",
     multiple=True,
-    metavar="KIND[@NODE]=FILE",
+    metavar="KIND=FILE",
     help=f"Also take in what another program wrote ({', '.join(ADAPTERS)}); - is standard input.",
 )
 @_file_option("--trace", "trace_file", "Also write a trace to open in Perfetto.")
-@_file_option("--parquet", "parquet_file", "Also write all stages as one Parquet file.")
-@_file_option("--from", "from_file", "Explain the start in a file that --parquet has written.")
+@_file_option("--rows", "rows_file", "Also write all stages, each as a line of JSON.")
 @_file_option("--html", "page_file", "Also write a page that a browser shows without network.")
 @json_option
 def report(
@@ -104,8 +97,7 @@ def report(
     history: bool,
     others: tuple[str, ...],
     trace_file: Path | None,
-    parquet_file: Path | None,
-    from_file: Path | None,
+    rows_file: Path | None,
     page_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -121,7 +113,7 @@ def report(
     config = current_config()
     settings = config.settings
     job = job or settings.job
-    source: Source = ParquetFile(from_file) if from_file is not None else current_timelines()
+    source: Source = current_timelines()
     known = [_other_of(one) for one in others]
     for one in known:
         if one.kind == "kubernetes":
@@ -138,13 +130,13 @@ def report(
     other = _other(source, job, start, compare) if compare else None
     compared = {"comparison": comparison_document(other, start)} if other else {}
     if trace_file is not None:
-        _write(trace_file, _trace(start))
-    if parquet_file is not None:
-        write_parquet(parquet_file, files)
+        _write(trace_file, [to_trace(start.model.graph)])
+    if rows_file is not None:
+        _write(rows_file, to_rows(files))
     if page_file is not None:
         imports = imports_of(read_events(start.files, IMPORTS_EVENT))
         page = to_page(title_of(start), start.model, start.analysis, imports, **compared)
-        _write(page_file, page.encode("utf-8"))
+        _write(page_file, [page.encode("utf-8")])
     if as_json:
         emit_json({**start_document(start), **compared})
         return
@@ -157,7 +149,6 @@ class _Other(Struct, dict=True):
     """What another program knows, as `--with` names it."""
 
     kind: str
-    node: str
     file: str
 
     @cached_property
@@ -168,30 +159,20 @@ class _Other(Struct, dict=True):
 
 def _other_of(option: str) -> _Other:
     """Raises: BadParameter."""
-    what, _, name = option.partition("=")
-    kind, _, node = what.partition("@")
+    kind, _, name = option.partition("=")
     if kind not in ADAPTERS or not name:
         raise click.BadParameter(
-            f"{option!r} is not KIND[@NODE]=FILE with KIND one of {', '.join(ADAPTERS)}",
+            f"{option!r} is not KIND=FILE with KIND one of {', '.join(ADAPTERS)}",
             param_hint="--with",
         )
-    return _Other(kind, node, name)
+    return _Other(kind, name)
 
 
 def _others(files: StartFiles, read: Sequence[_Other]) -> Placement:
     """What other programs know: Slurm is asked, where nobody gives its answer."""
     known: dict[str, list[Known]] = {}
     for one in read:
-        if one.kind in NAME_NO_NODE and not one.node and len(files.parts(1)) > 1:
-            raise click.BadParameter(
-                f"{one.kind} does not say of which node it speaks: write "
-                f"{one.kind}@NODE={one.file}",
-                param_hint="--with",
-            )
-        known.setdefault(one.kind, []).extend(
-            replace(stage, nodes=(one.node,)) if one.node else stage
-            for stage in ADAPTERS[one.kind](one.data)
-        )
+        known.setdefault(one.kind, []).extend(ADAPTERS[one.kind](one.data))
     if "slurm" not in known:
         known["slurm"] = [*ask_slurm(files.submission)]
     return Placement(known)

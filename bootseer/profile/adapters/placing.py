@@ -1,6 +1,6 @@
 """Puts stages of other programs on the nodes and processes of a start that they belong to. Pure.
 
-A pod, a container or a submission belongs to the launcher that began after it, and next; a span
+A pod or a submission belongs to the launcher that began after it, and next; a span
 to the start that has its trace, or to the node that it names while this start went on; NCCL's
 breakdown to the barrier of its rank that took at least as long. The rest is of other starts.
 """
@@ -89,7 +89,7 @@ class Placement:
         # A pod that a stage was noted for is known by name, whatever the clocks say.
         pods = {stage.resource.get("k8s.pod.uid") for stage in stages}
         latest: dict[str, tuple[int, str]] = {}
-        # What names no submission, as containerd, is of the only node.
+        # What names neither node nor submission is of the only node.
         wide = {_OF_SUBMISSION + submission, _OF_SUBMISSION}
         for adapter, unit in self._candidates(self._units_of, [_short(node), *wide]):
             found = self._units[adapter, unit]

@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.errors import CorruptError, InvalidInputError, from_oserror
-from bootseer.profile.adapters.containerd import parse_containerd
 from bootseer.profile.adapters.known import SIZE_MAX, Known
 from bootseer.profile.adapters.kubernetes import parse_kubernetes
 from bootseer.profile.adapters.nccl import parse_nccl
-from bootseer.profile.adapters.nvrx import parse_nvrx
 from bootseer.profile.adapters.slurm import FIELDS, parse_slurm
 from bootseer.profile.adapters.spans import parse_spans
 
@@ -26,15 +24,10 @@ another format altogether."""
 ADAPTERS: Mapping[str, Adapter] = {
     "slurm": parse_slurm,
     "kubernetes": parse_kubernetes,
-    "containerd": parse_containerd,
     "nccl": parse_nccl,
-    "nvrx": parse_nvrx,
     "otlp": parse_spans,
 }
 """The adapters by the name that `bootseer report --with` takes."""
-
-NAME_NO_NODE = frozenset(("containerd",))
-"""Adapters of programs that know of one node only, and do not name it."""
 
 _SLURM_JOB = re.compile(r"\d{1,10}(?:_\d{1,10})?")
 ASKING_S = 5.0

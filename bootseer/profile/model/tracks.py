@@ -24,8 +24,8 @@ LAUNCHER = "launcher"
 """The role of `bootseer run` itself."""
 UNWATCHED = "python"
 """The role of training code that is not watched, and calls `bootseer.stage()` by itself."""
-CONTROL_PLANE, KUBELET, CONTAINERD = "control plane", "kubelet", "containerd"
-BEFORE_LAUNCHER = (CONTAINERD, KUBELET, CONTROL_PLANE)
+CONTROL_PLANE, KUBELET = "control plane", "kubelet"
+BEFORE_LAUNCHER = (KUBELET, CONTROL_PLANE)
 """Roles of those that a node's launcher waited for, the last one first; also the names of their
 processes. The times of the control plane are of its own clock."""
 ADAPTER = "bootseer.adapter"

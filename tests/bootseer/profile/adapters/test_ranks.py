@@ -1,7 +1,7 @@
-"""What NCCL, NVRx and programs that write OTLP know of a start, and how the report takes it in.
+"""What NCCL and programs that write OTLP know of a start, and how the report takes it in.
 
-NCCL's lines are in the form of its src/init.cc, since no GPU is here; NVRx' were written by its own
-profiler (nvidia-resiliency-ext, git d8686d9); OTLP is as its specification has it.
+NCCL's lines are in the form of its src/init.cc, since no GPU is here; OTLP is as its specification
+has it.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from bootseer.profile.adapters.nccl import parse_nccl
-from bootseer.profile.adapters.nvrx import parse_nvrx
 from bootseer.profile.adapters.placing import Placement
 from bootseer.profile.adapters.spans import parse_spans
 from tests.bootseer.profile.adapters.conftest import Start, path_of, rows_of
@@ -44,18 +43,6 @@ def test_nccl_of_ranks_that_met_nobody_is_left_out(a_start: MakeStart) -> None:
     slow = NCCL.replace(b"total 1.40", b"total 9.40")
     start = a_start(_BEGAN_S).explained(nccl=parse_nccl(slow))
     assert "NCCL kernels" not in rows_of(start)
-
-
-def test_rendezvous_of_nvrx(a_start: MakeStart) -> None:
-    known = parse_nvrx((_SAMPLES / "nvrx.log").read_bytes())
-    began = (known[0].begin_ns or 0) / 1e9 - 1
-    start = a_start(began, nodes=["node-1.cluster.local", "n2"]).explained(nvrx=known)
-    rows = rows_of(start)
-    assert rows["NVRx rendezvous"] == pytest.approx(0.7, abs=0.05)
-    assert rows["NVRx health check"] == pytest.approx(0.2, abs=0.05)
-    assert rows["NVRx worker start"] == pytest.approx(0.1, abs=0.05)
-    (group,) = [one for one in start.model.graph.groups if one.role == "NVRx"]
-    assert group.shape.parents == (-1, 0, -1)
 
 
 def _span(name: str, begin_s: float, seconds: float, **more: Any) -> dict[str, Any]:
@@ -186,27 +173,11 @@ def test_the_report_takes_files_in(tmp_path: Path, a_start: MakeStart) -> None:
     assert alone["analysis"]["since_submission_s"] is None
 
 
-def test_events_of_one_node_are_given_with_its_name(tmp_path: Path, a_start: MakeStart) -> None:
-    made = a_start(_BEGAN_S)
-    when = "2026-11-23 11:19:5{}.5 +0000 UTC k8s.io"
-    events = [
-        (2, '/containers/create {"id":"c"}'),
-        (4, '/tasks/create {"container_id":"c"}'),
-        (5, '/tasks/start {"container_id":"c"}'),
-    ]
-    said = "".join(f"{when.format(second)} {event}\n" for second, event in events)
-    shown = _report(made, "--with", "containerd@n2=-", "--json", said=said)
-    assert shown.returncode == 0, shown.stderr
-    rows = {row["name"]: row for row in json.loads(shown.stdout)["stages"]}
-    assert (rows["container create"]["node_count"], rows["container create"]["median_s"]) == (1, 2)
-
-
 def test_what_cannot_be_taken_in_is_one_sentence(tmp_path: Path, a_start: MakeStart) -> None:
     made = a_start(_BEGAN_S)
     for argument, code, words in (
-        ("slurm", 2, "is not KIND[@NODE]=FILE"),
-        ("pbs@n1=x", 2, "is not KIND[@NODE]=FILE"),
-        ("containerd=x", 2, "write containerd@NODE=x"),
+        ("slurm", 2, "is not KIND=FILE"),
+        ("pbs=x", 2, "is not KIND=FILE"),
         (f"kubernetes={tmp_path}/none", 10, "none"),
         ("kubernetes=-", 15, "is not valid JSON"),
     ):

@@ -136,17 +136,15 @@ def test_of_a_hundred_gigabytes_the_smaller_timelines_are_read(folder: Path) -> 
 
 
 def test_a_killed_report_leaves_the_page_that_was_there(folder: Path, tmp_path: Path) -> None:
-    """Killed when half of the new one is written."""
+    """Killed before the new one is in its place."""
     page = tmp_path / "start.html"
     page.write_text("the one before")
     code = (
         "import os, pathlib, sys\n"
-        "whole = pathlib.Path.write_bytes\n"
-        "def half(path, data):\n"
-        "    whole(path, data[: len(data) // 2])\n"
-        "    print('half', flush=True)\n"
+        "def late(path, target):\n"
+        "    print('written', flush=True)\n"
         "    import time; time.sleep(60)\n"
-        "pathlib.Path.write_bytes = half\n"
+        "pathlib.Path.replace = late\n"
         "from bootseer.cli import cli\n"
         "cli(sys.argv[1:])\n"
     )
@@ -154,7 +152,7 @@ def test_a_killed_report_leaves_the_page_that_was_there(folder: Path, tmp_path: 
     process = subprocess.Popen([*command, str(page)], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"half\n"
+        assert process.stdout.readline() == b"written\n"
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
