@@ -96,8 +96,8 @@ def encode_sums(starts: Sequence[int], sums: Sequence[int], boot: bytes) -> byte
 
 
 def read_starts(directory: Path) -> "array[int] | None":
-    """Return the boundaries of the pieces of the stream in `directory`; None if it has none that
-    make sense."""
+    """Return the boundaries of the pieces of the stream in `directory`; None if it has none, or
+    none that fit its data."""
     try:
         with (directory / "sums").open("rb") as file:
             count, rest = divmod(
@@ -106,10 +106,11 @@ def read_starts(directory: Path) -> "array[int] | None":
             if rest or count < 0:
                 return None
             file.seek(HEADER_BYTES + _NUMBER_BYTES * count)
-            starts = array("Q", file.read())
+            starts = array("Q", file.read(_NUMBER_BYTES * (count + 1)))
+        data_bytes = (directory / "data").stat().st_size
     except OSError:
         return None
-    if len(starts) != count + 1 or starts[0] != 0:
+    if len(starts) != count + 1 or starts[0] != 0 or starts[-1] != data_bytes:
         return None
     return starts if all(start < stop for start, stop in pairwise(starts)) else None
 
@@ -240,11 +241,11 @@ class CachedStream:
             raise
         is_trusted = header is not None and (header.is_clean or header.boot == self._boot)
         self._is_doubtful = not is_trusted
-        self._data_fd, self._sums_fd, self._map = data_fd, sums_fd, mapped
-        # Last: a reader that sees a checksum reads the file that belongs to it.
-        self._sums = memoryview(mapped)[
-            HEADER_BYTES : HEADER_BYTES + _NUMBER_BYTES * self.count
-        ].cast("Q")
+        self._data_fd, self._sums_fd = data_fd, sums_fd
+        table = memoryview(mapped)[HEADER_BYTES : HEADER_BYTES + _NUMBER_BYTES * self.count]
+        self._sums = table.cast("Q")
+        # Last: a reader that finds the map uses all the others.
+        self._map = mapped
 
     def _warn_full(self, error: OSError) -> None:
         self._again_s = time.monotonic() + self._try_again_s

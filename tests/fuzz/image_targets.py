@@ -199,6 +199,11 @@ def _read_cached(data: bytes) -> None:
         (streams / "sums").write_bytes(data)
         (streams / "data").write_bytes(_STREAM)
         cache = NodeCache(folder)
+        assert cache.recheck(samples.DIGEST) >= 0
+        whole = cache.open_whole(samples.DIGEST)
+        if whole is not None:
+            assert whole.get(0, len(_STREAM)) in (None, _STREAM)
+            whole.close()
         found = cache.details(samples.DIGEST)
         assert found is None or 0 <= found.present_bytes <= found.stream_length
         with closing(cache.open_pieces(samples.DIGEST, _STARTS)) as stream:
