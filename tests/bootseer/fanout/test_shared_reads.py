@@ -113,7 +113,9 @@ class Host:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return load_config({}, {"HOME": str(tmp_path), "BOOTSEER_CONFIG": "/dev/null"}).settings
+    known = {"HOME": str(tmp_path), "BOOTSEER_CONFIG": "/dev/null"}
+    # By this folder tests that run at one time have sockets of their own.
+    return load_config({}, {**known, "BOOTSEER_RUN_DIR": str(tmp_path / "run")}).settings
 
 
 @pytest.fixture
