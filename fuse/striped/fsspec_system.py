@@ -27,21 +27,18 @@ from fsspec.utils import isfilelike, tokenize
 
 from bootseer.errors import (
     AlreadyExistsError,
-    CorruptError,
     InvalidInputError,
     NotFoundError,
-    UnknownFormatError,
     UnsupportedError,
 )
 from bootseer.fuse.striped.fsspec_file import StripedFile, StripedText, entry
 from bootseer.fuse.striped.layout import DEFAULT_STRIPE_COUNT, DEFAULT_STRIPE_UNIT_BYTES
-from bootseer.fuse.striped.names.stored import FileStatus, is_hidden, plain_view, status_of
+from bootseer.fuse.striped.names.stored import FileStatus, is_hidden
 from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.tools.copy import copy_across, copy_in, copy_out
 from bootseer.settings.config import load_config
 from bootseer.store import Backend, open_backend
-from bootseer.store.backend import FileInfo
 from bootseer.store.paths import BUCKETS
 
 PROTOCOL = "bootseer"
@@ -186,15 +183,8 @@ class CheckpointFileSystem(ChainedFileSystem):  # type: ignore[misc] # fsspec ha
                 found.append(name)
                 continue
             with contextlib.suppress(NotFoundError):  # removed meanwhile
-                found.append(entry(name, self._listed(info)))
+                found.append(entry(name, stored.shown(info)))
         return found
-
-    def _listed(self, info: FileInfo) -> FileStatus:
-        """Return the status of a stored file; of a damaged one, what it is stored as."""
-        try:
-            return self.storage.tree.stored.status_of(info)
-        except (CorruptError, UnknownFormatError):
-            return status_of(plain_view(info.path, info))
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Return whether anything is at a path. Raises if the storage does not answer."""

@@ -189,8 +189,8 @@ class MountedTree(Operations):
         listed = self._listings.take(path, now_s)
         try:
             if listed is not None:
-                return self._tree.stored.status_of(listed[1]), listed[0]
-            return self._tree.stored.status(path), now_s
+                return self._tree.stored.shown(listed[1]), listed[0]
+            return self._tree.stored.shown(self._tree.backend.stat(path)), now_s
         except NotFoundError:
             return None, now_s
 

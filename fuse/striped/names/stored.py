@@ -13,7 +13,7 @@ from collections import OrderedDict
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.errors import CorruptError
+from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped.layout import (
     PARTS_FOLDER,
     Header,
@@ -99,6 +99,14 @@ class StoredFiles:
                 info.path, False, info.size_bytes, info.modified_ns, plain_identity(info)
             )
         return FileStatus(info.path, False, header.size_bytes, info.modified_ns, header.generation)
+
+    def shown(self, info: FileInfo) -> FileStatus:
+        """Return the status of the stored file `info`; of a damaged one, what it is stored as, so
+        that it is listed and can be removed."""
+        try:
+            return self.status_of(info)
+        except (CorruptError, UnknownFormatError):
+            return status_of(plain_view(info.path, info))
 
     def view(self, path: str) -> FileView:
         """Return the current generation of the file at `path`, ready to be read."""

@@ -106,13 +106,15 @@ def test_a_flip_that_a_second_try_does_not_show_is_healed(world: World) -> None:
     assert world.driver.read("f") == OLD
 
 
-def test_a_damaged_layout_is_refused(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [9, 40, 200], ids=["version", "header", "body"])
+def test_a_damaged_layout_is_refused(world: World, tmp_path: Path, at: int) -> None:
     stored = tmp_path / "backend" / "f"
     data = bytearray(stored.read_bytes())
-    data[200] ^= 1
+    data[at] ^= 1
     stored.write_bytes(data)
     world.fails_with(errno.EIO, lambda: world.elsewhere.read("f"))
-    # It can still be removed and replaced.
+    # It can still be removed and replaced; the kernel looks it up for that.
+    assert world.elsewhere.size("f") > 0
     world.elsewhere.unlink("f")
     world.elsewhere.write("f", NEW)
     assert world.elsewhere.read("f") == NEW

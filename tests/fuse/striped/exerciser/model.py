@@ -487,7 +487,7 @@ class Model:
         assert writer is not None
         if writer.errors:
             return set(writer.errors), True
-        is_gap_too_large = writer.announced - len(writer.content) > self.unit_bytes
+        is_gap_too_large = self._is_gap_too_large(writer)
         if writer.is_detached and is_gap_too_large and len(writer.content) > self.unit_bytes:
             # Of what has no name it is stored, to be read back.
             return {errno.EOPNOTSUPP, *writer.doubts}, False
@@ -498,6 +498,10 @@ class Model:
         stale = self._stale(one)
         errors = {errno.ESTALE} if True in stale else set()
         return errors | writer.doubts, False not in stale
+
+    def _is_gap_too_large(self, writer: Writer) -> bool:
+        """Whether more was announced than is filled up with zeros."""
+        return writer.announced - len(writer.content) > self.unit_bytes
 
     def _fail(self, writer: Writer, *codes: int) -> None:
         writer.errors = frozenset(codes)
@@ -1038,10 +1042,12 @@ class Model:
             return errors, True
         for one in unfinished:
             assert one.writer is not None
-            if one.writer.announced - len(one.writer.content) > self.unit_bytes:
-                # It cannot be published as it is.
+            if self._is_gap_too_large(one.writer):
+                # It cannot be published as it is. What is added to a file is published after that
+                # is renamed, and only the writer hears of it.
                 one.writer.doubts |= {errno.EOPNOTSUPP}
-                return {errno.EOPNOTSUPP, errno.EXDEV}, True
+                adds = one.writer.base is not None or one.writer.published is not None
+                return {errno.EOPNOTSUPP, errno.EXDEV}, not adds
         if parent_of(source) == parent_of(target):
             return set(), False
         kinds = {self.files[source].is_striped} if source in self.files else set()
@@ -1071,7 +1077,11 @@ class Model:
             self._detach(one)
         for one in moving:
             if one.is_unfinished and not one.is_late:
-                self._publish(one)
+                assert one.writer is not None
+                if self._is_gap_too_large(one.writer):
+                    self._fail(one.writer, errno.EOPNOTSUPP)
+                else:
+                    self._publish(one)
         moved = self.files.get(source)
         if moved is None:
             raise DeviationError("a file that nobody has published was renamed")
