@@ -46,7 +46,7 @@ from bootseer.store.hdfs.namenode import (
 from bootseer.transfer.policy import REQUEST, SOON, UNTIL_DEADLINE, Attempts
 
 if TYPE_CHECKING:
-    from hdfs_native import Client
+    from hdfs_native import Client, FileReader
 
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ class Native:
     def begin(self) -> None:
         """Start without a client, as a forked child has to."""
         if self._client is not None:
-            _keep_for_ever(self._client)
+            keep_for_ever(self._client)
         self._lock = threading.Lock()
         self._client = None
         self._order: dict[str, str] = {}
@@ -419,12 +419,13 @@ def _collect_garbage() -> None:
 def _begin_in_child() -> None:
     _Fork.time_s = time.monotonic() if _Fork.has_client else 0.0
     for client in list(_Fork.clients):
-        _keep_for_ever(client)
+        keep_for_ever(client)
 
 
-def _keep_for_ever(client: "Client") -> None:
-    """Freeing a parent's client waits, with the GIL, for threads that stayed in the parent."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client.inner))
+def keep_for_ever(parents: "Client | FileReader") -> None:
+    """Keep a parent's client or file: freeing it waits, with the GIL, for threads that stayed in
+    the parent."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents.inner))
 
 
 os.register_at_fork(before=_collect_garbage, after_in_child=_begin_in_child)

@@ -33,7 +33,7 @@ from bootseer.store.backend import FileInfo
 from bootseer.store.deadline import Call, begin_in_children
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import Address, Replica, StoredBlock
-from bootseer.store.hdfs.native import Native
+from bootseer.store.hdfs.native import Native, keep_for_ever
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -100,11 +100,19 @@ class HdfsReader:
         self._info_path = info_path
         self._name = name
         self.blocks = blocks
-        self._lock = threading.Lock()
         self._file: tuple[FileReader, FileInfo, int] | None = None
         self._opened_until_s = 0.0
+        self.begin()
+        begin_in_children(self)
         if not blocks:
             native.call(lambda _: self.opened, "read", name)
+
+    def begin(self) -> None:
+        """Start without an opened file, as a forked child has to."""
+        if self._file is not None:
+            keep_for_ever(self._file[0])
+        self._lock = threading.Lock()
+        self._file = None
 
     @property
     def opened(self) -> "tuple[FileReader, FileInfo, int]":
@@ -152,13 +160,13 @@ class HdfsReader:
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """Fill `buffer`; see `Reader`."""
+        count = 0
         if attempt.is_checked and self.blocks:
             count = self._data_nodes.read_into(self.blocks, offset, buffer, attempt)
             if count == len(buffer) or attempt.is_given_up:
                 return count
-            attempt.done_bytes = 0
             attempt.server = ""
-        return fill(self._native, self._usable, self._name, offset, buffer, attempt)
+        return fill(self._native, self._usable, self._name, offset, buffer, attempt, count)
 
     def current(self) -> FileInfo:
         """Return the info of the opened file: blocks never change, whatever becomes of the name."""
@@ -200,13 +208,15 @@ def fill(
     offset: int,
     buffer: memoryview,
     attempt: Attempt,
+    done_bytes: int = 0,
 ) -> int:
-    """Fill `buffer` from `offset` of the file that `opened` returns; returns the count, short at
-    the end of the file, and when the attempt was given up."""
+    """Fill `buffer`, which begins with `done_bytes` that are here already, from `offset` of the
+    file that `opened` returns; returns the count, short at the end of the file, and when the
+    attempt was given up."""
 
     def work(call: Call[int]) -> int:
-        done = 0
-        for chunk in _stream(opened(), offset, len(buffer)):
+        done = done_bytes
+        for chunk in _stream(opened(), offset + done, len(buffer) - done):
             if not attempt.put(done, buffer, chunk):
                 break
             done += len(chunk)

@@ -24,6 +24,18 @@ BLOCK = 1024 * KIB
 CONTENT = random.Random(5).randbytes(3 * BLOCK + 777)
 
 
+class Watched(Attempt):
+    """Notes where hdfs-native's bytes go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts: list[int] = []
+
+    def put(self, done: int, buffer: memoryview, data: bytes | memoryview) -> bool:
+        self.puts.append(done)
+        return super().put(done, buffer, data)
+
+
 @pytest.fixture(scope="module")
 def stored(request: pytest.FixtureRequest) -> Iterator[HdfsBackend]:
     url = request.getfixturevalue("hdfs").url
@@ -79,6 +91,19 @@ def test_an_attempt_that_was_given_up_is_not_written_to(stored: HdfsBackend) -> 
     attempt.stop()
     assert reader.read_into(0, memoryview(buffer), attempt) == 0
     assert not any(buffer)
+
+
+@pytest.mark.hdfs
+def test_what_a_datanode_has_brought_is_not_read_once_more(stored: HdfsBackend) -> None:
+    reader = stored.open_reader("f", is_checked=True)
+    # Nobody listens there.
+    unreachable = (Replica(("127.0.0.1", 9)),)
+    reader.blocks = (*reader.blocks[:2], replace(reader.blocks[2], replicas=unreachable))
+    buffer, attempt = bytearray(3 * BLOCK), Watched()
+    attempt.is_checked = True
+    assert reader.read_into(0, memoryview(buffer), attempt) == len(buffer)
+    assert buffer == CONTENT[: 3 * BLOCK]
+    assert attempt.puts[0] == 2 * BLOCK
 
 
 @pytest.mark.hdfs

@@ -56,3 +56,39 @@ def test_a_child_asks_by_itself_what_its_parent_is_asking() -> None:
     """It waited for ever for a lock that a thread of its parent held while it was forked."""
     done = subprocess.run([sys.executable, "-c", _ASKING], timeout=120, check=False)
     assert done.returncode == 0
+
+
+_KEPT_OPEN = """
+import os, signal, sys
+from bootseer.store import open_backend
+from bootseer.transfer.attempt import Attempt
+
+backend = open_backend(sys.argv[1])
+with backend.create("file") as writer:
+    writer.write(bytes(range(256)) * 1000)
+reader = backend.open_reader("file")
+
+def read():
+    buffer = bytearray(1000)
+    assert reader.read_into(256, memoryview(buffer), Attempt()) == 1000
+    assert buffer == (bytes(range(256)) * 4)[:1000]
+
+read()
+pid = os.fork()
+if not pid:
+    signal.alarm(60)
+    read()
+    os._exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+read()
+sys.exit(code)
+"""
+
+
+@pytest.mark.hdfs
+def test_a_child_reads_on_from_a_file_that_is_kept_open(hdfs_url: str) -> None:
+    """It waited for ever for threads of hdfs-native that stayed in the parent."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KEPT_OPEN, hdfs_url], env=os.environ, timeout=120, check=False
+    )
+    assert done.returncode == 0
