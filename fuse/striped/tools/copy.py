@@ -19,6 +19,7 @@ from bootseer.fuse.striped.stripe_settings import LayoutKind, StripeSettings
 from bootseer.fuse.striped.writing.file_writer import FileWriter
 from bootseer.settings.config import Settings
 from bootseer.store import open_backend
+from bootseer.store.local.beneath import sync_directory
 
 _STEP_BYTES = 4 * 2**20
 # What failed is gone when the caller is told, but for a storage that does not answer.
@@ -133,6 +134,7 @@ def copy_out(
                 read_pieces(storage, opened, 0, opened.view.size_bytes, write)
                 os.fsync(file.fileno())
             temporary.replace(target)
+            sync_directory(str(target.parent))
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

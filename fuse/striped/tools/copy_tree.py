@@ -31,6 +31,7 @@ from bootseer.fuse.striped.storage import StripedStorage
 from bootseer.fuse.striped.tools.copy import copy_across, copy_in, copy_out
 from bootseer.fuse.striped.view import FileView
 from bootseer.store.backend import FileInfo
+from bootseer.store.local.beneath import sync_directory
 
 _FILES_AT_ONCE = 4
 _COPY_NAME = re.compile(r"\.bootseer-copy-[0-9a-f]{16}")
@@ -271,6 +272,7 @@ def _rename(source: Place, target: Place) -> None:
     try:
         # Replaces at most an empty directory.
         os.rename(source.path, target.path)
+        sync_directory(os.path.dirname(os.path.abspath(target.path)))
     except OSError as error:
         raise from_oserror(error, f"rename {source.path} to {target.path}") from error
 

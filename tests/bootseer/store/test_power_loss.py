@@ -32,6 +32,15 @@ _PROGRAMS = {
         'for _ in "ab":\n    with open_backend(url).create("a/key", overwrite=True) as writer:\n'
         "        writer.write(data)\n"
     ),
+    "copy out of a checkpoint": (
+        "import os; from pathlib import Path; from urllib.parse import urlsplit\n"
+        "from bootseer.checkpoints import copy_out, open_checkpoints\n"
+        "kept, target = url.replace('/store', '/kept'), Path(urlsplit(url).path, 'a')\n"
+        "os.makedirs(target)\n"
+        "with open_checkpoints(kept) as storage:\n"
+        "    with storage.backend.create('key') as writer:\n        writer.write(data)\n"
+        "    copy_out(storage, 'key', target / 'key')\n"
+    ),
     "rename": (
         'with open_backend(url).create("b") as writer:\n    writer.write(data)\n'
         'open_backend(url).rename("b", "a/key")\n'
@@ -61,12 +70,13 @@ class Disk:
             # From the current directory where there is no descriptor.
             folder, name = os.path.split(names[0])
             self._name(folder or paths[0], name)
-        elif call in ("renameat", "renameat2"):
-            source, target = f"{paths[0]}/{names[0]}", f"{paths[1]}/{names[1]}"
+        elif call in ("rename", "renameat", "renameat2"):
+            at = paths if call != "rename" else ("/", "/")
+            source, target = (os.path.join(*pair) for pair in zip(at, names, strict=True))
             if source in self.unflushed:
                 self.named_too_early.add(target)
-            self._name(paths[0], names[0])
-            self._name(paths[1], names[1])
+            self._name(*os.path.split(source))
+            self._name(*os.path.split(target))
 
     def _name(self, folder: str, name: str) -> None:
         self.unnamed.setdefault(folder, set()).add(name)
