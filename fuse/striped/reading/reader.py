@@ -27,6 +27,8 @@ from bootseer.transfer.ranges import Priority
 _AHEAD_PER_THREAD = 4
 _WARM_STEP_BYTES = 32 * 2**20
 _ACTIVE_S = 10.0
+# Streams that have ended are noticed so much later: to count all looks at each open file.
+_COUNTED_S = 0.1
 
 
 def _never() -> bool:
@@ -100,6 +102,8 @@ class StripedReader:
         self._window = Window(backend, self._engine, self._memory, patience_s)
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
+        self._active_count = 0
+        self._counted_until_s = 0.0
 
     @property
     def fetched_bytes(self) -> int:
@@ -169,7 +173,7 @@ class StripedReader:
             return []
         with self._lock:
             now_s = time.monotonic()
-            advice = file.streams.observe(offset, end, self._window_max_bytes(now_s), now_s)
+            advice = file.streams.observe(offset, end, self._window_max_bytes(file, now_s), now_s)
         wanted = self._demand(file, offset, end, advice.whole_units, cancelled)
         if advice.ahead_end > advice.ahead_start:
             reached = self._window.read_ahead(
@@ -263,10 +267,19 @@ class StripedReader:
 
     # ---- the steps of a read --------------------------------------------------------------
 
-    def _window_max_bytes(self, now_s: float) -> int:
+    def _window_max_bytes(self, file: OpenFile, now_s: float) -> int:
         """Returns the share of one stream: the mount's memory is divided among active streams."""
-        active = sum(f.streams.active_count(now_s - _ACTIVE_S) for f in self._files.values())
-        return self._memory.limit_bytes * 3 // 4 // max(1, active)
+        since_s = now_s - _ACTIVE_S
+        if now_s >= self._counted_until_s:
+            self._counted_until_s = now_s + _COUNTED_S
+            for one in self._files.values():
+                one.active_count = one.streams.active_count(since_s)
+            self._active_count = sum(one.active_count for one in self._files.values())
+        else:
+            self._active_count -= file.active_count
+            file.active_count = file.streams.active_count(since_s)
+            self._active_count += file.active_count
+        return self._memory.limit_bytes * 3 // 4 // max(1, self._active_count)
 
     def _demand(
         self,

@@ -31,17 +31,19 @@ Key: TypeAlias = tuple[str, int, bool]
 class OpenFile:
     """Generation of a file that is open or read ahead.
 
-    The lock of the `reader` guards `streams` and `open_count`, that of the engine `passed`. `view`
+    The lock of the `reader` guards `streams` and the counts, that of the engine `passed`. `view`
     and `pinned` are replaced as a whole by the thread that changes the file's name.
     """
 
-    __slots__ = ("open_count", "parts", "passed", "pinned", "streams", "view")
+    __slots__ = ("active_count", "open_count", "parts", "passed", "pinned", "streams", "view")
 
     def __init__(self, view: FileView) -> None:
         self.view = view
         # Of an ordinary file only the blocks that the window spans are read at once.
         self.streams = StreamTracker(max(START_WINDOW_BYTES, _BLOCKS_AHEAD * view.block_bytes))
         self.parts = OpenedParts(are_checked=view.layout is not None)
+        self.active_count = 0
+        """How many streams were active when they were counted last."""
         self.open_count = 0
         self.passed: deque[Key] = deque()
         """The units that its only reader left behind last."""
