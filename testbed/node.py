@@ -176,7 +176,7 @@ class Node:
     def kill_lingering(self) -> None:
         """Kill what mounts linger for; a folder that was being made is as it is a minute later."""
         for pid, line in self.processes().items():
-            if "bootseer.launch.linger" in line:
+            if "bootseer.launch.attendant" in line:
                 os.kill(pid, signal.SIGKILL)
         self._age_unfinished()
 

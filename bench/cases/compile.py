@@ -196,18 +196,18 @@ def _bootseer(workspace: Workspace) -> Iterator[TakeSample]:
         node.clear()
         sample = node.step(wrapper=wrapper, environ=environ)
         # What is behind the start ends by itself, and must not run into the next one.
-        _wait_for_keeper(node)
+        _wait_for_attendant(node)
         return sample
 
     step()
     yield step
 
 
-def _wait_for_keeper(node: _Node) -> None:
+def _wait_for_attendant(node: _Node) -> None:
     """Until the process that publishes has ended: its log then says what it did."""
     deadline_s = time.monotonic() + 120
     while True:
-        texts = [path.read_text() for path in (node.base / "run/logs").glob("caches-*.log")]
+        texts = [path.read_text() for path in (node.base / "run/logs").glob("start-*.log")]
         if any(f"{_CACHE}: published" in text or f"{_CACHE}: nothing" in text for text in texts):
             return
         if time.monotonic() > deadline_s:

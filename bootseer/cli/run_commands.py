@@ -241,7 +241,7 @@ def standby(
     caches and, with --preload, its imports. Ends when all is there; what is held goes by itself
     after a while.
     """
-    from bootseer.launch.linger import let_go
+    from bootseer.launch.attendant import release
     from bootseer.launch.start import launch
     from bootseer.linux.removal import remove_tree
     from bootseer.settings.values import parse_linger
@@ -251,7 +251,7 @@ def standby(
         _show_held(settings)
         return
     if ends:
-        let_go(settings)
+        release(settings)
         return
     if not (options["image"] or options["setups"] or options["checkpoints"] or command):
         raise click.UsageError("nothing to hold: add --image, --setup, --checkpoint, or -- COMMAND")
@@ -289,7 +289,7 @@ def _show_held(settings: Settings) -> None:
     holders = {
         one.pid
         for one in entries
-        if one.kind == "lingering" and one.what == settings.job and one.health == "ok"
+        if one.kind == "attendant" and one.what == settings.job and one.health == "ok"
     }
     held = [one for one in entries if one.pid in holders or holders.intersection(one.users)]
     if not held:

@@ -8,7 +8,6 @@ answer costs one thread and one connection however many pods start. Any thread m
 import contextlib
 import hashlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from bootseer.kubernetes.pod_start import PodStart
-from bootseer.profile.publish.begin import Note, is_stored
+from bootseer.linux.processes import ProcessId
+from bootseer.profile.publish.note import Note, is_stored
 from bootseer.profile.publish.round import publish
 from bootseer.settings.config import Settings
 from bootseer.timeline.recorder import Timeline
@@ -67,7 +67,7 @@ def noted(settings: Settings, start: PodStart, part: str) -> Iterator[Timeline |
     try:
         yield timeline
     finally:
-        _QUEUE.put(Note(settings, timeline.path, os.getpid(), "", ""))
+        _QUEUE.put(Note(settings, timeline.path, ProcessId(0, "")))
 
 
 class _Queue:

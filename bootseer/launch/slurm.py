@@ -19,8 +19,8 @@ from bootseer.linux.processes import ProcessId, living_processes
 from bootseer.served.ending import sweep
 from bootseer.served.folders import (
     CHECKPOINT,
-    LINGER,
     MountState,
+    attendants,
     dead_mounts,
     live_mounts,
     wait_released,
@@ -43,8 +43,8 @@ def tidy(settings: Settings, job: str, say: Callable[[str], None]) -> None:
         for folder, state in live_mounts(run_dir)
         if job and state.process.lives() and job_of(state.pid) == job
     ]
-    for _, state in ended:
-        if state.purpose == LINGER:
+    for _, state in attendants(run_dir):
+        if job and state.process.lives() and job_of(state.pid) == job:
             state.process.kill(signal.SIGTERM)
     for folder, state in ended:
         # A server ends by itself when its last user has; one that hangs is ended as Slurm does it.

@@ -9,10 +9,8 @@ which is then the command's.
 Main thread only: it forks and handles signals.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.structs import replace
@@ -20,6 +18,7 @@ from msgspec.structs import replace
 from bootseer import loaded_ns
 from bootseer.base.patience import PATIENCE
 from bootseer.errors import BootseerError, InvalidInputError
+from bootseer.launch.attendant import Attendant
 from bootseer.launch.checkpoints import CheckpointMounts
 from bootseer.launch.job import Job, setup_command
 from bootseer.launch.setups import set_up
@@ -27,14 +26,12 @@ from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
 from bootseer.profile.collect import watched
-from bootseer.profile.publish.begin import begin_publisher
-from bootseer.settings.config import FANOUT_KEY, Settings
+from bootseer.settings.config import FANOUT_KEY, Settings, is_default_store
 from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
     from bootseer.launch.caches.run import KeptCaches
-    from bootseer.launch.linger import Lingering
     from bootseer.prefetch.container.container import Container
 
 Say = Callable[[str], None]
@@ -71,7 +68,7 @@ class _Start:
         self._container: Container | None = None
         self._is_watched = False
         self._caches: KeptCaches | None = None
-        self._lingering: Lingering | None = None
+        self._attendant = Attendant(settings, say)
         self._command = job.command
 
     def run(self) -> NoReturn:
@@ -90,7 +87,8 @@ class _Start:
             rank=settings.rank,
         )
         self._is_watched = settings.trace_python and timeline.is_written
-        begin_publisher(settings, timeline)
+        self._attendant = Attendant(settings, self._say)
+        self._attendant.begin(timeline, keeps=self._may_keep())
         try:
             with timeline.span(START, since_ns=loaded_ns) as start:
                 # Servers started on the way, the set-ups and the command write to it, too.
@@ -107,7 +105,6 @@ class _Start:
 
     def _stages(self, timeline: Timeline) -> None:
         self._checkpoints.start()
-        self._begin_lingering()
         if self._job.image:
             from bootseer.launch.image import open_image
 
@@ -115,9 +112,6 @@ class _Start:
             # Once it is entered, no mount of the host comes in any more.
             for source, target in self._checkpoints.finish():
                 self._container.bind(source, target)
-            if (caches := self._kept_caches()) is not None:
-                # In the host's namespace: a container's lives as long as any process of it.
-                caches.begin()
         for number, command in enumerate(self._setups):
             # A set-up may take long, and be for nothing.
             self._checkpoints.check()
@@ -141,8 +135,7 @@ class _Start:
         if self._job.preload:
             self._begin_preloader()
         self._checkpoints.finish()
-        if self._lingering is not None:
-            self._lingering.begin()
+        self._complete()
 
     def _kept_caches(self) -> "KeptCaches | None":
         """None where none is wanted, or none can be."""
@@ -156,7 +149,7 @@ class _Start:
             from bootseer.launch.caches.run import KeptCaches
 
             wish = Wish(self._job.kept, self._settings.keep_caches)
-            self._caches = KeptCaches(self._settings, wish, self._say, preloads=self._job.preload)
+            self._caches = KeptCaches(self._settings, wish, self._say)
         return self._caches
 
     def _restore_caches(self, timeline: Timeline) -> None:
@@ -182,15 +175,22 @@ class _Start:
                 binds=tuple((bind.target, bind.source) for bind in container.binds),
             )
         variables = caches.restore(timeline, job, self._container)
-        caches.abandon()
         os.environ.update(variables)
 
-    def _begin_lingering(self) -> None:
-        """Have what is mounted stay after the job, and let go of what the last one has left."""
-        if self._settings.linger_s or _has_left(self._settings.run_dir):
-            from bootseer.launch.linger import Lingering
+    def _may_keep(self) -> bool:
+        """Return whether there may be caches that other nodes, or other starts, use."""
+        return bool(self._job.kept) or (
+            self._settings.keep_caches and not is_default_store(self._settings)
+        )
 
-            self._lingering = Lingering(self._settings, self._say)
+    def _complete(self) -> None:
+        """Hand over to the attendant what is to be done for the job."""
+        caches = self._caches
+        self._attendant.complete(
+            caches.kept if caches is not None else (),
+            begun_ns=caches.begun_ns if caches is not None else 0,
+            preloads=self._job.preload and self._may_keep(),
+        )
 
     def _begin_preloader(self) -> None:
         """Import beside what is left of the start: the environment and all variables are there."""
@@ -230,10 +230,7 @@ class _Start:
 
     def _abandon(self) -> None:
         """Take down what was begun: the start has failed."""
-        if self._lingering is not None:
-            self._lingering.abandon()
-        if self._caches is not None:
-            self._caches.abandon()
+        self._attendant.abandon()
         if self._container is not None and self._container.entered:
             # We see copies of the host's mounts only. All goes when this process does.
             return
@@ -250,16 +247,6 @@ def _may_have_members(settings: Settings) -> bool:
     schedulers = ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "KUBERNETES_SERVICE_HOST")
     told = any(name in os.environ for name in schedulers)
     return told or settings.fanout_hosts != "auto" or any(n.startswith("VC_") for n in os.environ)
-
-
-def _has_left(run_dir: Path) -> bool:
-    """Return whether anything may linger on this node; a start where nothing does loads no code for
-    it."""
-    for name in ("mounts", "preload"):
-        with contextlib.suppress(OSError):
-            if os.listdir(run_dir / name):
-                return True
-    return False
 
 
 def _environment(settings: Settings, timeline: Timeline, start: Span) -> dict[str, str]:

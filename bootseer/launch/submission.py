@@ -18,7 +18,7 @@ from bootseer.base.patience import PATIENCE
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import in_a_copy
-from bootseer.profile.publish.begin import is_stored
+from bootseer.profile.publish.note import is_stored
 from bootseer.settings.config import DEFAULT_JOB, Settings, is_default_store
 
 _log = logging.getLogger(__name__)

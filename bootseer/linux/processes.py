@@ -235,41 +235,67 @@ def kill_child(pid: int) -> int | None:
     return reap(pid, KILLED_S)
 
 
-def in_a_copy(work: Callable[[], bytes], limit_s: float) -> bytes:
-    """Return what `work` returns in a copy of this process; empty where it did not end in time, or
-    was killed: half an answer is none.
+class Copy:
+    """A copy of this process that works on something, and tells what came of it.
 
-    The copy is killed after `limit_s`: what it hangs in, its threads and connections go with it.
     For a process without threads. What `work` raises is for `work` to tell.
     """
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        is_told = False
-        try:
-            os.close(reading)
-            with os.fdopen(writing, "wb") as file:
-                file.write(work())
-            is_told = True
-        finally:
-            os._exit(0 if is_told else 1)
-    os.close(writing)
-    deadline_s = time.monotonic() + limit_s
-    answer = bytearray()
-    code: int | None = None
-    has_ended = False
-    try:
-        while not has_ended and wait_readable([reading], deadline_s - time.monotonic()):
-            piece = os.read(reading, _READ_BYTES)
-            answer += piece
-            has_ended = not piece
+
+    def __init__(self, work: Callable[[], bytes], limit_s: float) -> None:
+        """`limit_s`: what the copy may take. Raises: OSError."""
+        self._reading, writing = os.pipe()
+        self._deadline_s = time.monotonic() + limit_s
+        self._answer = bytearray()
+        self._has_ended = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            is_told = False
+            try:
+                os.close(self._reading)
+                with os.fdopen(writing, "wb") as file:
+                    file.write(work())
+                is_told = True
+            finally:
+                os._exit(0 if is_told else 1)
+        os.close(writing)
+
+    def fileno(self) -> int:
+        """Readable when there is something to `hear`."""
+        return self._reading
+
+    @property
+    def left_s(self) -> float:
+        """How much of its time is left."""
+        return self._deadline_s - time.monotonic()
+
+    def hear(self) -> bool:
+        """Read what it has told since. Return whether that is all."""
+        piece = os.read(self._reading, _READ_BYTES)
+        self._answer += piece
+        self._has_ended = not piece
+        return self._has_ended
+
+    def result(self) -> bytes:
+        """Return what it has told, if that is all; else end it: half an answer is none. Once."""
+        os.close(self._reading)
         # It closes its end before it ends itself.
-        code = reap(pid, KILLED_S) if has_ended else None
-    finally:
-        os.close(reading)
+        code = reap(self.pid, KILLED_S) if self._has_ended else None
         if code is None:
-            kill_child(pid)
-    return bytes(answer) if code == 0 else b""
+            # What it hangs in, its threads and connections go with it.
+            kill_child(self.pid)
+        return bytes(self._answer) if code == 0 else b""
+
+
+def in_a_copy(work: Callable[[], bytes], limit_s: float) -> bytes:
+    """Return what `work` returns in a copy of this process; empty where it did not end in time, or
+    was killed. See `Copy`."""
+    copy = Copy(work, limit_s)
+    try:
+        while wait_readable([copy.fileno()], copy.left_s) and not copy.hear():
+            pass
+    finally:
+        answer = copy.result()
+    return answer
 
 
 def be_subreaper() -> None:

@@ -25,9 +25,9 @@ from bootseer.linux.processes import (
 from bootseer.linux.removal import remove_tree
 from bootseer.served.covers import Cover, cover_at, covers, uncover
 from bootseer.served.folders import (
-    LINGER,
     LINK,
     MountState,
+    attendants,
     is_alive,
     live_mounts,
     mounts_dir,
@@ -150,8 +150,7 @@ def linger(run_dir: Path, pid: int) -> None:
     """Keep what this process uses as long as process `pid` lives, too. Raises: BootseerError."""
     ours = ProcessId.of(os.getpid())
     for state_dir, state in live_mounts(run_dir):
-        is_ours = state.user == ours and state.purpose != LINGER
-        if is_ours or ours in living_processes(state_dir / _USERS):
+        if state.user == ours or ours in living_processes(state_dir / _USERS):
             add_user(state_dir, ours.pid)
             add_user(state_dir, pid)
 
@@ -160,9 +159,7 @@ def only_lingers(state_dir: Path) -> bool:
     """Whether no job uses what is served, but only processes for which it lingers."""
     users = living_ids(state_dir / _USERS)
     run_dir = state_dir.parent.parent
-    return bool(users) and users <= {
-        state.pid for _, state in live_mounts(run_dir) if state.purpose == LINGER
-    }
+    return bool(users) and users <= {state.pid for _, state in attendants(run_dir)}
 
 
 def lingering(run_dir: Path, purpose: str, job: str = "") -> Iterator[tuple[Path, MountState]]:
@@ -172,7 +169,7 @@ def lingering(run_dir: Path, purpose: str, job: str = "") -> Iterator[tuple[Path
         if state.purpose == purpose and only_lingers(state_dir):
             users = living_ids(state_dir / _USERS)
             if not job or any(
-                one.pid in users and one.reference == job for _, one in live_mounts(run_dir)
+                one.pid in users and one.reference == job for _, one in attendants(run_dir)
             ):
                 yield state_dir, state
 

@@ -30,8 +30,8 @@ RUN = "run"
 """The purpose of a tree that containers have their roots over."""
 PUBLISH = "publish"
 """The purpose of a process that publishes what a start leaves behind."""
-LINGER = "linger"
-"""The purpose of a process for which what a job has used stays after it."""
+ATTENDING = "attendant"
+"""The purpose of the process beside a start, for which what the job has used may stay after it."""
 LINK = "link"
 """The purpose of an overlay over an extracted tree, or over what a job's own view shows."""
 VOLUME = "volume"
@@ -104,6 +104,11 @@ def new_identity() -> str:
 def mounts_dir(run_dir: Path) -> Path:
     """Where the servers' folders are."""
     return run_dir / "mounts"
+
+
+def starts_dir(run_dir: Path) -> Path:
+    """Where the folders of the node's starts are, each with its attendant's lock and state."""
+    return run_dir / "starts"
 
 
 def log_path(run_dir: Path, identity: str) -> Path:
@@ -185,18 +190,23 @@ def read_state(directory: Path) -> MountState | None:
 
 def live_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
     """Each folder whose server lives, the oldest first."""
-    yield from _known_mounts(run_dir, alive=True)
+    yield from _known(mounts_dir(run_dir), alive=True)
+
+
+def attendants(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
+    """The folder and state of each start whose attendant lives, the oldest first."""
+    yield from _known(starts_dir(run_dir), alive=True)
 
 
 def dead_mounts(run_dir: Path) -> Iterator[tuple[Path, MountState]]:
     """Each folder whose server died and that no other one has swept yet, the oldest first."""
-    yield from _known_mounts(run_dir, alive=False)
+    yield from _known(mounts_dir(run_dir), alive=False)
 
 
-def _known_mounts(run_dir: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
+def _known(parent: Path, *, alive: bool) -> list[tuple[Path, MountState]]:
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for directory in mounts_dir(run_dir).iterdir():
+        for directory in parent.iterdir():
             state = read_state(directory)
             if state is not None and is_alive(directory) is alive:
                 found.append((directory, state))

@@ -84,12 +84,11 @@ JOB_MOUNT = Role("bootseer.fuse.striped.mounted.job_mount", "the server of a che
 HOLDER = Role("bootseer.snapshots.holder", "the holder of a linked snapshot")
 PUBLISHER = Role("bootseer.prefetch.publish.publishing", "the publisher")
 WARMER = Role("bootseer.prefetch.warm.worker", "warming")
-KEEPER = Role("bootseer.launch.caches.keeper", "the keeper of caches")
-LINGERER = Role("bootseer.launch.linger", "the process for which mounts linger")
+ATTENDANT = Role("bootseer.launch.attendant", "the attendant of the start")
 FANOUT = Role("bootseer.fanout.host", "the fan-out")
 ROLES = {
     role.module: role
-    for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, KEEPER, LINGERER, FANOUT)
+    for role in (TREE, CHECKPOINTS, JOB_MOUNT, HOLDER, PUBLISHER, WARMER, ATTENDANT, FANOUT)
 }
 """All roles, by module: a spawner starts nothing else."""
 

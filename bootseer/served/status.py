@@ -23,8 +23,8 @@ from bootseer.served.control import ask
 from bootseer.served.cover_users import serves_itself
 from bootseer.served.covers import Cover, covers
 from bootseer.served.folders import (
+    ATTENDING,
     CHECKPOINT,
-    LINGER,
     PUBLISH,
     RUN,
     VOLUME,
@@ -33,6 +33,7 @@ from bootseer.served.folders import (
     log_path,
     mounts_dir,
     read_state,
+    starts_dir,
 )
 
 _KINDS = {
@@ -43,11 +44,11 @@ _KINDS = {
     "link": "linked tree",
     CHECKPOINT: "checkpoints",
     PUBLISH: "publisher",
-    LINGER: "lingering",
+    ATTENDING: "attendant",
     VOLUME: "volume",
 }
 # By what the names of their logs begin with.
-_UNSERVING = {"timeline": "timeline publisher", "caches": "cache keeper", "preload": "preloader"}
+_UNSERVING = {"preload": "preloader"}
 IMAGES = frozenset(("image", "container", "environment", "containerd image", "volume"))
 """Kinds whose trees are served as images are."""
 _ANSWER_S = 2.0
@@ -105,7 +106,7 @@ class Entry(Struct, frozen=True):
 def known_servers(run_dir: Path) -> list[Known]:
     """All servers with a folder below `run_dir`, and publishers, the oldest first."""
     found = []
-    for parent in (mounts_dir(run_dir), run_dir / "publishing"):
+    for parent in (mounts_dir(run_dir), starts_dir(run_dir), run_dir / "publishing"):
         with contextlib.suppress(FileNotFoundError):
             for folder in parent.iterdir():
                 state = read_state(folder)

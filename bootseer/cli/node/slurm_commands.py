@@ -38,15 +38,13 @@ def prolog(context: click.Context) -> None:
 def epilog() -> None:
     """Unmount what the job SLURM_JOB_ID has left, end its servers, publish the timelines of its
     starts, and keep the cache below its limit."""
+    from bootseer.launch.attendant import publish_left
     from bootseer.launch.slurm import tidy
     from bootseer.prefetch.serve.cache_limit import CacheRoom
-    from bootseer.profile.publish.begin import STORE_VARIABLE
-    from bootseer.profile.publish.worker import publish_left
 
     settings = current_settings()
     job = os.environ.get("SLURM_JOB_ID", "")
     tidy(settings, job, say)
     if job:
-        os.environ[STORE_VARIABLE] = settings.store_url
-        publish_left(settings.run_dir, job, _PUBLISH_S)
+        publish_left(settings, job, _PUBLISH_S)
     CacheRoom(settings.cache_dir, settings.cache_limit_bytes).make()

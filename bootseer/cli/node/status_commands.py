@@ -41,10 +41,10 @@ _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 def status(directory: Path | None, wait_s: float | None, as_json: bool) -> int:
     """Show what is mounted, or runs in the background, on this node; or the figures of DIR's mount.
 
-    Images, environments, checkpoint folders, publishers, keepers and warming: what and where it is,
-    since when, which processes serve and use it, what is wrong with it and what to do. What other
-    users have mounted is named. With --json there are all figures of each mount. With DIR it exits
-    with 1 where the server is dead or does not answer.
+    Images, environments, checkpoint folders, publishers, attendants and warming: what and where it
+    is, since when, which processes serve and use it, what is wrong with it and what to do. What
+    other users have mounted is named. With --json there are all figures of each mount. With DIR it
+    exits with 1 where the server is dead or does not answer.
     """
     settings = current_settings()
     if wait_s is not None:

@@ -4,7 +4,7 @@
   their files can be used; `finding`: the caches of one start, each with its key
 - `contents`, `units`: what of a folder is kept, and what of that belongs together
 - `restoring`: from the store into the folder; `publishing`: the next generation, by one node
-- `keeper`: the process that publishes behind a start; `records`: what this node knows of caches
+- `duty`: when the attendant publishes; `records`: what this node knows of caches
 - `run`: the stage of a start; `commands`: what people ask
 
 A generation is a snapshot of one directory (`bootseer.snapshots.catalogue`) whose key has a part

@@ -28,14 +28,11 @@ from bootseer.launch.caches.records import (
     read_record,
 )
 from bootseer.linux.private_files import make_directory
-from bootseer.linux.processes import ProcessId
-from bootseer.served.ready_socket import add_ready_names, new_ready_name
 from bootseer.settings.config import Settings, is_default_store
 from bootseer.timeline.recorder import Timeline
 
 if TYPE_CHECKING:
     from bootseer.prefetch.container.container import Container
-    from bootseer.served.processes import Process
 
 _log = logging.getLogger(__name__)
 
@@ -51,43 +48,16 @@ class Kept(Struct, frozen=True):
     is_damaged: bool = False
 
 
-class Plan(Struct, frozen=True):
-    """What a keeper has to know."""
-
-    settings: Settings
-    caches: tuple[Kept, ...]
-    job: ProcessId
-    ready_name: str
-    begun_ns: int
-    preloads: bool = False
-    """Whether the record of its imports is for other nodes, too."""
-
-
 class KeptCaches:
     """The kept caches of the job that this process is going to be."""
 
-    def __init__(
-        self, settings: Settings, wish: Wish, say: Callable[[str], None], *, preloads: bool = False
-    ) -> None:
+    def __init__(self, settings: Settings, wish: Wish, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._wish = wish
-        self._preloads = preloads
         self._say = say
-        self._keeper: Process | None = None
-        self._begun_ns = time.time_ns()
-
-    def begin(self) -> None:
-        """Begin the process that publishes later, which loads its code meanwhile. Before this
-        process has threads, and before it is in a namespace of its own. Never raises."""
-        if not self._publishes or self._keeper is not None:
-            return
-        from bootseer.served.processes import KEEPER, start
-
-        try:
-            name = f"caches-{os.getpid()}"
-            self._keeper = start(KEEPER, self._settings.run_dir, identity=name, copy=True)
-        except (BootseerError, OSError) as error:
-            self._say(f"warning: what this start compiles is not kept: {error}")
+        self.kept: tuple[Kept, ...] = ()
+        """What was found, if it is to be published behind the start."""
+        self.begun_ns = time.time_ns()
 
     @property
     def _publishes(self) -> bool:
@@ -100,9 +70,8 @@ class KeptCaches:
         """Put what there is in place; return the variables for the job. Never raises."""
         try:
             caches = find_caches(self._settings, self._wish, job)
-            if not caches and not self._preloads:
+            if not caches:
                 return {}
-            self.begin()
             with timeline.span(STAGE) as span:
                 kept, results = self._restore_all(caches)
                 span.set("bootseer.hit", all(one.how != MISS for one in results))
@@ -111,7 +80,8 @@ class KeptCaches:
                 span.set("bootseer.how", ", ".join(sorted({one.how for one in results})))
             if container is not None:
                 _show(container, [one.cache for one in kept])
-            self._hand_over(kept)
+            if self._publishes:
+                self.kept = tuple(kept)
             return {one.cache.name: one.cache.path for one in kept if one.cache.sets}
         except (BootseerError, OSError) as error:
             reason = str(error)
@@ -192,28 +162,6 @@ class KeptCaches:
                 f"restored the cache {cache.name}: {result.file_count} files, "
                 f"{result.moved_bytes} bytes moved, {result.how}: {result.reason}"
             )
-
-    def _hand_over(self, kept: list[Kept]) -> None:
-        """Tell the keeper what to keep; it is nobody's child when this returns."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
-            return
-        name = new_ready_name()
-        job = ProcessId.of(os.getpid())
-        plan = Plan(self._settings, tuple(kept), job, name, self._begun_ns, self._preloads)
-        try:
-            keeper.tell(plan)
-            keeper.wait()
-        except BootseerError as error:
-            self._say(f"warning: what this start compiles is not kept: {error}")
-            return
-        add_ready_names(os.environ, name)
-
-    def abandon(self) -> None:
-        """End what was begun: there is nothing to keep, or the start has failed. Idempotent."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.abandon()
 
 
 def _make_folder(cache: Cache) -> None:

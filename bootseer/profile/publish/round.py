@@ -1,6 +1,6 @@
 """One round of publishing: the node's timeline as it is now, to the store and the collector.
 
-Runs in a copy of the process that follows the start (`worker`). What fails is said, and tried again
+Runs in a copy of the process that has the duty (`duty`). What fails is said, and tried again
 in the next round; nobody waits for it.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from bootseer.errors import BootseerError
 from bootseer.profile.decoding import decode
-from bootseer.profile.publish.begin import Note, Round, is_stored
 from bootseer.profile.publish.collector import send
 from bootseer.profile.publish.endpoints import endpoints
+from bootseer.profile.publish.note import Note, Round, is_stored
 from bootseer.profile.publish.outgoing import Line, encode, outgoing
 from bootseer.profile.publish.start_figures import render_start
 from bootseer.profile.stored import key_of, pack

@@ -49,7 +49,7 @@ def test_an_image_lingers_without_root(node: Node, image_root: Path, tmp_path: P
     how = [attribute(spans[name], "bootseer.how") for name in ("image", "checkpoint")]
     assert how == ["live", "live"]
     for pid, line in node.processes().items():
-        if "bootseer.launch.linger" in line:
+        if "bootseer.launch.attendant" in line:
             os.kill(pid, signal.SIGTERM)
     node.wait_clean()
 

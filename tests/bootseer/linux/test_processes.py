@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +35,16 @@ def test_a_killed_child_is_waited_for_with_a_deadline() -> None:
     sleeping = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)
     assert reap(sleeping, 0) is None
     assert kill_child(sleeping) == -signal.SIGKILL
+
+
+def test_what_a_copy_of_this_process_tells_is_whole_or_nothing() -> None:
+    """A long answer was cut at 64 KiB."""
+    code = (
+        "import os, signal\n"
+        "from bootseer.linux.processes import in_a_copy\n"
+        "assert in_a_copy(lambda: b'x' * 300_000, 60) == b'x' * 300_000\n"
+        "assert in_a_copy(lambda: signal.pause() or b'x', 0.1) == b''\n"
+        "assert in_a_copy(lambda: os._exit(0), 60) == b''\n"
+        "assert in_a_copy(lambda: os.kill(os.getpid(), signal.SIGKILL) or b'x', 60) == b''\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

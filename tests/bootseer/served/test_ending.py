@@ -14,7 +14,7 @@ from bootseer.linux.namespaces import mount_namespace
 from bootseer.linux.processes import ProcessId
 from bootseer.served.ending import make_own_scratch, sweep
 from bootseer.served.folders import MountState, is_alive, lock_new, new_mount_dir, write_state
-from bootseer.served.processes import KEEPER, start
+from bootseer.served.processes import ATTENDANT, start
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for, waiting_places
 
@@ -49,8 +49,8 @@ def test_the_log_of_a_process_that_lives_stays(tmp_path: Path, forks: bool) -> N
     """Those of keepers, publishers and preloaders went, once there were twenty newer ones."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    mine = logs / "caches-1.log"
-    with start(KEEPER, tmp_path, identity="caches-1", copy=forks) as process:
+    mine = logs / "start-1.log"
+    with start(ATTENDANT, tmp_path, identity="start-1", copy=forks) as process:
         os.utime(mine, (1, 1))
         for number in range(30):
             (logs / f"{number}.log").touch()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.launch.caches.records import records
-from bootseer.served.status import unserving
+from bootseer.served.folders import attendants
 from testbed.node import Completed, Node, attribute, node_at
 from testbed.others import folder_of_others
 from testbed.users import unprivileged
@@ -118,14 +118,13 @@ def test_what_is_new_is_published_when_the_job_is_ready(
     variables = {**torch, "BOOTSEER_PUBLISH_TIMELINES": "on"}
     with node.start("run", "--", sys.executable, "-c", script, variables=variables) as job:
         # What works behind the start is shown.
-        kinds = {"cache keeper", "timeline publisher"}
-        wait_for(lambda: {one.kind for one in unserving(node.base / "run")} >= kinds, "both")
+        wait_for(lambda: list(attendants(node.base / "run")), "the attendant")
         published = tmp_path / "store/snapshots"
         wait_for(lambda: any(published.glob("*.json")), "a generation")
         job.kill()
         job.communicate()
     node.wait_clean()
-    wait_for(lambda: not {one.kind for one in unserving(node.base / "run")} & kinds, "their end")
+    wait_for(lambda: not list(attendants(node.base / "run")), "the attendant's end")
 
 
 def test_what_could_not_be_published_is_tried_again(
@@ -142,7 +141,7 @@ def test_what_could_not_be_published_is_tried_again(
     with node.start("run", "--", sys.executable, "-c", script, variables=torch) as job:
         logs = node.base / "run/logs"
         wait_for(
-            lambda: any("not published" in one.read_text() for one in logs.glob("caches-*.log")),
+            lambda: any("not published" in one.read_text() for one in logs.glob("start-*.log")),
             "a failed look",
             timeout_s=240,
         )

@@ -75,7 +75,7 @@ class _Job:
         return list((self.node.base / "cache/containers").glob("*/*-*"))
 
     def end(self) -> None:
-        for entry in self.served("lingering"):
+        for entry in self.served("attendant"):
             os.kill(entry["pid"], signal.SIGTERM)
         self.node.wait_clean()
 
@@ -94,7 +94,7 @@ def test_the_next_start_finds_all_live_but_what_was_written(job: _Job) -> None:
     assert job.start(f"ls /tmp; {WRITE}; ls /ckpt") == "mine\nstep-1\n"
     assert (job.how, job.server()) == (("live", "live"), server)
     assert "image pull" not in job.node.spans()
-    wait_until(lambda: len(job.served("lingering")) == 1, "the end of the first one's process")
+    wait_until(lambda: len(job.served("attendant")) == 1, "the end of the first one's process")
     # Without the option all is taken over as well, and goes with the job.
     assert job.start("ls /tmp; ls /ckpt", linger="off") == "step-1\n"
     assert job.how == ("live", "live")
@@ -172,7 +172,7 @@ def test_the_job_keeps_its_image_when_the_lingering_process_is_killed(job: _Job)
     command = (*job.options(), "--", "sh", "-c", line)
     with job.node.start("run", *command, stdin=subprocess.PIPE) as process:
         wait_for(job.node.base.parent / "ckpt/up")
-        (lingering,) = job.served("lingering")
+        (lingering,) = job.served("attendant")
         os.kill(lingering["pid"], signal.SIGKILL)
         out, err = process.communicate("\n", timeout=60)
     assert (process.returncode, out) == (0, (job.image.root / "etc/passwd").read_text()), err

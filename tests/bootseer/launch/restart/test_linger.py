@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import wait_readable
-from bootseer.served.folders import LINGER, MountState, lock_new, new_mount_dir, write_state
+from bootseer.served.folders import ATTENDING, MountState, lock_new, starts_dir, write_state
 from testbed.needs import require
 from testbed.node import Node, attribute, wait_for
 from testbed.waiting import wait_for as wait_until
@@ -82,7 +83,7 @@ def _servers(node: Node) -> list[int]:
 
 
 def _end(node: Node) -> None:
-    for entry in _served(node)["lingering"]:
+    for entry in _served(node)["attendant"]:
         os.kill(entry["pid"], signal.SIGTERM)
     node.wait_clean()
     assert list((node.base / "env").iterdir()) == []
@@ -96,8 +97,8 @@ def test_the_next_start_finds_all_live(one: Node) -> None:
     assert _start(one, f"touch mnt/step-2; {SHOW}") == "a\nstep-1\nstep-2\n"
     assert (_how(one), _servers(one)) == (("live", "live"), servers)
     assert (one.base.parent / "count").read_text() == "ran\nran\n"
-    wait_until(lambda: len(_served(one)["lingering"]) == 1, "the end of the first one's process")
-    (lingering,) = _served(one)["lingering"]
+    wait_until(lambda: len(_served(one)["attendant"]) == 1, "the end of the first one's process")
+    (lingering,) = _served(one)["attendant"]
     assert lingering["until_s"] > lingering["since_s"]
     assert "job (for another 10 min)" in _bootseer(one, "status")
     # Without the option all is taken over as well, and goes with the job.
@@ -116,7 +117,7 @@ def test_a_start_that_mounts_nothing_lets_go_of_all(one: Node) -> None:
 
 def test_a_process_with_the_number_of_a_lingering_one_is_left_alone(node: Node) -> None:
     """Containers with PID namespaces of their own may share the run folder."""
-    folder = new_mount_dir(node.base / "run")
+    folder = private_directory(starts_dir(node.base / "run") / "stranger")
     with subprocess.Popen(["sleep", "600"]) as stranger:
         state = MountState(
             id=folder.name,
@@ -127,7 +128,7 @@ def test_a_process_with_the_number_of_a_lingering_one_is_left_alone(node: Node) 
             pid=stranger.pid,
             pid_started="1",
             started_ns=1,
-            purpose=LINGER,
+            purpose=ATTENDING,
         )
         write_state(folder, state)
         lock = lock_new(folder)
@@ -181,7 +182,7 @@ def test_the_job_keeps_its_mounts_when_the_lingering_process_is_killed(one: Node
     line = "touch mnt/up; while [ ! -e go ]; do sleep 0.05; done; touch mnt/end; cat env/x"
     with one.start("run", *job, line) as process:
         wait_for(one.base.parent / "ckpt/up")
-        (lingering,) = _served(one)["lingering"]
+        (lingering,) = _served(one)["attendant"]
         assert lingering["until_s"] is None
         os.kill(lingering["pid"], signal.SIGKILL)
         busy = one.run("run", *_checkpoint(one), "--", "true")

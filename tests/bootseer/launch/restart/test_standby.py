@@ -64,7 +64,7 @@ def test_a_start_takes_over_what_is_held(one: Node) -> None:
     code, out, err = _done(one, "--status")
     assert code == 0, err
     rows = {line.split()[0] for line in out.splitlines()}
-    assert rows >= {"environment", "checkpoints", "lingering", f"{one.base}/mnt:"}
+    assert rows >= {"environment", "checkpoints", "attendant", f"{one.base}/mnt:"}
     assert "job (for another " in out
     started = one.run("run", *_options(one), "--", "sh", "-c", "cat env/x mnt/step-1")
     assert (started.returncode, started.stdout) == (0, "a\n1\n"), started.stderr
@@ -111,7 +111,7 @@ def test_without_fuse_a_start_is_an_ordinary_one(one: Node) -> None:
     assert "warning: extracted: it cannot be mounted: there is no /dev/fuse" in err
     assert one.mounts() == []
     code, out, err = _done(one, "--status", prefix=prefix)
-    assert (code, "lingering" in out) == (0, True), err
+    assert (code, "attendant" in out) == (0, True), err
     # What is there already is left as it is; what is not comes likewise.
     for number in range(2):
         words = (*environment, "--linger", "10m", "--", "cat", "env/x")

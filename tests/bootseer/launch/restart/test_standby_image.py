@@ -61,7 +61,7 @@ def test_a_start_takes_over_what_is_held(one: Node, known_image: Image) -> None:
     )
     wait_for(lambda: read_ahead.search(held()), "the pages of the image")
     rows = {line.split()[0] for line in held().splitlines()}
-    assert rows >= {"container", "checkpoints", "lingering", "expected:"}
+    assert rows >= {"container", "checkpoints", "attendant", "expected:"}
     started = one.run("run", *options, "--", "sh", "-c", SHOW)
     assert (started.returncode, started.stdout) == (0, "set-up\n1\n"), started.stderr
     spans = one.spans()

@@ -25,7 +25,7 @@ def _kill_a_start(node: Node, note: str) -> Path:
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "began\n"
-    timelines = node.base / "run/timelines"
+    timelines = node.base / "run/starts"
     wait_for(lambda: any(timelines.glob("*/*.taken")), "the publisher")
     for pid in node.processes():
         os.kill(pid, signal.SIGKILL)
@@ -46,7 +46,7 @@ def _end(node: Node, job: str) -> Completed:
     )
 
 
-@pytest.mark.parametrize("note", ["1.json", "1.0.taken"], ids=["at once", "after a look"])
+@pytest.mark.parametrize("note", ["1.note", "1.0.taken"], ids=["at once", "after a look"])
 def test_the_epilog_publishes_what_a_killed_publisher_has_not(tmp_path: Path, note: str) -> None:
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
         folder = _kill_a_start(node, note)
@@ -62,7 +62,7 @@ def test_the_epilog_publishes_what_a_killed_publisher_has_not(tmp_path: Path, no
 
 def test_a_store_that_is_dead_is_said_by_the_epilog(tmp_path: Path) -> None:
     with node_at(tmp_path / "node", "hdfs://127.0.0.1:1/store?deadline_s=2") as node:
-        folder = _kill_a_start(node, "1.json")
+        folder = _kill_a_start(node, "1.note")
         done = _end(node, "7")
         assert done.returncode == 0
         assert "bootseer: the store: " in done.stderr

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,23 +15,21 @@ import zstandard
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from bootseer.base.documents import to_line
 from bootseer.cli import cli
 from bootseer.errors import CorruptError
 from bootseer.gc.retention import DAY_S, Rules
-from bootseer.linux.private_files import private_directory
+from bootseer.linux.processes import ProcessId
 from bootseer.profile.files import BYTES_MAX, Folder, Merged, list_starts, read_start
-from bootseer.profile.publish.begin import Note, Round
+from bootseer.profile.publish.duty import TimelineDuty
+from bootseer.profile.publish.note import Note
 from bootseer.profile.publish.schedule import Schedule
-from bootseer.profile.publish.worker import round_in_a_copy
 from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpack
-from bootseer.served.ready_socket import new_ready_name
 from bootseer.store import Store, open_store
 from bootseer.timeline import Timeline
 from testbed.mounts.image_mounts import settings_at
 from testbed.node import node_at
 from testbed.servers.s3 import make_bucket, s3_server
-from testbed.waiting import pause, wait_for
+from testbed.waiting import wait_for
 from tests.bootseer.gc.collecting import age, run_gc
 from tests.bootseer.launch.conftest import silent_url
 
@@ -132,7 +129,7 @@ def test_a_start_is_in_the_store_while_its_job_runs(tmp_path: Path) -> None:
             job.wait(60)
         node.wait_clean()
         # The folder in which launchers leave notes goes with the last.
-        assert not any((node.base / "run" / "timelines").iterdir())
+        assert not any((node.base / "run" / "starts").iterdir())
 
 
 def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: P
 def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path: Path) -> None:
     """A named fault: equal sizes were taken for "nothing new", and the failed start was kept."""
     settings = replace(settings_at(tmp_path), publish_timelines=True)
-    folder = private_directory(tmp_path / "notes")
+    duty = TimelineDuty()
     sizes = set()
     for number, name in enumerate(("first", "again")):
         resource = {"bootseer.job": settings.job, "host.name": "node"}
@@ -173,33 +170,30 @@ def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path:
         timeline = Timeline(path, trace_id="1" * 32, parent_id="", resource=resource)
         timeline.note(name, 1_700_000_000_000_000_000 + number, 1000)
         sizes.add(timeline.path.stat().st_size)
-        note = Note(settings, timeline.path, os.getpid(), "gone", new_ready_name())
-        (folder / f"{number}.json").write_text(to_line(note))
+        duty.add(Note(settings, timeline.path, ProcessId(0, "gone")))
     assert len(sizes) == 1
-    command = [sys.executable, "-m", "bootseer.profile.publish.worker", str(folder)]
-    environ = {**os.environ, "BOOTSEER_STORE": settings.store_url}
-    subprocess.run(command, env=environ, check=True, timeout=120)
+    duty.publish()
     with open_store(settings.store_url) as store:
         assert {stage.name for stage in read_start(Stored(store), settings.job)} == {"again"}
 
 
 def test_what_killed_publishers_left_goes(tmp_path: Path) -> None:
     with node_at(tmp_path / "node", (tmp_path / "store").as_uri()) as node:
-        left = node.base / "run" / "timelines" / "0123456789abcdef"
+        left = node.base / "run" / "starts" / "0123456789abcdef"
         left.mkdir(parents=True, mode=0o700)
         (node.base / "run").chmod(0o700)
         (left / "lock").touch()
         logs = node.base / "run" / "logs"
         logs.mkdir(mode=0o700)
-        (logs / "timeline-1.log").write_text("old")
-        (logs / "timeline-2.log").write_text("young")
-        for path in (left, logs / "timeline-1.log"):
+        (logs / "start-1.log").write_text("old")
+        (logs / "start-2.log").write_text("young")
+        for path in (left, logs / "start-1.log"):
             os.utime(path, (0, 0))
         assert node.run("run", "--", "true", variables=_ON).returncode == 0
         node.wait_clean()
         assert not any(left.parent.iterdir())
-        assert not (logs / "timeline-1.log").exists()
-        assert (logs / "timeline-2.log").exists()
+        assert not (logs / "start-1.log").exists()
+        assert (logs / "start-2.log").exists()
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "dead"])
@@ -236,26 +230,6 @@ def test_a_store_that_fails_leaves_what_the_folder_has(tmp_path: Path) -> None:
     assert "submission s" in shown
     failed = CliRunner().invoke(cli, [*url, "--timeline-dir", str(tmp_path / "x"), "report", "j"])
     assert "127.0.0.1:1" in str(failed.exception)
-
-
-def test_a_round_that_hangs_is_ended() -> None:
-    def hang() -> Round:
-        pause(600)
-        return Round()
-
-    def die() -> Round:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return Round()
-
-    assert "took 0.2 s" in round_in_a_copy(hang, 0.2).problems["publishing"]
-    assert "without a word" in round_in_a_copy(die, 60).problems["publishing"]
-    assert round_in_a_copy(lambda: Round({"f": 1}), 60) == Round({"f": 1})
-
-
-def test_a_round_may_tell_of_many_files() -> None:
-    """Its answer was cut at 64 KiB, and so all that it had sent was sent once more, each time."""
-    found = Round({f"{number:064}": number for number in range(5000)})
-    assert round_in_a_copy(lambda: found, 60) == found
 
 
 def test_looks_get_rarer_and_end() -> None:

@@ -86,7 +86,7 @@ def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
     assert _outcome(_start(folder, *options))[0][1] == "5 True"
     wait_for(shared.exists, "the record in the store")
     # Nor does another one publish: what is written here stays.
-    wait_for(lambda: not _keepers(folder), "the end of the process that publishes")
+    wait_for(lambda: not _attendants(folder), "the end of the process that publishes")
     assert _outcome(_start(folder, "--preload", "--no-keep", node="b"))[0][1] == "5 False"
     # What is none there is no reason not to start.
     for text in ("[]", "{", '{"version": 1, "executable": "/bin/sh", "words": 7}'):
@@ -95,13 +95,13 @@ def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
         assert _outcome(started)[0][1] == "5 True"
 
 
-def _keepers(folder: Path) -> list[str]:
+def _attendants(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_bytes()
             if (
-                b"caches.keeper" in words
+                b"launch.attendant" in words
                 and str(folder).encode() in (path / "environ").read_bytes()
             ):
                 found.append(path.name)
