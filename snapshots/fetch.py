@@ -24,7 +24,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.stat_record import Records
 from bootseer.blob.tree import Frame, Tree
 from bootseer.errors import CorruptError
-from bootseer.fanout.local import SharedReads
+from bootseer.fanout.local import SharedReads, decline
 from bootseer.linux import mount_table
 from bootseer.settings.config import Settings
 from bootseer.snapshots.manifest import Target
@@ -326,6 +326,12 @@ def fetch_tree(
     ):
         result = extract(tree, source.read, directory, is_verified=True, recorded=recorded)
     return Fetched(plan.wanted_bytes, result.records)
+
+
+def decline_tree(settings: Settings, tree: Tree) -> None:
+    """Have the other nodes of the start told that this one has a tree already: they do not wait
+    for this node to get it."""
+    decline(settings, settings.store_url, plan_frames(tree).chunks())
 
 
 class LocalBlobs:

@@ -439,7 +439,18 @@ def kept_tree(work: Restoration, target: Target, build: Build) -> Iterator[tuple
     tree, _ = work.load(target)
     digest = target.index.digest
     trees = NodeTrees(work.settings)
-    with trees.using(digest, tree, lambda path: build(target, tree, path)) as found:
+    is_built = False
+
+    def build_here(path: Path) -> None:
+        nonlocal is_built
+        is_built = True
+        build(target, tree, path)
+
+    with trees.using(digest, tree, build_here) as found:
+        if work.settings.fanout and not is_built:
+            from bootseer.snapshots.fetch import decline_tree  # here: most starts need none of it
+
+            decline_tree(work.settings, tree)
         yield found
 
 

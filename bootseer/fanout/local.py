@@ -255,7 +255,7 @@ class SharedReads(Closing):
     def share(self, url: str, chunks: Sequence[Chunk]) -> bool:
         """Have the fan-out bring `chunks` of the store `url`, in this order; False where this start
         has none, or cannot share them. Their bytes are then waited for in `read`."""
-        arriving = self._ask(SharedObject(url, tuple(chunks)))
+        arriving = _ask_quietly(self._settings, SharedObject(url, tuple(chunks)))
         if arriving is None:
             return False
         with self._lock:
@@ -269,19 +269,7 @@ class SharedReads(Closing):
     def decline(self, url: str, chunks: Sequence[Chunk]) -> None:
         """Have other nodes told that this one has `chunks`, as of earlier starts: they do not wait
         until it gets them."""
-        self._ask(SharedObject(url, tuple(chunks), is_wanted=False))
-
-    def _ask(self, wanted: SharedObject) -> _Arriving | None:
-        if not self._settings.fanout or not can_be_shared(wanted.chunks):
-            return None
-        # Here: a start without a fan-out needs none of it.
-        from bootseer.fanout.host import socket_name
-
-        try:
-            return _ask(socket_name(self._settings), wanted)
-        except (BootseerError, OSError) as error:
-            _log.debug("no fan-out brings %d chunks: %s", len(wanted.chunks), error)
-            return None
+        decline(self._settings, url, chunks)
 
     def read(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """Fill `buffer` from `offset` of the object `key`; as `Store.read_verified`."""
@@ -302,6 +290,25 @@ class SharedReads(Closing):
             arriving = set(self._arriving.values())
         for one in arriving:
             one.close()
+
+
+def decline(settings: Settings, url: str, chunks: Sequence[Chunk]) -> None:
+    """Have other nodes told that this one has `chunks`; see `SharedReads.decline`."""
+    _ask_quietly(settings, SharedObject(url, tuple(chunks), is_wanted=False))
+
+
+def _ask_quietly(settings: Settings, wanted: SharedObject) -> _Arriving | None:
+    """`_ask` the process of this start; None where there is none."""
+    if not settings.fanout or not can_be_shared(wanted.chunks):
+        return None
+    # Here: a start without a fan-out needs none of it.
+    from bootseer.fanout.host import socket_name
+
+    try:
+        return _ask(socket_name(settings), wanted)
+    except (BootseerError, OSError) as error:
+        _log.debug("no fan-out brings %d chunks: %s", len(wanted.chunks), error)
+        return None
 
 
 def _ask(name: bytes, wanted: SharedObject) -> _Arriving | None:

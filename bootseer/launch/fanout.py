@@ -26,15 +26,18 @@ _LISTENS_S = 5.0
 """It listens within milliseconds. A node that is so busy goes without."""
 
 
-def begin_fanout(settings: Settings, command: Sequence[str], secret: str, say: Say) -> None:
+def begin_fanout(settings: Settings, command: Sequence[str], secret: str, say: Say) -> bool:
     """Have this node take part in the fan-out of the start, by a process of its own, where it is
-    known who else does. `secret`: of the variable FANOUT_KEY; empty without. Never raises."""
+    known who else does; return whether it does. `secret`: of the variable FANOUT_KEY; empty
+    without. Never raises."""
     try:
         plan = find_plan(settings, command, secret)
         if plan is not None:
             _begin(plan)
+        return plan is not None
     except (BootseerError, OSError) as error:
         say(f"warning: this node reads all of the store by itself, without fan-out: {error}")
+        return False
 
 
 def find_plan(settings: Settings, command: Sequence[str], secret: str) -> HostPlan | None:

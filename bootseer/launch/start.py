@@ -93,10 +93,13 @@ class _Start:
             with timeline.span(START, since_ns=loaded_ns) as start:
                 # Servers started on the way, the set-ups and the command write to it, too.
                 os.environ.update(_environment(settings, timeline, start))
+                has_fanout = False
                 if _may_have_members(settings):
                     from bootseer.launch.fanout import begin_fanout
 
-                    begin_fanout(settings, self._job.command, secret, self._say)
+                    has_fanout = begin_fanout(settings, self._job.command, secret, self._say)
+                # From here on: whether there is one to be asked.
+                self._settings = replace(settings, fanout=has_fanout)
                 self._stages(timeline.below(start))
             self._become()
         except BaseException:

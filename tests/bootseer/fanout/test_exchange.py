@@ -9,6 +9,7 @@ import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnavailableError
 from bootseer.fanout.exchange import Exchange
+from bootseer.fanout.plan import Reason
 from bootseer.fanout.trees import STORE, Trees
 from testbed.waiting import wait_for
 from tests.bootseer.fanout.nodes import KEY, Content, Gate, Job, free_addresses
@@ -149,3 +150,38 @@ def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) 
     with Exchange(addresses, 1, KEY) as exchange:
         exchange.join(content.name, tmp_path / "object", content)
         wait_for(lambda: exchange.fetch(content.name, 4) == content.parts[4])
+
+
+def test_a_node_that_has_an_object_is_not_waited_for(job: Job) -> None:
+    """As where one node of a job was replaced, and all others have what they need."""
+    content = Content(10)
+    job.start(*range(6))
+    for number in range(5):
+        job.nodes[number].decline(content.name)
+    job.join(content, 5)
+    job.check(content, 5)
+    fed = [one for one in job.nodes[5].fed() if one.source != STORE]
+    assert fed
+    # They said so, and were not left because they stayed silent or had nothing.
+    assert {one.left_because for one in fed} == {Reason.BUSY.value}
+    assert not any(one.byte_count for one in fed)
+
+
+def test_a_user_is_told_how_far_an_object_has_come(job: Job) -> None:
+    content = Content(20)
+    content.before = gate = Gate(10)
+    job.start(0, 1)
+    job.join(content)
+    counts: tuple[int, ...] = (-1, -1)
+    seen = set()
+    while sum(counts) < 10:
+        counts, is_over = job.nodes[1].progress(content.name, counts, 30)
+        seen.add(counts)
+        assert not is_over
+    gate.open()
+    while sum(counts) < 20:
+        counts, _ = job.nodes[1].progress(content.name, counts, 30)
+    assert job.nodes[1].progress(content.name, counts, 0) == (counts, False)
+    assert len(seen) > 1
+    job.nodes[1].close()
+    assert job.nodes[1].progress(content.name, counts, 30)[1]
