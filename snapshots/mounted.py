@@ -42,8 +42,7 @@ from bootseer.linux.private_files import (
 from bootseer.linux.processes import ProcessId
 from bootseer.prefetch.cache.damage import check_known_damage, is_damage_known
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
-from bootseer.prefetch.serve.serve_plan import ENVIRONMENT, ServeOptions
-from bootseer.prefetch.serve.start_server import Serving, begin_serving
+from bootseer.prefetch.serve.plan import ENVIRONMENT, ServeOptions, Serving, begin_serving
 from bootseer.served import processes
 from bootseer.served.cover_users import (
     add_user,

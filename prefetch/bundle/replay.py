@@ -78,8 +78,13 @@ def plan_replay(
 
 
 class Replaying(enum.Enum):
-    """State of a replay."""
+    """State of a bundle for one start. A `Replay` begins when one is found."""
 
+    NONE = "none"
+    """None is looked for, or there is none."""
+    LOOKING = "looking"
+    REFUSED = "refused"
+    """What there is was found wrong, by this start or an earlier one."""
     FOLLOWING = "following"
     """Another server of the node fetches the bundle."""
     FETCHING = "fetching"

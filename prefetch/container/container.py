@@ -43,7 +43,7 @@ from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.resolve.found_image import publish_later
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
-from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, lingering
 from bootseer.served.ending import announce_scratch, end_silent, make_own_scratch

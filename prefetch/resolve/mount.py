@@ -21,8 +21,10 @@ from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.resolve.found_image import publish_later
 from bootseer.prefetch.resolve.resolve import resolve_image
-from bootseer.prefetch.serve.serve_plan import DEFAULTS, SUBTYPE, ServeOptions
-from bootseer.prefetch.serve.start_server import (
+from bootseer.prefetch.serve.plan import (
+    DEFAULTS,
+    SUBTYPE,
+    ServeOptions,
     begin_serving,
     check_mount_point,
 )
@@ -49,7 +51,7 @@ class MountedImage(Closing, Struct, frozen=True):
         return Path(self.state.directory)
 
     def status(self) -> dict[str, Any]:
-        """See `worker.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
+        """See `server.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
         return ask(self.state_dir, "status")
 
     def ready(self) -> None:

@@ -13,8 +13,7 @@ from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.reading.fill import Fill
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.serve.cache_limit import CacheRoom
-from bootseer.prefetch.serve.launch_figures import FillFigures, LaunchFigures
-from bootseer.prefetch.serve.prometheus import render
+from bootseer.prefetch.serve.figures import FillFigures, LaunchFigures, render
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.settings.config import Settings
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from bootseer.errors import BootseerError, UnavailableError
 from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux import mount_table
-from bootseer.prefetch.serve.serve_plan import ServeOptions
-from bootseer.prefetch.serve.start_server import begin_serving
+from bootseer.prefetch.serve.plan import ServeOptions, begin_serving
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.ending import sweep
 from bootseer.served.folders import MountState, live_mounts

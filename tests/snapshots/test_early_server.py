@@ -45,7 +45,7 @@ _UNWANTED = (
     ),
     *(
         "bootseer.fuse.kernel.server",
-        "bootseer.prefetch.serve.worker",
+        "bootseer.prefetch.serve.server",
         "bootseer.snapshots.capture",
     ),
     *(

@@ -22,7 +22,7 @@ from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.options import CheckpointPlan
 from bootseer.linux import mount_table, namespaces
 from bootseer.linux.processes import stat_fields
-from bootseer.prefetch.serve.serve_plan import ServePlan
+from bootseer.prefetch.serve.plan import ServePlan
 from bootseer.served import spawner as exchange
 from bootseer.served.folders import live_mounts
 from bootseer.served.processes import CHECKPOINTS, SPAWNER, Role, start

@@ -13,7 +13,7 @@ from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.kept_bundle import keep_bundle, kept_bundle
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.resolve.mount import unmount_image
-from bootseer.prefetch.serve.start_server import begin_serving
+from bootseer.prefetch.serve.plan import begin_serving
 from bootseer.served.control import ask
 from bootseer.settings.config import Settings
 from testbed.mounts.image_mounts import index, mounted, outside, settings_at

@@ -20,7 +20,7 @@ from bootseer.prefetch.resolve.mount import (
     mount_image,
     unmount_image,
 )
-from bootseer.prefetch.serve.serve_plan import ServeOptions
+from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.ending import sweep
 from bootseer.served.folders import (
     MountState,

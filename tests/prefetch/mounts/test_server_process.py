@@ -66,7 +66,7 @@ def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path:
     settings = settings_at(tmp_path)
     code = f"""
 import signal
-from bootseer.prefetch.serve.start_server import begin_serving
+from bootseer.prefetch.serve.plan import begin_serving
 from testbed.mounts.image_mounts import bootseer, settings_at
 from pathlib import Path
 here = Path({str(tmp_path)!r})
@@ -108,13 +108,9 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
     [
         (
             "bootseer.prefetch.container.container",
-            ("prefetch.sources", "prefetch.resolve_source", "blob.tar_pack"),
+            ("prefetch.serve.server", "prefetch.sources", "prefetch.resolve_source"),
         ),
-        (
-            "bootseer.prefetch.serve.server",
-            ("fuse", "blob", "store", "prefetch.serve.start_server"),
-        ),
-        ("bootseer.prefetch.serve.start_server", ("fuse.kernel.server", "blob", "store")),
+        ("bootseer.prefetch.serve.plan", ("fuse.kernel.server", "blob", "store")),
     ],
 )
 def test_a_start_loads_no_more_than_it_needs(module: str, unwanted: tuple[str, ...]) -> None:

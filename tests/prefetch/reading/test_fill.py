@@ -18,7 +18,7 @@ from bootseer.prefetch.reading import fill as fill_module
 from bootseer.prefetch.reading.fill import Fill
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.resolve.mount import unmount_image
-from bootseer.prefetch.serve.start_server import begin_serving
+from bootseer.prefetch.serve.plan import begin_serving
 from bootseer.store import Store, open_store
 from bootseer.transfer.policy import Policy
 from testbed.mounts.image_mounts import (

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultRecorder
-from bootseer.prefetch.serve.launch_figures import (
+from bootseer.prefetch.serve.figures import (
     FillFigures,
     LaunchFigures,
     PrefetchFigures,
+    render,
     span_attributes,
     status_of,
 )
-from bootseer.prefetch.serve.prometheus import render
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.transfer.figures import Recorder, percentile
 

@@ -1,12 +1,14 @@
-"""Starting the server of a tree, and ending it: the part of mounting that images and environments
-share.
+"""The caller's side of a mounted tree: what its server is to do, and beginning and ending it.
 
-The caller's side of `prefetch.serve`, which it does not load. Any thread.
+Images, environments and volumes share it. Light: the program that starts a server loads no
+more than this. Any thread.
 """
 
 import os
 import time
 from pathlib import Path
+
+from msgspec import Struct
 
 from bootseer.errors import (
     BusyError,
@@ -15,16 +17,64 @@ from bootseer.errors import (
 )
 from bootseer.linux import mount_table
 from bootseer.linux.processes import ProcessId
-from bootseer.prefetch.serve.serve_plan import (
-    DEFAULTS,
-    ServeOptions,
-    ServePlan,
-)
+from bootseer.prefetch.cache.stream_keys import owner_of
 from bootseer.served.ending import give_up
 from bootseer.served.folders import MountState, new_mount_dir
 from bootseer.served.processes import TREE, Process, start
 from bootseer.served.ready_socket import new_ready_name
 from bootseer.settings.config import Settings
+
+SUBTYPE = "bootseer-image"
+"""The subtype of the FUSE mount."""
+
+ENVIRONMENT = "environment"
+"""The purpose of a mount that serves an environment."""
+
+READAHEAD_BYTES = 32 * 1024
+"""The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
+
+
+class ServeOptions(Struct, frozen=True, kw_only=True):
+    """How a tree is to be served: the choices of the caller that mounts it."""
+
+    workload: str | None = None
+    """Whose bundle is used, and whose starts are recorded; None: the settings' workload."""
+    purpose: str = "mount"
+    """As `MountState` has it."""
+    scratch: str = ""
+    """A folder that is removed with the mount."""
+    fingerprint: str = ""
+    """As `MountState` has it."""
+    watch_pid: int | None = None
+    """Unmount when this process ends."""
+    owner: tuple[int, int] | None = None
+    """Show everything as this user's: for user namespaces, which lack the image's owners."""
+    is_local: bool = False
+    """Whether this node made the index, of streams that it pulled; they may be stored nowhere."""
+    checks_index: bool = True
+    """Whether the server checks the index: its digest, and that its names form a tree. Else the
+    process that starts it has just kept it, verified, checks its names meanwhile, and shows the
+    tree to nobody before."""
+
+
+DEFAULTS = ServeOptions()
+
+
+class ServePlan(Struct, frozen=True):
+    """What one server is to do: a line of JSON on its standard input."""
+
+    settings: Settings
+    state: MountState
+    state_dir: Path
+    ready_name: str
+    options: ServeOptions
+    allow_other: bool
+    """Let other users' processes in."""
+
+    @property
+    def owner(self) -> str:
+        """Return the image, for bytes in the node cache that serve this image alone."""
+        return owner_of(self.state.index_digest, self.settings.store_url)
 
 
 class Serving:

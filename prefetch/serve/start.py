@@ -1,8 +1,14 @@
-"""What a bundle does for one start: found, streamed into the cache, handed to the kernel, judged.
+"""One start from a mounted tree: its record, its bundle, and how well the two met.
 
-Alone notes what is read. One thread of its own at the beginning; `accessed` from any thread.
+A bundle is found, its frames come into the cache (`bundle.replay`), and its names and pages are
+given to the kernel ahead (`bundle.kernel_preload`), while every access is noted. When the start is
+over, the record is published, unless the bundle met it well. Two enums say how far that is:
+`Recording` here, `Replaying` in `bundle.replay`.
+
+Threading: one thread of its own finds the bundle; `accessed` from any thread.
 """
 
+import enum
 import logging
 import os
 import threading
@@ -12,7 +18,12 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout.local import SharedReads
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, accuracy_of, scattered_inodes
+from bootseer.prefetch.bundle.bundle_accuracy import (
+    BundleAccuracy,
+    accuracy_of,
+    is_worthwhile,
+    scattered_inodes,
+)
 from bootseer.prefetch.bundle.bundle_reuse import reuse_bundle
 from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.format import Bundle
@@ -20,11 +31,14 @@ from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.bundle.kept_bundle import is_refused, keep_bundle, kept_bundle, refuse_bundle
 from bootseer.prefetch.bundle.kernel_preload import KernelPreload, StorePages
 from bootseer.prefetch.bundle.preload_plan import plan_preload
-from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.bundle.replay import Replay, Replaying
 from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.record.trace import AccessLog
-from bootseer.prefetch.serve.serve_plan import ServePlan
+from bootseer.prefetch.serve.figures import PrefetchFigures, prefetch_figures
+from bootseer.prefetch.serve.plan import READAHEAD_BYTES, ServePlan
+from bootseer.served.processes import Process
 from bootseer.store import Store
 
 _log = logging.getLogger(__name__)
@@ -34,8 +48,29 @@ _ROOT_S = 5.0
 meanwhile, and an unmount waits."""
 
 
-class BundleUse:
-    """One worker's. `begin` it once the tree is mounted; `stop` it before the streams close."""
+class Recording(enum.Enum):
+    """State of the record of one start; the values are those of `bootseer status`."""
+
+    OFF = "off"
+    OPEN = "recording"
+    ENDED = "ended"
+    """No access is added any more; nothing was read, or what follows is not decided yet."""
+    NOT_NEEDED = "not needed"
+    """The bundle met the start well enough."""
+    PUBLISHING = "publishing"
+    PUBLISHED = "published"
+    FAILED = "failed"
+    """The publisher failed."""
+
+
+_WRONG = frozenset((Replaying.REFUSED, Replaying.REFUTED, Replaying.GIVEN_UP))
+"""States in which the bundle in the store is to be made anew."""
+_UNDER_WAY = frozenset((Replaying.LOOKING, Replaying.FOLLOWING, Replaying.FETCHING))
+
+
+class Start:
+    """The start that one worker serves. `begin` it once the tree is mounted; `stop` it before the
+    streams close."""
 
     def __init__(
         self,
@@ -46,56 +81,76 @@ class BundleUse:
         reads: SharedReads,
         log: AccessLog,
     ) -> None:
-        self.pointer: HotPointer | None = None
-        """The pointer to the bundle, once one is found."""
         self._plan = plan
         self._tree = tree
         self._store = store
         self._streams = streams
         self._reads = reads
         self._log = log
-        self._preload: KernelPreload | None = None
-        self._accuracy_at_end: BundleAccuracy | None = None
+        self._recording = Recording.OPEN if log.is_open else Recording.ENDED
+        if plan.settings.record == "never":
+            self._recording = Recording.OFF
+        self._publisher: Process | None = None
+        self._without_replay = Replaying.NONE
+        self._pointer: HotPointer | None = None
         self._scattered: frozenset[int] = frozenset()
         """Files of which each start reads other bytes: no bundle could meet them."""
-        self.is_damaged = False
-        """The bundle was found wrong, by this start or an earlier one."""
-        self._is_stopped = False
+        self._accuracy_at_end: BundleAccuracy | None = None
+        self._preload: KernelPreload | None = None
         self._root = -1
         self._lock = threading.Lock()
+
+    @property
+    def replaying(self) -> Replaying:
+        """How far the bundle is."""
+        replay = self._streams.replay
+        return self._without_replay if replay is None else replay.state
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is recorded any more, and no bundle is on its way."""
+        return not self._log.is_open and self.replaying not in _UNDER_WAY
 
     # ---- life -----------------------------------------------------------------------------
 
     def begin(self, store_pages: StorePages | None) -> None:
         """Look for a bundle and use it; returns at once."""
+        self._without_replay = Replaying.LOOKING
         self._open_root()
         self._streams.expect_bundle()
         args = (store_pages,)
         threading.Thread(target=self._begin, args=args, name="bundle", daemon=True).start()
 
     def accessed(self, inode: int, offset: int, length: int) -> None:
-        """The kernel asks for bytes of a file."""
+        """Note that the kernel asks for bytes of a file."""
         self._log.append(inode, offset, length)
         if self._preload is not None:
             self._preload.touched(inode, offset)
 
+    def drop(self) -> None:
+        """Hand nothing more over to the kernel: a server found the bundle's bytes to be wrong."""
+        self._without_replay = Replaying.REFUSED
+        if self._preload is not None:
+            self._preload.stop()
+
     def stop(self) -> None:
-        """Hand over nothing more. Idempotent."""
+        """Hand nothing more over to the kernel: the caches are about to be closed. Idempotent."""
+        self._close_root()
         with self._lock:
-            self._is_stopped = True
             if self._preload is not None:
                 self._preload.stop()
 
     def _begin(self, store_pages: StorePages | None) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
+        ended = Replaying.NONE
         try:
             found = self._find()
             if found is None:
                 _log.info("no bundle for %s yet", workload)
                 return
-            self.pointer, bundle, file = found
-            self._scattered = scattered_inodes(self._tree, self.pointer.scattered)
-            digest = self.pointer.bundle_digest
+            self._pointer, bundle, file = found
+            self._scattered = scattered_inodes(self._tree, self._pointer.scattered)
+            digest = self._pointer.bundle_digest
             replay = Replay(
                 file,
                 digest,
@@ -103,7 +158,7 @@ class BundleUse:
                 self._streams.fetcher,
                 # What is borrowed goes into a file of this image: no other server brings it.
                 lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
-                    digest if self.pointer.index_digest == index else index,
+                    digest if self._pointer.index_digest == index else index,
                     self._plan.settings.store_url,
                 ),
                 reads=self._reads,
@@ -111,15 +166,18 @@ class BundleUse:
             )
             # Known to faults only once it knows itself what is here already.
             replay.start()
-            self._streams.use(file, self.refuse, replay)
+            refuse = partial(refuse_bundle, self._plan.settings, workload, self._pointer)
+            self._streams.use(file, refuse, replay)
             if self._root >= 0:
                 self._begin_preload(bundle, replay, store_pages)
         except CorruptError as error:
-            self.is_damaged = True
+            ended = Replaying.REFUSED
             _log.warning("no bundle is used: %s", error)
         except BootseerError as error:
             _log.warning("no bundle is used: %s", error)
         finally:
+            if self._without_replay is Replaying.LOOKING:
+                self._without_replay = ended
             self._streams.use(None)
             self._close_root()
 
@@ -177,19 +235,6 @@ class BundleUse:
                 "image, and is not used again"
             )
 
-    def drop(self) -> None:
-        """Some server found bytes that are not the image's: hand over nothing more."""
-        self.is_damaged = True
-        if self._preload is not None:
-            self._preload.stop()
-
-    def refuse(self) -> None:
-        """Never use the bundle again on this node: this server found that its bytes are not the
-        image's."""
-        if self.pointer is not None:
-            state = self._plan.state
-            refuse_bundle(self._plan.settings, state.workload, self.pointer)
-
     # ---- preload --------------------------------------------------------------------------
 
     def _open_root(self) -> None:
@@ -224,24 +269,71 @@ class BundleUse:
             lambda: replay.is_over,
         )
         with self._lock:
-            if self._root < 0 or self._is_stopped:
+            if self._root < 0:
                 return
             root, self._root = self._root, -1
             preload.start(root)
             self._preload = preload
 
-    # ---- how well it met what was read ----------------------------------------------------
+    # ---- the record -----------------------------------------------------------------------
 
     @property
-    def own_trace_count(self) -> int:
+    def recording(self) -> Recording:
+        """How far the record is. One thread at a time."""
+        if self._publisher is not None and self._publisher.is_answered():
+            publisher, self._publisher = self._publisher, None
+            try:
+                publisher.wait(0)
+                self._recording = Recording.PUBLISHED
+            except BootseerError:
+                self._recording = Recording.FAILED
+        return self._recording
+
+    def publish_record(self, ended: str) -> None:
+        """Have the record, which takes no more, published, unless nobody needs it. `ended` says by
+        what the start was over. Raises: BootseerError, OSError."""
+        plan = self._plan
+        if self._recording is Recording.OFF:
+            return
+        self._recording = Recording.ENDED
+        entries = self._log.entries()
+        if not entries:
+            return
+        is_wrong = self.replaying in _WRONG
+        if (
+            plan.settings.record == "auto"
+            and self._streams.replay is not None
+            and not is_wrong
+            and not is_worthwhile(self.accuracy(), self._own_trace_count, ended)
+        ):
+            self._recording = Recording.NOT_NEEDED
+            return
+        info = RecordInfo(
+            plan.state.index_digest,
+            plan.state.reference,
+            plan.state.workload,
+            plan.settings.node,
+            plan.state.started_ns,
+            ended,
+            READAHEAD_BYTES,
+            renew=is_wrong,
+        )
+        self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
+        self._publisher.go()
+        self._recording = Recording.PUBLISHING
+
+    # ---- how well the bundle met what was read --------------------------------------------
+
+    @property
+    def _own_trace_count(self) -> int:
         """How many starts of this very image the bundle was made from."""
-        pointer = self.pointer
+        pointer = self._pointer
         if pointer is None or pointer.index_digest != self._plan.state.index_digest:
             return 0
         return pointer.trace_count
 
     def accuracy(self) -> BundleAccuracy:
-        """Returns how well the bundle met the log so far; final once the log is closed."""
+        """Return how well the bundle met the log so far; final once the log is closed."""
         if self._accuracy_at_end is not None:
             return self._accuracy_at_end
         is_over = not self._log.is_open
@@ -255,3 +347,15 @@ class BundleUse:
 
     def _extents(self, inode: int) -> tuple[Extent, ...]:
         return () if inode in self._scattered else self._tree.inode(inode).extents
+
+    def figures(self) -> PrefetchFigures | None:
+        """Return the figures of the bundle; None where none is used."""
+        replay, pointer = self._streams.replay, self._pointer
+        if replay is None:
+            return None
+        return prefetch_figures(
+            replay,
+            self.accuracy(),
+            bundle=pointer.bundle_digest if pointer else None,
+            bundle_index=pointer.index_digest if pointer else None,
+        )
