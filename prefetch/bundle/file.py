@@ -21,9 +21,11 @@ from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 
 
 def file_key(bundle: Bundle, owner: str) -> str:
-    """Return the key, in the node cache, of what `bundle` brings for the image `owner`
-    (`stream_keys.owner_of`). The frames' digests are in it: whatever their number is in the store's
-    bundle, equal keys mean equal bytes."""
+    """Return the key of the file of `bundle`, for the image `owner` (`stream_keys.owner_of`).
+
+    The frames' digests are in it: equal keys mean equal bytes, also of a bundle that another image
+    has lent.
+    """
     hasher = hashlib.sha256(owner.encode("ascii"))
     for frame in bundle.frames:
         hasher.update(frame.digest)
@@ -31,7 +33,7 @@ def file_key(bundle: Bundle, owner: str) -> str:
 
 
 class BundleFile:
-    """The content of one bundle, of which frames come and are read."""
+    """File of the content of one bundle, filled frame by frame."""
 
     def __init__(self, cache: NodeCache, bundle: Bundle, owner: str, blob_count: int) -> None:
         """Open the file, which is made if it is new. Raises: BootseerError."""
@@ -52,11 +54,11 @@ class BundleFile:
         return self._content.holds_now(number, number + 1) and not self.is_refuted
 
     def is_here(self, number: int, streams: Sequence[CachedStream]) -> bool:
-        """Return whether what a frame brings is here, or `streams`, the image's, hold it."""
+        """Return whether a frame, or all of its extents in the image's `streams`, are here."""
         return self.has(number) or not any(_not_held(self.bundle.frames[number], streams))
 
     def is_whole(self, streams: Sequence[CachedStream]) -> bool:
-        """Return whether all that the bundle brings is here, or `streams` hold it."""
+        """Return whether each frame is here in the sense of `is_here`."""
         return all(self.is_here(number, streams) for number in range(len(self.bundle.frames)))
 
     @property
@@ -109,12 +111,13 @@ class BundleFile:
         return self._content.put(number, content)
 
     def read_ahead(self, number: int) -> None:
-        """Have the kernel bring a frame from the disk into memory. A hint: never fails."""
+        """Ask the kernel to read a frame from the disk into memory, without waiting. Never
+        fails."""
         starts = self._placement.starts
         self._content.read_ahead(starts[number], starts[number + 1] - starts[number])
 
     def compare(self, blob: int, offset: int, content: bytes) -> None:
-        """Compare what is here with a frame of the image, which was found right.
+        """Compare the file with a frame of the image, which was found right.
 
         Raises: CorruptError if the bundle brought anything else.
         """
@@ -129,7 +132,7 @@ class BundleFile:
     # ---- the end --------------------------------------------------------------------------
 
     def refute(self) -> None:
-        """Have no process of the node read it any more. Never raises."""
+        """Mark the file as wrong for all processes of the node. Never raises."""
         self._content.refute()
 
     def close(self) -> None:
@@ -172,7 +175,7 @@ class Placement:
             self._columns.append(columns)
 
     def within(self, blob: int, offset: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """Return what the bundle has of `[offset, offset + length)` of a stream, ascending, each
+        """Return the parts of a stream's `[offset, offset + length)` in the bundle, ascending, each
         (offset in the stream, length, offset in the bundle's content, number of the frame)."""
         offsets, ends, numbers, places = self._columns[blob]
         stop = offset + length

@@ -51,7 +51,7 @@ _GAP_BYTES = 32 * 1024
 
 
 def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
-    """The frames of the bundle called `digest` as what the fetcher fetches. Pure."""
+    """Return the frames of the bundle `digest` as chunks of the fetcher. Pure."""
     return [
         Chunk(part_key(digest, frame.part), frame.offset, frame.length, frame.digest)
         for frame in bundle.frames
@@ -101,7 +101,7 @@ _UNDER_WAY = frozenset((Replaying.FOLLOWING, Replaying.FETCHING))
 
 
 class Replay:
-    """One bundle on its way into the cache."""
+    """Transfer of one bundle into its file in the node cache."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Replay:
             self.finished_after_ns = finished_ns
 
     def _enter(self, state: Replaying) -> bool:
-        """Change the state, unless the replay is over. Return whether it changed."""
+        """Enter `state`, unless the replay is over. Return whether the state changed."""
         with self._lock:
             if self.is_over and (state is not Replaying.REFUTED or self.state is state):
                 return False

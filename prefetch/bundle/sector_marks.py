@@ -1,4 +1,4 @@
-"""Sectors of tar streams, and marks of those that were taken.
+"""Sectors of tar streams, and marks of taken sectors.
 
 Marks take memory for what was taken, not for the stream's length: an index may say that a stream
 has a terabyte. Pure; a `SectorMarks` is for one thread at a time.
@@ -25,7 +25,7 @@ class SectorMarks:
         self._blocks: dict[int, bytearray] = {}
 
     def gaps(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """What of `[first, stop)` is not taken, ascending, as half-open ranges."""
+        """Return the sectors of `[first, stop)` that are not taken, as half-open ranges."""
         found: list[tuple[int, int]] = []
         for start, end in self._gaps(first, stop):
             if found and found[-1][1] == start:

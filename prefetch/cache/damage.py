@@ -1,4 +1,4 @@
-"""What a node has found damaged in the store while it served a tree: for its next start to look at.
+"""Notes of damage in the store that a node has found while it served a tree, for the next start.
 
 Alone owns `cache_dir/damaged`: a file for each index digest, with the ranges of blobs that did not
 match their digests (docs/format/cache.md). A note is a hint: who finds one reads its ranges again.
@@ -46,7 +46,7 @@ _FORM: Form[_Note] = Form(type=_Note, versions=(1,), size_max=64 * 1024)
 
 
 def note_damage(cache_dir: Path, index_digest: str, chunks: "Sequence[Chunk]") -> None:
-    """Chunks of a tree's blobs, of which one at least came damaged. Never raises."""
+    """Note chunks of a tree's blobs, of which one at least came damaged. Never raises."""
     ranges = tuple(
         _Range(chunk.key, chunk.offset, chunk.length, chunk.digest.hex())
         for chunk in chunks[:_CHUNKS_MAX]
@@ -62,7 +62,7 @@ def is_damage_known(cache_dir: Path, index_digest: str) -> bool:
 
 
 def check_known_damage(cache_dir: Path, store: Store, index_digest: str) -> None:
-    """Read again what was found damaged, if anything was, and forget it if it is whole by now.
+    """Read the ranges of a tree's note again, and remove the note if all are whole by now.
 
     Raises: CorruptError where it still is damaged; NotFoundError where the blob is gone;
     UnavailableError, DeadlineError.
@@ -83,7 +83,7 @@ def check_known_damage(cache_dir: Path, store: Store, index_digest: str) -> None
 
 
 def trim_damage(cache_dir: Path) -> None:
-    """Remove the notes on what nobody has mounted for a month. Never raises."""
+    """Remove the notes of trees that nobody has mounted for a month. Never raises."""
     oldest_s = time.time() - _KEPT_S
     with contextlib.suppress(OSError), os.scandir(cache_dir / _FOLDER) as entries:
         for entry in entries:

@@ -26,12 +26,12 @@ _SPARE_S = 3600.0
 
 
 def index_folder(cache_dir: Path) -> Path:
-    """Where they all lie."""
+    """Return the folder of all kept indexes."""
     return cache_dir / "indexes"
 
 
 def index_path(cache_dir: Path, digest: str) -> Path:
-    """Where the index lies that has `digest`."""
+    """Return the path of the index with `digest`."""
     return index_folder(cache_dir) / digest.partition(":")[2]
 
 

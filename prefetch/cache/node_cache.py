@@ -51,7 +51,7 @@ _LOCKS = frozenset((".pull", ".replay", ".fill"))
 
 
 class StreamUse(Struct, frozen=True):
-    """One stream's share of the cache, for `trim` and for people."""
+    """Size and last use of one cached stream."""
 
     key: str
     size_bytes: int
@@ -288,8 +288,8 @@ class NodeCache:
         return self._remove(self._path(key))
 
     def _remove_left_over(self) -> None:
-        """Remove files of killed processes: lock files that nobody holds, and folders that never
-        became a stream."""
+        """Remove lock files that nobody holds and folders without a stream: killed processes left
+        them."""
         for path in _entries(self._directory):
             if path.suffix in _LOCKS:
                 remove_unused_lock(path)

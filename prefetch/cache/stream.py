@@ -1,4 +1,4 @@
-"""A tar stream in the node cache: which of its pieces are here, and their bytes.
+"""A tar stream in the node cache: its pieces on the disk, and a checksum for each.
 
 A stream is cut into pieces: the frames of its blob, 256 KiB each of a stream that was pulled whole,
 the frames of a bundle. The file `data` holds the bytes, each at its own offset; the file `sums` has
@@ -392,8 +392,8 @@ class CachedStream:
         return bytes(data)
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Have the kernel bring bytes from the disk into memory, without waiting. A hint: never
-        fails, also not after `close`."""
+        """Ask the kernel to read bytes from the disk into memory, without waiting. Never fails,
+        not even after `close`."""
         for start in range(offset, offset + length, _ADVICE_BYTES):
             with contextlib.suppress(OSError):
                 count = min(_ADVICE_BYTES, offset + length - start)

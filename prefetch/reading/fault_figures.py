@@ -1,4 +1,4 @@
-"""What faults cost and where the bytes came from, in numbers.
+"""Figures of faults: their waits, and the source of the bytes.
 
 `FaultRecorder` counts, from any thread; `FaultFigures` and `SourceFigures` are frozen copies.
 """
@@ -109,7 +109,7 @@ class FaultRecorder:
             self._fill_bytes += fill
 
     def snapshot(self) -> FaultFigures:
-        """What faults cost, a frozen copy."""
+        """Return a frozen copy of the figures of faults."""
         with self._lock:
             ordered = sorted(self._waits_ns)
             return FaultFigures(

@@ -86,7 +86,7 @@ class Fill:
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon; what is under way ends with the streams' fetcher. Idempotent."""
+        """End soon. Reads under way end with the fetcher of the image's bytes. Idempotent."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
@@ -142,7 +142,7 @@ class Fill:
     # ---- filling ------------------------------------------------------------------------------
 
     def _pass(self) -> bool:
-        """Fetch what is missing; whether to look once more."""
+        """Fetch the missing frames once. Return whether to look once more."""
         # What a bundle brought comes first, to be compared.
         claimed = self._streams.unproven()
         windows = [
@@ -230,30 +230,31 @@ class Fill:
 def fetch_tree(
     settings: Settings, store: Store, index_digest: str, name: str, *, is_local: bool = False
 ) -> int:
-    """Bring all blobs of the tree whose index this node has into its cache. Return their stored
-    size in bytes, of which only what the node lacks is moved.
+    """Bring all blobs of a tree, whose index is on this node, into the node's cache.
+
+    Only bytes that the node lacks are moved. Return the stored size of all blobs.
 
     `is_local`: whether this node made the index, of streams that it pulled. Raises: NoSpaceError,
     CorruptError, NotFoundError, BootseerError.
     """
     tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
-    size_bytes = sum(blob.size_bytes for blob in tree.blobs)
-    with Progress(f"fetching {name}", size_bytes) as progress:
-        streams = ImageBytes(
-            tree.blobs,
-            store.read_verified,
-            NodeCache(settings.cache_dir),
-            deadline_s=settings.deadline_s,
-            on_progress=progress.advance,
-            vouched=vouched_streams(settings, index_digest, tree.blobs, is_local=is_local),
-        )
-        try:
-            streams.fill()
-            if streams.fill_fetches():
-                raise NoSpaceError(
-                    f"cannot fetch all of {name}: {settings.cache_dir} is full; "
-                    "free space or set --cache-dir to a larger disk"
-                )
-        finally:
-            streams.close()
-    return size_bytes
+    streams = ImageBytes(
+        tree.blobs,
+        store.read_verified,
+        NodeCache(settings.cache_dir),
+        deadline_s=settings.deadline_s,
+        on_progress=lambda count: progress.advance(count),
+        vouched=vouched_streams(settings, index_digest, tree.blobs, is_local=is_local),
+    )
+    try:
+        fetches = streams.fill_fetches()
+        with Progress(f"fetching {name}", sum(fetch.length for fetch in fetches)) as progress:
+            streams.fill(fetches)
+        if streams.fill_fetches():
+            raise NoSpaceError(
+                f"cannot fetch all of {name}: {settings.cache_dir} is full; "
+                "free space or set --cache-dir to a larger disk"
+            )
+    finally:
+        streams.close()
+    return sum(blob.size_bytes for blob in tree.blobs)

@@ -1,4 +1,4 @@
-"""Bytes of an image's streams, read through the node cache; what is missing is fetched.
+"""Bytes of an image's streams, read through the node cache, which is filled on demand.
 
 A read is answered from the first place that has its bytes:
 
@@ -267,7 +267,7 @@ class ImageBytes:
         return None
 
     def _missing(self, blob: int, offset: int, length: int) -> list[int]:
-        """The pieces of which some of these bytes are nowhere here."""
+        """Return the pieces of a range that neither cache, memory nor bundles have."""
         stream = self.streams[blob]
         found = []
         for number in stream.missing(offset, length):
@@ -380,7 +380,7 @@ class ImageBytes:
         return frames
 
     def _use_sent(self, blob: int) -> bool:
-        """Read the blob from what the second source sent, if all of it is here."""
+        """Switch a blob to the stream that the second source sent. Return whether it is whole."""
         stored = self.blobs[blob]
         if not stored.frames:
             return self.streams[blob].holds(0, self.streams[blob].count)
@@ -397,8 +397,7 @@ class ImageBytes:
     # ---- bundles ------------------------------------------------------------------------------
 
     def expect_bundle(self) -> None:
-        """Have faults wait a moment, until `use` is called, for the bundle that the node may
-        have."""
+        """Let faults wait a moment for a bundle of the node, until `use` is called."""
         self._has_looked.clear()
 
     def use(
@@ -429,7 +428,7 @@ class ImageBytes:
         ]
 
     def look_for_refutation(self) -> None:
-        """Read no bundle of which another server of the image has found bytes wrong."""
+        """Drop the bundles that another server of the image has refuted."""
         for file, _ in self._bundles:
             if file.is_refuted:
                 self._drop(
@@ -477,7 +476,7 @@ class ImageBytes:
     # ---- frames of blobs ----------------------------------------------------------------------
 
     def chunk(self, blob: int, number: int) -> Chunk:
-        """Return frame `number` of a blob as what the fetcher fetches."""
+        """Return frame `number` of a blob as a chunk of the fetcher."""
         stored = self.blobs[blob]
         frame = stored.frames[number]
         return Chunk(blob_key(stored.digest), frame.offset, frame.length, frame.digest)
@@ -567,13 +566,13 @@ class ImageBytes:
         )
 
     def verify(self, may_go_on: Callable[[], bool]) -> None:
-        """Compare what a crash of the machine may have lost, if there was one."""
+        """Compare the pieces that a crash of the machine may have lost, after one."""
         for stream in self.streams:
             if stream.is_doubtful:
                 stream.check_all(may_go_on)
 
     def figures(self) -> FaultFigures:
-        """Return what faults cost so far."""
+        """Return the figures of faults so far."""
         return self.faults.snapshot()
 
     def sources(self) -> SourceFigures:
@@ -582,7 +581,7 @@ class ImageBytes:
         return self.faults.sources(replay.fetched_bytes if replay else 0)
 
     def statistics(self) -> Statistics:
-        """Return what was moved so far."""
+        """Return the statistics of the fetcher."""
         return self.fetcher.statistics()
 
     def close(self, *, durable: bool = True) -> None:
@@ -669,7 +668,7 @@ class _FrameMemory:
 
 
 class _Reader(Struct):
-    """How far one file has been fetched by reads that followed each other."""
+    """Progress of one file that is read from start to end."""
 
     next_frame: int
     window: int
@@ -683,8 +682,10 @@ class _ReadAhead:
         self._lock = threading.Lock()
 
     def behind(self, reader: int, first: int, after: int, last: int) -> range:
-        """Return the frames to fetch now. `reader` has a fault on the frames from `first` up to
-        `after`; `last` ends what it may read."""
+        """Return the frames to fetch ahead of a reader.
+
+        `reader` has a fault on the frames from `first` up to `after`; `last` ends its file.
+        """
         with self._lock:
             state = self._readers.pop(reader, None)
             if state is None or not state.next_frame - state.window <= first <= state.next_frame:

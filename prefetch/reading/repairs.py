@@ -38,7 +38,7 @@ _WAIT_S = 600.0
 
 
 class _Bringing:
-    """One stream that a second source is bringing."""
+    """Progress of a stream on its way from the second source."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -51,7 +51,7 @@ class _Bringing:
 
 
 class Repairs:
-    """What is asked when the store has failed."""
+    """Streams brought from a second source after the store has failed."""
 
     def __init__(self, repair: Repair | None) -> None:
         """`repair` is None where there is no second source."""
@@ -63,9 +63,13 @@ class Repairs:
     def bring(
         self, blob: Blob, use: Callable[[], bool], error: BootseerError, limit_s: float
     ) -> None:
-        """Have the node cache hold all of the blob's stream; `use` reads it from there, and returns
-        whether it can. Raises: `error`, the store's, if the stream cannot be had from elsewhere
-        either; DeadlineError after `limit_s` without progress."""
+        """Bring all of the blob's stream into the node cache, unless it is there.
+
+        `use` switches readers to that stream, and returns whether it could.
+
+        Raises: `error`, the store's, if the stream cannot be had from elsewhere either;
+        DeadlineError after `limit_s` without progress.
+        """
         if self._repair is None:
             raise error
         stream = blob.stream_digest
