@@ -31,6 +31,7 @@ from testbed.images.workloads import PANDAS, SHELL, TORCH, Workload
 
 _OURS: tuple[Peer, ...] = (
     Bootseer("unindexed", Mode.UNINDEXED),
+    Bootseer("seek points", Mode.SEEK_POINTS),
     Bootseer("lazy", Mode.LAZY),
     Bootseer("record", Mode.RECORD),
     Bootseer("replay", Mode.REPLAY),
@@ -123,11 +124,14 @@ def _bytes(top: str, bottom: str, target: Target | None = None) -> Ratio:
 
 
 _UNRECORDED = (
+    _time("seek points", "soci", at_most(1)),
+    _bytes("seek points", "soci", at_most(1)),
     _time("lazy", "soci", at_most(1)),
     _time("record", "lazy", at_most(1.1)),
 )
 _OTHERWISE = (
     _time("unindexed", "containerd 1.6", at_most(1.05)),
+    _time("unindexed", "soci", at_most(1)),
     _time("replay rebuilt", "replay"),
 )
 _UNLIMITED = (

@@ -22,6 +22,7 @@ class Mode(Enum):
     """What is there before the start, and what it does."""
 
     UNINDEXED = "nobody has indexed the image: it is pulled whole, and indexed behind the start"
+    SEEK_POINTS = "lazy from the registry: only seek points are in the store; nothing is recorded"
     LAZY = "lazy without a record: indexed; nothing is fetched ahead"
     RECORD = "the record run: indexed; what is read is recorded and published behind the start"
     REPLAY = "replay: an earlier start was recorded"
@@ -44,7 +45,9 @@ class Bootseer:
         pass
 
     def prepare(self, site: Site) -> None:
-        if self._mode is not Mode.UNINDEXED:
+        if self._mode is Mode.SEEK_POINTS:
+            site.once("bootseer seek points", lambda: _find_seek_points(site))
+        elif self._mode is not Mode.UNINDEXED:
             site.once("bootseer index", lambda: _index(site, _V1))
         if self._mode in (Mode.REPLAY, Mode.REBUILT):
             site.once("bootseer record", lambda: _record(site))
@@ -64,6 +67,9 @@ class Bootseer:
             workload, switches = f"{workload}-{self._records}", {}
         elif self._mode is Mode.LAZY:
             switches["BOOTSEER_PREFETCH"] = "off"
+        elif self._mode is Mode.SEEK_POINTS:
+            switches |= {"BOOTSEER_PREFETCH": "off", "BOOTSEER_STORE": _points_store(site)}
+            return _run(site, node, site.reference(), workload, switches)
         elif self._mode is Mode.REBUILT:
             tag = _REBUILT
         elif self._mode is Mode.UNINDEXED:
@@ -120,6 +126,22 @@ def _index(site: Site, tag: str) -> None:
     with site.node("bootseer-index") as node:
         source = f"oci:{site.layout}:{tag}"
         command = _command(settings(site, node), "image", "index", source, "--name", _name(tag))
+        node.run(command, timeout_s=_INDEX_DEADLINE_S)
+
+
+def _points_store(site: Site) -> str:
+    """Store in which only seek points are."""
+    return f"{site.store_url}-points"
+
+
+def _find_seek_points(site: Site) -> None:
+    with site.node("bootseer-points") as node:
+        variables = {
+            **settings(site, node),
+            "BOOTSEER_STORE": _points_store(site),
+            "BOOTSEER_COPY_LAYERS": "off",
+        }
+        command = _command(variables, "image", "index", f"registry://{site.reference()}")
         node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
 

@@ -42,7 +42,7 @@ DigestOrNone = Annotated[str, Meta(pattern=rf"\A(?:|{_DIGEST})\Z")]
 AnyDigest = Annotated[str, Meta(pattern=rf"\A(?:{_DIGEST}|blake3:[0-9a-f]{{64}})\Z")]
 """A digest, also one of a stream that no image names."""
 Sha256 = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-BlobDigest = Annotated[str, Meta(pattern=r"\A(?:sha256|blake3):[0-9a-f]{64}\Z")]
+BlobDigest = Annotated[str, Meta(pattern=r"\A(?:sha256|blake3|points):[0-9a-f]{64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A number that every JSON reader reads exactly."""
 Count64 = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -243,6 +243,12 @@ class Settings(Struct, frozen=True):
     auto_index: bool = _setting(
         SWITCH, "on", "Whether an image that had to be pulled is published, for later starts."
     )
+    copy_layers: bool = _setting(
+        SWITCH,
+        "on",
+        "Whether an image's layers are copied to the store; off: nodes read those of a registry "
+        "from there, by seek points.",
+    )
     publish_timelines: bool = _setting(
         SWITCH, "on", "Whether a node puts the timeline of its start into the store."
     )

@@ -21,11 +21,12 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.blob.extract.extraction import extract
-from bootseer.blob.keys import blob_key
+from bootseer.blob.keys import POINTS, blob_key
 from bootseer.errors import (
     AlreadyExistsError,
     BusyError,
     NotFoundError,
+    UnsupportedError,
     from_oserror,
 )
 from bootseer.fuse.kernel.mount import can_mount_directly
@@ -147,6 +148,11 @@ def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
     tree = read_kept_tree(settings.cache_dir, resolved.record.index_digest)
     keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
     cache = NodeCache(settings.cache_dir)
+    if any(blob.digest.startswith(POINTS) for blob in tree.blobs):
+        raise UnsupportedError(
+            f"image {resolved.record.reference} is read from its registry by seek points, which "
+            "needs FUSE; index it with BOOTSEER_COPY_LAYERS=on for nodes that have none"
+        )
     with (
         open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
         contextlib.ExitStack() as stack,

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from bootseer.blob.index.codec import decode
 from bootseer.blob.index.codec import digest as digest_of
-from bootseer.blob.keys import blob_key, index_key
+from bootseer.blob.keys import POINTS, blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
 from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
@@ -202,8 +202,11 @@ def read_layer(store: Store, digest: str) -> LayerRecord | None:
     return record
 
 
-def find_whole_layer(store: Store, digest: str) -> LayerRecord | None:
-    """Return the record of a layer whose blob the store has; None where it has no record.
+def find_whole_layer(
+    store: Store, digest: str, registry_digest: str | None = None
+) -> LayerRecord | None:
+    """Return the record of a layer whose blob the store has; None where it has no record, or only
+    seek points of another file than the image's registry has, `registry_digest`.
 
     Raises: NotFoundError without the blob; CorruptError where its size is another; as `read_layer`.
     """
@@ -215,6 +218,13 @@ def find_whole_layer(store: Store, digest: str) -> LayerRecord | None:
                 f"the blob {record.blob_digest} has {size_bytes} bytes instead of "
                 f"{record.blob_size_bytes}; index the layer {digest} again"
             )
+        if record.blob_digest.startswith(POINTS):
+            # Imported late: it loads what decompresses, which few starts need.
+            from bootseer.blob.seek_points import HEAD_BYTES, layer_digest_of
+
+            head = store.read(blob_key(record.blob_digest), 0, HEAD_BYTES)
+            if layer_digest_of(head) != registry_digest:
+                return None
     return record
 
 

@@ -4,12 +4,22 @@ Apart from `sources`, which opens them: most starts name an image of the store, 
 that. Stateless; any thread.
 """
 
+import re
 from pathlib import Path
 
 REGISTRY = "registry://"
 DOCKER = "docker://"
 OCI_LAYOUT = "oci:"
 ARCHIVES = ("docker-archive:", "oci-archive:")
+
+_IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
+"""A first part that can only be a host, as Docker tells hosts from names."""
+
+
+def registry_name(reference: str) -> str | None:
+    """Return the source `registry://...` of an image that is called as in a registry
+    (`HOST/NAME:TAG`); None for another name, which does not tell where the image is."""
+    return f"{REGISTRY}{reference}" if _IN_REGISTRY.fullmatch(reference) else None
 
 
 def is_source(text: str) -> bool:

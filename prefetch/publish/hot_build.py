@@ -31,6 +31,7 @@ from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
+from bootseer.prefetch.reading.registry_layers import LayerReader
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
@@ -131,7 +132,9 @@ def build_bundle(
     hot_digest = f"sha256:{hashlib.sha256(hot_data).hexdigest()}"
     # All is replaced: what is there under these names may be damaged.
     store.publish(hot_store.hotset_key(hot_digest), hot_data, replace=True)
-    digest, header_bytes, size_bytes = _publish_bundle(settings, store, tree, index_digest, frames)
+    digest, header_bytes, size_bytes = _publish_bundle(
+        settings, store, tree, index_digest, reference, frames
+    )
     pointer = HotPointer(
         index_digest,
         digest,
@@ -157,16 +160,19 @@ def _publish_bundle(
     store: Store,
     tree: Tree,
     index_digest: str,
+    reference: str,
     frames: Sequence[tuple[BundleExtent, ...]],
 ) -> tuple[str, int, int]:
     """The digest, the bytes of the header and all bytes of a new bundle. Raises: BootseerError."""
+    layers = LayerReader(settings, store, reference, tree.blobs)
     streams = ImageBytes(
         tree.blobs,
-        store.read_verified,
+        layers.read_into,
         NodeCache(settings.cache_dir),
         deadline_s=settings.deadline_s,
         workers=2,
         vouched=vouched_streams(settings, index_digest),
+        decode=layers.decode,
     )
     try:
         with contextlib.ExitStack() as stack:
@@ -188,6 +194,7 @@ def _publish_bundle(
         raise from_oserror(error, "build the bundle") from error
     finally:
         streams.close()
+        layers.close()
     return digest, len(header), size_bytes
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from bootseer.base.parallel import Stoppable, each_at_once
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.index.codec import encode
+from bootseer.blob.keys import POINTS
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.prefetch.index.catalogue import (
@@ -73,7 +74,10 @@ def index_image(
     packer = LayerPacker(store, work_dir, lessee, verify=verify)
     layers = _index_layers(source.layers, packer, workers, on_progress, on_layer)
     diff_ids = [layer.digest for layer in source.layers if layer.digest is not None]
-    has_chains = len(diff_ids) == len(source.layers) > 0
+    # Containerd does not say which registry a chain is from, so none is read by seek points.
+    has_chains = len(diff_ids) == len(source.layers) > 0 and not any(
+        record.blob_digest.startswith(POINTS) for record, _ in layers
+    )
     if has_chains:
         publish_chains(store, diff_ids)
     tree = merge([layer_tree for _, layer_tree in layers])

@@ -57,7 +57,7 @@ def stored_layer(
     if layer.digest is None:
         return None
     try:
-        record = find_whole_layer(store, layer.digest)
+        record = find_whole_layer(store, layer.digest, layer.registry_digest)
         if record is None:
             return None
         tree = layer_tree(record, read_tree(store, record.index_digest))
@@ -72,7 +72,7 @@ def stored_layer(
 def _check_blob(store: Store, record: LayerRecord) -> None:
     """Raises: CorruptError where the store's blob does not have its digest."""
     key = blob_key(record.blob_digest)
-    hasher = hasher_of(record.blob_digest)
+    hasher = hasher_of(record.blob_digest)  # of seek points, SHA-256, too
     for offset in range(0, record.blob_size_bytes, _READ_BYTES):
         hasher.update(store.read(key, offset, min(_READ_BYTES, record.blob_size_bytes - offset)))
     if hasher.hexdigest() != record.blob_digest.partition(":")[2]:
@@ -139,6 +139,8 @@ def _pack_layer(
         with tempfile.TemporaryFile(dir=work_dir) as file:
             layer_tree = layer.pack(file, advance)
             (blob,) = layer_tree.tree.blobs
+            # Of a layer that stays in its registry, the seek points.
+            size_bytes = file.seek(0, os.SEEK_END)
             # What is there under this digest, without a record that can be used, may be damaged.
             store.publish(blob_key(blob.digest), _pieces(file, advance), replace=True)
     except BootseerError:
@@ -149,7 +151,7 @@ def _pack_layer(
     record = LayerRecord(
         layer.digest or blob.digest,
         blob.digest,
-        blob.size_bytes,
+        size_bytes,
         digest_of(data),
         tuple(sorted(layer_tree.implied)),
         layer_tree.links,

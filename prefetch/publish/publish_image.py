@@ -7,8 +7,9 @@ which comes last, says nothing that is not there. One process per node and image
 layer.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,7 @@ from msgspec import Struct
 from bootseer.base.content_digest import ContentHasher
 from bootseer.blob.pack.packing import pack_tar
 from bootseer.errors import (
+    BootseerError,
     CorruptError,
     InvalidInputError,
     NotFoundError,
@@ -27,10 +29,12 @@ from bootseer.prefetch.index.catalogue import load_tree
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeLayer
 from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.index.source_names import registry_name
 from bootseer.prefetch.publish.indexing import index_image
+from bootseer.prefetch.sources import open_source
 from bootseer.prefetch.sources.containerd_content import open_content
 from bootseer.prefetch.sources.layer_tar import pack_layer
-from bootseer.prefetch.sources.model import ImageSource, Sink
+from bootseer.prefetch.sources.model import ImageSource, Layer, Sink
 from bootseer.prefetch.sources.read_ahead import ReadAhead
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
@@ -66,30 +70,32 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
         with open_own_store(settings) as store:
             record = catalogue.find_published(index_digest)
             if record is None:
-                cache = NodeCache(settings.cache_dir)
-                layers = [
-                    _CachedLayer(
-                        cache,
-                        digest,
-                        catalogue.find_layer(digest),
-                        digest if digest in image.record.config.diff_ids else None,
+                with _registry_layers(settings, image.record) as in_registry:
+                    cache = NodeCache(settings.cache_dir)
+                    layers = [
+                        _CachedLayer(
+                            cache,
+                            digest,
+                            catalogue.find_layer(digest),
+                            digest if digest in image.record.config.diff_ids else None,
+                            in_registry.get(digest),
+                        )
+                        for digest in image.layer_digests
+                    ]
+                    source = ImageSource(
+                        image.record.reference,
+                        image.record.identity,
+                        image.record.config,
+                        layers,
+                        manifest_digest=image.record.manifest_digest or None,
                     )
-                    for digest in image.layer_digests
-                ]
-                source = ImageSource(
-                    image.record.reference,
-                    image.record.identity,
-                    image.record.config,
-                    layers,
-                    manifest_digest=image.record.manifest_digest or None,
-                )
-                record = index_image(
-                    source,
-                    store,
-                    settings.cache_dir / "work",
-                    lessee=settings.node,
-                    created_ns=image.record.created_ns,
-                )
+                    record = index_image(
+                        source,
+                        store,
+                        settings.cache_dir / "work",
+                        lessee=settings.node,
+                        created_ns=image.record.created_ns,
+                    )
                 _log.info("published the image %s", record.reference)
             load_tree(store, record, settings.cache_dir, run_dir=settings.run_dir)
         catalogue.keep_published(index_digest, record)
@@ -111,6 +117,33 @@ def publish_unpacked_image(settings: Settings, content: Path, chain_id: str) -> 
     return record
 
 
+@contextlib.contextmanager
+def _registry_layers(settings: Settings, record: ImageRecord) -> Iterator[Mapping[str, Layer]]:
+    """The image's layers in its registry by their digests, where these are not to be copied; none
+    where the registry does not have this image now."""
+    name = registry_name(record.reference)
+    if settings.copy_layers or name is None:
+        yield {}
+        return
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Layer] = {}
+        try:
+            source = stack.enter_context(
+                open_source(
+                    name,
+                    settings.cache_dir / "work",
+                    registry_hosts_dir=settings.registry_hosts_dir,
+                    deadline_s=settings.deadline_s,
+                    copies=False,
+                )
+            )
+            if source.identity == record.identity:
+                found = {layer.digest: layer for layer in source.layers if layer.digest}
+        except BootseerError as error:
+            _log.warning("the layers of %s are copied: %s", record.reference, error)
+        yield found
+
+
 class _CachedLayer(Struct, frozen=True):
     """A layer in the node's cache, if it is there. Implements `Layer`."""
 
@@ -118,6 +151,13 @@ class _CachedLayer(Struct, frozen=True):
     name: str
     known: NodeLayer | None
     digest: str | None
+    in_registry: Layer | None = None
+    """The same layer, where its registry is to be read instead of a copy."""
+
+    @property
+    def registry_digest(self) -> str | None:
+        """See `Layer.registry_digest`."""
+        return None if self.in_registry is None else self.in_registry.registry_digest
 
     @property
     def size_bytes(self) -> int | None:
@@ -127,6 +167,8 @@ class _CachedLayer(Struct, frozen=True):
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`. What was verified when it came is verified again: from the store every
         node will have it."""
+        if self.in_registry is not None:
+            return self.in_registry.pack(sink, on_progress)
         known, stream = self._open()
         try:
             ahead = ReadAhead(_verified(known, stream, on_progress), "layer-reader")

@@ -25,7 +25,14 @@ from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory, write_private_file
 from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.served.folders import PUBLISH, MountState, is_alive, lock_new, write_state
+from bootseer.served.folders import (
+    PUBLISH,
+    MountState,
+    is_alive,
+    live_mounts,
+    lock_new,
+    write_state,
+)
 from bootseer.served.processes import PUBLISHER, Process, Report, serve, start
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
@@ -40,6 +47,9 @@ _NICENESS = 15
 _BEGUN = "begun"
 _BEGINS_S = 60.0
 """So long a publisher that was begun may take until it holds its folder's lock."""
+_START_S = 180.0
+"""More than a start is recorded for."""
+_START_POLL_S = 0.5
 
 
 class RecordInfo(Struct, frozen=True):
@@ -205,6 +215,27 @@ def publish_record(
         return add_trace(settings, store, tree, trace, info.reference, renew=info.renew)
 
 
+def _await_start(settings: Settings, index_digest: str) -> None:
+    """Return when no start of the image is recorded any more. Until then the start has the CPUs and
+    the line to itself: to pack its layers took a third of the CPU time of a whole first start."""
+    deadline_s = time.monotonic() + _START_S
+    while time.monotonic() < deadline_s and _is_starting(settings, index_digest):
+        time.sleep(_START_POLL_S)
+
+
+def _is_starting(settings: Settings, index_digest: str) -> bool:
+    # Imported late: starts load this module, but do not come here.
+    from bootseer.served.control import ask
+
+    for state_dir, state in live_mounts(settings.run_dir):
+        if state.index_digest == index_digest:
+            # One that does not answer has ended, or does nothing.
+            with contextlib.suppress(BootseerError, OSError):
+                if ask(state_dir, "status").get("record") == "recording":
+                    return True
+    return False
+
+
 def _state_of(directory: Path, job: _Job) -> MountState:
     """For `bootseer status`."""
     return MountState(
@@ -229,6 +260,7 @@ def _publish(line: bytes, report: Report) -> None:
         if job.image:
             from bootseer.prefetch.publish.publish_image import publish_node_image
 
+            _await_start(job.settings, job.image)
             publish_node_image(job.settings, job.image)
         elif job.content is not None:
             from bootseer.prefetch.publish.publish_image import publish_unpacked_image

@@ -27,6 +27,7 @@ from bootseer.prefetch.cache.kept_indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
+from bootseer.prefetch.reading.registry_layers import LayerReader
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 from bootseer.transfer.policy import Policy, dice
@@ -238,13 +239,15 @@ def fetch_tree(
     CorruptError, NotFoundError, BootseerError.
     """
     tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
+    layers = LayerReader(settings, store, name, tree.blobs)
     streams = ImageBytes(
         tree.blobs,
-        store.read_verified,
+        layers.read_into,
         NodeCache(settings.cache_dir),
         deadline_s=settings.deadline_s,
         on_progress=lambda count: progress.advance(count),
         vouched=vouched_streams(settings, index_digest, tree.blobs, is_local=is_local),
+        decode=layers.decode,
     )
     try:
         fetches = streams.fill_fetches()
@@ -257,4 +260,5 @@ def fetch_tree(
             )
     finally:
         streams.close()
+        layers.close()
     return sum(blob.size_bytes for blob in tree.blobs)

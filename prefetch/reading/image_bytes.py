@@ -116,6 +116,7 @@ class ImageBytes:
         owner: str | None = None,
         vouched: Container[str] = (),
         on_refuted: Callable[[Sequence[Range]], None] = lambda ranges: None,
+        decode: Callable[[int, int, memoryview], bytes] | None = None,
     ) -> None:
         """Open the blobs' streams.
 
@@ -130,6 +131,8 @@ class ImageBytes:
             vouched: Digests of streams that this node may have pulled (`NodeCache.open_blob`).
             on_refuted: Gets the ranges of which wrong bytes may have been read, because a bundle
                 brought them, whichever server found that. Called in a thread of its own.
+            decode: Turns frame (blob, number) into its content, verified: `LayerReader.decode`. By
+                default all are zstd frames.
 
         Raises: BootseerError if the cache cannot be opened.
         """
@@ -140,6 +143,7 @@ class ImageBytes:
         """The bundle of this start, once it is on its way (`use`)."""
         self.cache = cache
         self._owner = owner
+        self._decode = decode or self._decode_frame
         self._deadline_s = deadline_s
         self._numbers = {
             blob_key(blob.digest): number for number, blob in enumerate(blobs) if blob.frames
@@ -504,6 +508,9 @@ class ImageBytes:
         wanted = self.fill_fetches() if fetches is None else fetches
         self.fetcher.submit(wanted, self._deliver_fill).wait()
 
+    def _decode_frame(self, blob: int, number: int, data: memoryview) -> bytes:
+        return decode_frame(self.blobs[blob].frames[number], data)
+
     def _place_of(self, chunk: Chunk) -> tuple[int, int, Frame]:
         blob = self._numbers[chunk.key]
         frames = self.blobs[blob].frames
@@ -535,7 +542,7 @@ class ImageBytes:
         if not stream.takes_frames or stream.holds_now(number, number + 1):
             return 0
         known = self._memory.get(blob, number)
-        content = decode_frame(frame, data) if known is None else known
+        content = self._decode(blob, number, data) if known is None else known
         if not stream.put(number, content):
             self._memory.put(blob, number, content)
         self._compare(blob, frame.stream_offset, content)

@@ -8,7 +8,6 @@ name of the user's own says nothing about where the image is. Thread-safe.
 """
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, DeadlineError, NotFoundError
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.cache.stream_keys import is_stored, own_key
+from bootseer.prefetch.index.source_names import registry_name
 from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ _PAUSE_S = 60.0
 """After a failed one; until then, readers get their errors at once."""
 _COMING_S_MAX = 300.0
 """A reader waits no longer, although bytes come: half of what the kernel waits for at the least."""
-_IN_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/.+")
-"""A first part that can only be a host, as Docker tells hosts from names."""
 _WAIT_S = 600.0
 """How long to wait for another server of this node that fetches the same layer."""
 
@@ -126,13 +124,13 @@ class Repairs:
 def second_source(settings: Settings, reference: str, owner: str) -> Repair | None:
     """Return a function that brings streams of the image `reference` whole into the node cache, for
     the image `owner` alone (`stream_keys.owner_of`); None if the image is in no known registry."""
-    if not _IN_REGISTRY.fullmatch(reference):
+    name = registry_name(reference)
+    if name is None:
         return None
 
     def repair(blob: Blob, came: Came) -> None:
         """Raises: BootseerError."""
         # Most servers never need what speaks to registries.
-        from bootseer.prefetch.index.source_names import REGISTRY
         from bootseer.prefetch.sources import open_source
 
         digest = blob.stream_digest
@@ -147,7 +145,7 @@ def second_source(settings: Settings, reference: str, owner: str) -> Repair | No
                 whole.close()
                 return
             with open_source(
-                f"{REGISTRY}{reference}",
+                name,
                 settings.cache_dir / "work",
                 registry_hosts_dir=settings.registry_hosts_dir,
                 deadline_s=settings.deadline_s,

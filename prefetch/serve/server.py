@@ -30,6 +30,7 @@ from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.index.stream_contents import StreamContents
 from bootseer.prefetch.reading.image_bytes import ImageBytes
+from bootseer.prefetch.reading.registry_layers import LayerReader
 from bootseer.prefetch.reading.repairs import second_source
 from bootseer.prefetch.record.trace import AccessLog
 from bootseer.prefetch.serve.figures import LaunchFigures, span_attributes, status_of
@@ -138,7 +139,8 @@ class ImageServer:
         self._log = log
         self._store: Store = open_own_store(plan.settings)
         self._is_mounted = True
-        self._reads = SharedReads(plan.settings, self._store.read_verified)
+        self._layers = LayerReader(plan.settings, self._store, plan.state.reference, tree.blobs)
+        self._reads = SharedReads(plan.settings, self._layers.read_into)
         self._streams = ImageBytes(
             tree.blobs,
             self._reads.read,
@@ -155,6 +157,7 @@ class ImageServer:
                 is_local=plan.options.is_local,
             ),
             on_refuted=self._refuted,
+            decode=self._layers.decode,
         )
         self._start = Start(plan, tree, self._store, self._streams, self._reads, log)
         self._upkeep = Upkeep(
@@ -215,6 +218,7 @@ class ImageServer:
         # The process around us makes the cache durable when nobody waits for it any more.
         self._reads.close()
         self._streams.close(durable=False)
+        self._layers.close()
         self._store.close()
 
     def _watch(self, user: ProcessId) -> None:

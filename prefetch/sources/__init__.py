@@ -30,9 +30,10 @@ def open_source(
     *,
     registry_hosts_dir: Path = Path("/etc/containerd/certs.d"),
     deadline_s: float = 60.0,
+    copies: bool = True,
 ) -> ImageSource:
     """The image that `source` names; close it after use. `work_dir` takes temporary files, the
-    other options are as in `Settings` and for registries.
+    other options are as in `Settings` and for registries; `copies` is `copy_layers` there.
 
     Raises: NotFoundError, InvalidInputError, CorruptError, UnknownFormatError, UnavailableError,
     DeadlineError, UnsupportedError, PermissionDeniedError, NoSpaceError.
@@ -44,7 +45,9 @@ def open_source(
         from bootseer.prefetch.sources.registry import open_registry
 
         name = source.removeprefix(REGISTRY)
-        return open_registry(name, hosts_dir=registry_hosts_dir, deadline_s=deadline_s)
+        return open_registry(
+            name, hosts_dir=registry_hosts_dir, deadline_s=deadline_s, copies=copies
+        )
     if source.startswith(OCI_LAYOUT):
         location = source.removeprefix(OCI_LAYOUT)
         if "://" in location:

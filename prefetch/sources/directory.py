@@ -32,6 +32,11 @@ class DirectoryLayer(Struct, frozen=True):
         """Returns None: it is not known before packing."""
         return None
 
+    @property
+    def registry_digest(self) -> str | None:
+        """See `Layer.registry_digest`."""
+        return None
+
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`."""
         # What is mounted below (/proc, volumes) is not part of an image.

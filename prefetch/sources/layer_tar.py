@@ -15,13 +15,14 @@ from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.plain_writer import local_blob
 from bootseer.blob.pack.tar_packing import (
     IMPLIED_DIRECTORY,
+    TarWriter,
     Unpacked,
     copy_end,
     copy_member,
     extents_of,
 )
 from bootseer.blob.tar.reader import Member, Readable, TarReader
-from bootseer.blob.tree import Extent
+from bootseer.blob.tree import Blob, Extent
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree
 
@@ -122,6 +123,41 @@ def index_layer(stream: Readable, stream_digest: Callable[[], str]) -> LayerTree
     return LayerTree(tree, layer.implied, layer.links)
 
 
+class _Passed:
+    """Takes the place of a blob's writer where the stream is stored already."""
+
+    frame_bytes = FRAME_BYTES
+    position = 0
+
+    def reserve(self, length: int) -> None:
+        """Nothing is cut."""
+
+    def cut(self) -> None:
+        """Nothing is cut."""
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """Count."""
+        self.position += sum(map(len, pieces))
+
+
+def read_layer(stream: Readable, blob: Blob) -> LayerTree:
+    """Return the tree of a layer's uncompressed tar, with the files' digests; reads to its end.
+    `blob` is where that stream is stored.
+
+    Raises: as `pack_layer`.
+    """
+    return _read(stream, _Passed(), lambda: blob)
+
+
+def _read(stream: Readable, writer: TarWriter, finish: Callable[[], Blob]) -> LayerTree:
+    reader = TarReader(stream)
+    layer = _Layer()
+    for member in reader:
+        layer.add(member, *copy_member(reader, writer, member))
+    copy_end(reader, writer)
+    return LayerTree(layer.tree(finish()), layer.implied, layer.links)
+
+
 def pack_layer(
     stream: Readable,
     sink: BinaryIO,
@@ -142,9 +178,4 @@ def pack_layer(
         on_progress=on_progress,
         stream_digest=diff_id,
     ) as writer:
-        reader = TarReader(stream)
-        layer = _Layer()
-        for member in reader:
-            layer.add(member, *copy_member(reader, writer, member))
-        copy_end(reader, writer)
-        return LayerTree(layer.tree(writer.finish()), layer.implied, layer.links)
+        return _read(stream, writer, writer.finish)

@@ -8,6 +8,7 @@ Threading: layers of one source may be packed from several threads at once, each
 """
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.prefetch.sources.layer_tar import index_layer, pack_layer
 from bootseer.prefetch.sources.stream import Expected, TarStream
+
+_log = logging.getLogger(__name__)
 
 Sink = Callable[[bytes], None]
 """Takes the next bytes of a stream."""
@@ -43,10 +46,16 @@ class Layer(Protocol):
         """What packing will report as progress in all, where that is known."""
         ...
 
+    @property
+    def registry_digest(self) -> str | None:
+        """Digest of the stored bytes in the registry that the image is read from, if it is."""
+        ...
+
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
-        """Write the layer to `sink` as a blob; the result's only blob is the one written, whole
-        and with every digest of the source verified. `on_progress` is called from any thread and
-        may raise to end the packing.
+        """Write the layer to `sink`, an empty file that can be read, too, as a blob, or the seek
+        points of the layer; the result's only blob is the one written, or the layer, with every
+        digest of the source verified. `on_progress` is called from any thread and may raise to end
+        the packing.
 
         Raises: CorruptError, NotFoundError, UnavailableError, NoSpaceError.
         """
@@ -96,9 +105,27 @@ class TarLayer(Struct, frozen=True):
     open_stored: Callable[[], BinaryIO]
     """Opens the stored bytes for one read from start to end."""
     limits: Limits = field(default_factory=Limits)
+    registry_digest: str | None = None
+    """`stored_digest`, where the layer can be read from a registry by ranges."""
+    is_copied: bool = True
+    """Whether `pack` copies the layer; else it only finds the seek points of what the registry has,
+    where it can."""
 
     def pack(self, sink: BinaryIO, on_progress: Callable[[int], None]) -> LayerTree:
         """See `Layer.pack`."""
+        if not self.is_copied and self.registry_digest is not None:
+            # Imported late: not every start comes here.
+            from bootseer.prefetch.sources.seekable import write_seek_points
+
+            try:
+                with self._named():
+                    return write_seek_points(
+                        self.open_stored(), self._expected, sink, self.limits, on_progress
+                    )
+            except UnsupportedError as error:
+                _log.info("the layer is copied: %s", error)
+                sink.seek(0)
+                sink.truncate()
         with self._stream(on_progress) as stream, self._named():
             known = self.digest if self.digest.startswith("sha256:") else None
             layer = pack_layer(stream, sink, diff_id=known)

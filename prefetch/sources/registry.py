@@ -6,6 +6,8 @@ that name them, a tag being whatever the registry says; layers are verified by w
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.prefetch.sources.documents import Manifest, parse_manifest
 from bootseer.prefetch.sources.layout import image_of
@@ -25,12 +27,17 @@ _CONFIG_TYPES = (
 
 
 def open_registry(
-    name: str, *, hosts_dir: Path = DEFAULT_HOSTS_DIR, deadline_s: float = 60.0
+    name: str,
+    *,
+    hosts_dir: Path = DEFAULT_HOSTS_DIR,
+    deadline_s: float = 60.0,
+    copies: bool = True,
 ) -> ImageSource:
     """The image called `name` (what follows registry://), for this machine's platform.
 
     `hosts_dir` has the mirrors, as containerd's certs.d. No single wait is longer than
-    `deadline_s`; streams of layers survive broken connections.
+    `deadline_s`; streams of layers survive broken connections. `copies`: whether packing a layer
+    copies it, see `TarLayer.is_copied`.
 
     Raises: InvalidInputError, NotFoundError, PermissionDeniedError, UnavailableError,
     DeadlineError, CorruptError, UnknownFormatError, UnsupportedError.
@@ -44,7 +51,7 @@ def open_registry(
     try:
         document = client.for_this_machine(client.manifest(reference.target), str(reference))
         manifest = parse_manifest(document.data, str(reference))
-        return _source(client, reference, document.digest, manifest)
+        return _source(client, reference, document.digest, manifest, copies=copies)
     except BaseException:
         client.close()
         raise
@@ -58,7 +65,12 @@ def store_name(reference: Reference) -> str:
 
 
 def _source(
-    client: RegistryClient, reference: Reference, digest: str, manifest: Manifest
+    client: RegistryClient,
+    reference: Reference,
+    digest: str,
+    manifest: Manifest,
+    *,
+    copies: bool,
 ) -> ImageSource:
     where = f"{reference} ({digest})"
     if manifest.config.media_type not in _CONFIG_TYPES:
@@ -81,7 +93,10 @@ def _source(
         store_name(reference),
         image.identity,
         image.config,
-        image.layers,
+        [
+            replace(layer, registry_digest=layer.stored_digest, is_copied=copies)
+            for layer in image.layers
+        ],
         client.close,
         manifest_digest=digest,
     )

@@ -12,6 +12,7 @@ import zstandard
 
 from bootseer.blob.columns import LINK_BYTES_MAX, NAME_BYTES_MAX, SECTIONS, Columns, check_names
 from bootseer.blob.frames import FrameTable
+from bootseer.blob.keys import POINTS
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError, UnknownFormatError
 
@@ -48,7 +49,7 @@ FREE_BYTES = 2**24
 XATTRS_RATIO_MAX = 32
 """Extended attributes take sixteen times their bytes when they are objects."""
 XATTRS_FREE_BYTES = 2**22
-_ALGORITHMS = ("sha256", "blake3")
+_ALGORITHMS = ("sha256", "blake3", "points")
 """Their positions are part of the format."""
 
 ENCODED_BYTES = 33
@@ -211,6 +212,8 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
     digests = decode_digests(columns.load("blob_digests"), len(sizes))
     whole_lengths = columns.ints("blob_stream_length", len(sizes))
     whole_digests = decode_digests(columns.load("blob_stream_digests"), len(sizes))
+    if any(digest.startswith(POINTS) for digest in whole_digests):
+        raise CorruptError("the digest of a stream has an unknown algorithm")
     frame_digests = memoryview(columns.load("frame_digests"))
     if len(frame_digests) != 32 * len(lengths):
         raise CorruptError("a table of digests has a wrong length")

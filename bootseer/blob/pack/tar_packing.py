@@ -8,7 +8,7 @@ archive does not mention are made. One call is one packing.
 
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from bootseer.base.content_digest import ContentHasher, content_digest
 from bootseer.base.shown import quoted
@@ -36,6 +36,22 @@ _EMPTY_DIGEST = content_digest(b"")
 _NAME_COST_BYTES = 800
 _EXTENT_COST_BYTES = 160
 _XATTR_COST_BYTES = 200
+
+
+class TarWriter(Protocol):
+    """All that a tar's stream is written to needs: `FrameWriter` is one."""
+
+    frame_bytes: int
+    position: int
+
+    def reserve(self, length: int) -> None:
+        """Say that the next `length` bytes belong together."""
+
+    def write(self, *pieces: bytes | memoryview) -> None:
+        """Append."""
+
+    def cut(self) -> None:
+        """Say that what follows does not belong to what was written."""
 
 
 def pack_tar(
@@ -76,7 +92,7 @@ def pack_tar(
 
 
 def copy_member(
-    reader: TarReader, writer: FrameWriter, member: Member
+    reader: TarReader, writer: TarWriter, member: Member
 ) -> tuple[tuple[Extent, ...], bytes | None]:
     """Move one member and its content from the reader to the writer.
 
@@ -109,7 +125,7 @@ def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
     return tuple(extents)
 
 
-def copy_end(reader: TarReader, writer: FrameWriter) -> None:
+def copy_end(reader: TarReader, writer: TarWriter) -> None:
     """Move what follows the last member."""
     rest = reader.rest + reader.take_up_to(writer.frame_bytes - len(reader.rest))
     while rest:
@@ -118,7 +134,7 @@ def copy_end(reader: TarReader, writer: FrameWriter) -> None:
 
 
 def _copied_pieces(
-    reader: TarReader, writer: FrameWriter, stored: int, segments: Iterable[tuple[int, int]]
+    reader: TarReader, writer: TarWriter, stored: int, segments: Iterable[tuple[int, int]]
 ) -> Iterator[bytes | memoryview]:
     left = stored
     for _, length in segments:

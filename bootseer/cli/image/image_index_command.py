@@ -73,6 +73,8 @@ def index(source: str, name: str | None, target: str, verify: bool, as_json: boo
             work_dir,
             registry_hosts_dir=settings.registry_hosts_dir,
             deadline_s=settings.deadline_s,
+            # Under another name nobody would know the registry.
+            copies=settings.copy_layers or name is not None,
         ) as opened,
         _open_target(target, source, opened.manifest_digest) as store,
     ):
