@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from bootseer.base.requests import counted
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.fanout.exchange import Exchange, Fed
 from bootseer.fanout.host import HostPlan
@@ -257,6 +258,8 @@ def _note(plan: HostPlan, fed: list[Fed]) -> None:
         span.set("bootseer.fanout.store_bytes", stored_bytes)
         span.set("bootseer.fanout.nodes", len(names))
         span.set("bootseer.fanout.list_from", membership.origin)
+        for name, value in counted().items():
+            span.set(name, value)
         if fed:
             longest = sorted(fed, key=lambda one: -one.byte_count)[:_SOURCES_MAX]
             span.set("bootseer.fanout.sources", "; ".join(_told(one, names) for one in longest))

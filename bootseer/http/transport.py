@@ -40,6 +40,7 @@ from urllib3 import exceptions
 
 from bootseer.base.closing import Closing
 from bootseer.base.patience import Patience
+from bootseer.base.requests import HTTP, count_request
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -428,6 +429,7 @@ class Transport(Closing):
                 "earlier calls"
             )
         began_s = time.monotonic()
+        count_request(HTTP)
         try:
             raw = manager.urlopen(
                 method,

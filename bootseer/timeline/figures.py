@@ -8,6 +8,8 @@ imported: training processes use it, too.
 import os
 from collections.abc import Callable, Iterator
 
+from bootseer.base.requests import counted
+
 Sample = dict[str, float]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -132,6 +134,11 @@ def _faults() -> Iterator[tuple[str, float]]:
     yield "faults.major", resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
+def _requests() -> Iterator[tuple[str, float]]:
+    """Requests of this process to servers that nodes share."""
+    yield from counted().items()
+
+
 _READERS: tuple[Callable[[], Iterator[tuple[str, float]]], ...] = (
     _pressure,
     _processor,
@@ -139,4 +146,5 @@ _READERS: tuple[Callable[[], Iterator[tuple[str, float]]], ...] = (
     _network,
     _disk,
     _faults,
+    _requests,
 )

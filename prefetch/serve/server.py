@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.base.documents import from_line
+from bootseer.base.requests import counted
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fanout.local import SharedReads
@@ -306,7 +307,7 @@ class ImageServer:
     def _note_on_timeline(self) -> None:
         """What serving the start took, beside the stages of the start itself."""
         with stage("image served") as span:
-            for name, value in span_attributes(self._figures()).items():
+            for name, value in {**span_attributes(self._figures()), **counted()}.items():
                 span.set(name, value)
 
     # ---- status ---------------------------------------------------------------------------

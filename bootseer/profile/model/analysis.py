@@ -23,6 +23,7 @@ from bootseer.profile.model.peers import (
     without_stragglers,
 )
 from bootseer.profile.model.replay import Change, Replay, pieces_of, ready_s
+from bootseer.profile.model.services import FanOut, Requests, fan_out_of, requests_of
 from bootseer.profile.model.tracks import BEFORE_LAUNCHER, CONTROL_PLANE, NO_RANK
 from bootseer.timeline.otlp import READY
 
@@ -89,6 +90,10 @@ class Analysis(Summary, frozen=True, kw_only=True):
     missed: tuple[MissedBarrier, ...]
     """Barriers at which processes gave up."""
     what_ifs: tuple[WhatIf, ...]
+    requests: tuple[Requests, ...]
+    """What the nodes asked of servers that they share."""
+    fan_out: FanOut | None
+    """What the nodes got from each other; None where they got nothing."""
 
 
 class StartModel:
@@ -171,6 +176,8 @@ class StartModel:
             blame=tuple(self._walker.blame(self.pieces, self.peers)),
             missed=tuple(missed_barriers(self.graph)),
             what_ifs=(self._even, *others),
+            requests=requests_of(self.graph),
+            fan_out=fan_out_of(self.graph),
         )
 
     def _what_if(self, change: tuple[str, Change]) -> WhatIf:

@@ -16,6 +16,22 @@ def analysis_document(analysis: Analysis) -> dict[str, Any]:
         "node_count": analysis.node_count,
         "rank_count": analysis.rank_count,
         "replay_error_s": analysis.replay_error_s,
+        "requests": [
+            {
+                "kind": one.kind,
+                "median_count": one.median_count,
+                "max_count": one.max_count,
+                "max_node": one.max_node,
+            }
+            for one in analysis.requests
+        ],
+        "fan_out": None
+        if analysis.fan_out is None
+        else {
+            "node_count": analysis.fan_out.node_count,
+            "received_bytes": analysis.fan_out.received_bytes,
+            "store_bytes": analysis.fan_out.store_bytes,
+        },
         "critical_path": [_segment(one) for one in analysis.path],
         "blame": [
             {

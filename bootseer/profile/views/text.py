@@ -15,6 +15,7 @@ _STRAGGLERS_MAX = 8
 _LATE_MIN_S = 0.1
 _MISSED_MAX = 5
 _NAMED_MAX = 8
+_SERVERS = {"namenode": "NameNode", "bucket": "bucket", "http": "registry or web server"}
 # Less is shown in GPU-seconds: two decimals of an hour would be "0.00".
 _GPU_HOURS_MIN = 0.1
 
@@ -27,6 +28,7 @@ def explain(analysis: Analysis) -> Iterator[str]:
     yield from _section("Slower than their peers", _stragglers(analysis))
     since = ", since it was submitted" if analysis.before_s else ""
     yield from _section(f"What it would have been{since}", _what_ifs(analysis))
+    yield from _section("What it asked of shared servers", _services(analysis))
     yield from _clocks(analysis)
 
 
@@ -132,6 +134,20 @@ def _what_ifs(analysis: Analysis) -> Iterator[str]:
                 f"-{_gpu_time(one.saved_gpu_hours)})"
             )
     yield f"the unchanged start replayed: {analysis.replay_error_s:+.3f} s off"
+
+
+def _services(analysis: Analysis) -> Iterator[str]:
+    for one in analysis.requests:
+        yield (
+            f"{_SERVERS[one.kind]}: {one.median_count:g} requests of a node (median), at most "
+            f"{one.max_count} ({one.max_node})"
+        )
+    if (found := analysis.fan_out) is not None:
+        each = found.received_bytes / found.node_count / 1e6
+        yield (
+            f"fan-out: {found.node_count} nodes received {each:.1f} MB each, of which the store "
+            f"sent {found.copies:.2f} copies"
+        )
 
 
 def _gpu_time(hours: float) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from bootseer.base.redact import public_url
+from bootseer.base.requests import BUCKET, count_request
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -164,6 +165,7 @@ class BucketBackend(Folder, Backend):
         def guarded(call: Call[Any]) -> Result:
             left = Attempts(REQUEST, limit_s)
             while True:
+                count_request(BUCKET)
                 try:
                     with telling(what, bucket):
                         return work(store, key, call)

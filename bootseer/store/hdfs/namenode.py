@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from bootseer.base.patience import PATIENCE
 from bootseer.base.redact import public_url
+from bootseer.base.requests import NAMENODE, count_request
 from bootseer.base.varints import delimited, take_delimited
 from bootseer.errors import (
     BootseerError,
@@ -578,6 +579,7 @@ def _frames_of(user: str, client: bytes, retry_count: int, method: str, request:
 
 
 def _exchange(address: Address, sent: bytes, connect_s: float, end_s: float) -> bytes:
+    count_request(NAMENODE)
     host, port = address
     # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
     where: Any = (host.encode() if host.isascii() else host, port)

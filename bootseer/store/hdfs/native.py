@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakSet
 
+from bootseer.base.requests import NAMENODE, count_request
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -152,6 +153,7 @@ class Native:
         is_question: bool,
     ) -> Result:
         refusal: OSError | None = None
+        count_request(NAMENODE)
 
         def look() -> None:
             nonlocal refusal

@@ -181,8 +181,9 @@ def test_report(own_world: World) -> None:
     page = documented()["report"]
     del page["total.*`, `ready.*`, `stages[].*"]
     found = set(keys(result, "", frozenset(("shift_s",))))
-    # A start of one process has no barriers and no peers.
-    empty = {f"analysis.{name}[]" for name in ("blame", "missed_barriers", "stragglers")}
+    # A start of one process has no barriers and no peers, and a folder is no server.
+    names = ("blame", "missed_barriers", "requests", "stragglers")
+    empty = {f"analysis.{name}[]" for name in names}
     assert found - empty <= set(page)
     table = world("report").out
     assert all(stage["name"] in table for stage in result["stages"])

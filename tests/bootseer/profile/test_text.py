@@ -108,3 +108,33 @@ def test_a_node_that_gave_up_is_no_part_of_the_meeting_of_the_others() -> None:
     assert [(one.barrier, one.node) for one in analysis.blame] == [("rendezvous x", "b")]
     (missed,) = analysis.missed
     assert (missed.gave_up, missed.came_count, missed.absent) == (("c",), 3, ())
+
+
+def test_what_nodes_asked_of_shared_servers_is_told_by_node() -> None:
+    def node(name: str, asked: int, received: int, stored: int) -> Track:
+        fed = {
+            "bootseer.bytes": received,
+            "bootseer.fanout.store_bytes": stored,
+            "requests.bucket": 0,
+        }
+        spans = [
+            Span("start", 0.0, 5.0, evidence={"requests.bucket": asked, "requests.http": 0.0}),
+            Span("image served", 4.0, 4.0, parent=0, evidence={"requests.bucket": 1}),
+            Span("fan-out", 4.5, 4.5, parent=0, evidence=fed),
+        ]
+        return Track(name, spans)
+
+    nodes = [node(f"n{number}", 4 + number, 5_000_000, 0) for number in range(3)]
+    nodes.append(node("n3", 40, 5_000_000, 21_000_000))
+    analysis = StartModel(StartGraph(nodes)).analyse()
+    text = "\n".join(explain(analysis))
+    assert "bucket: 6.5 requests of a node (median), at most 41 (n3)" in text
+    assert "4 nodes received 5.0 MB each, of which the store sent 4.20 copies" in text
+    assert "registry" not in text
+    document = analysis_document(analysis)
+    assert document["requests"][0]["max_node"] == "n3"
+    assert document["fan_out"] == {
+        "node_count": 4,
+        "received_bytes": 20_000_000,
+        "store_bytes": 21_000_000,
+    }

@@ -1,0 +1,21 @@
+"""Requests to shared servers are counted, in each process by itself."""
+
+import os
+
+from bootseer.base.requests import BUCKET, count_request, counted
+
+
+def test_a_fork_counts_anew() -> None:
+    before = counted()["requests.bucket"]
+    count_request(BUCKET)
+    assert counted()["requests.bucket"] == before + 1
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        count_request(BUCKET)
+        os.write(theirs, str(counted()["requests.bucket"]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(ours, 10) == b"1"
+    os.close(ours)
+    os.close(theirs)
