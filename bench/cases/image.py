@@ -44,6 +44,7 @@ _PEERS: tuple[Peer, ...] = (
     Containerd("containerd 1.6", "bookworm"),
     Containerd("containerd 2.1", "forky"),
     Soci("bookworm"),
+    Soci("bookworm", is_indexed=False),
     Stargz("bookworm"),
     LocalContainerd("containerd local", "bookworm"),
 )
@@ -132,6 +133,7 @@ _UNRECORDED = (
 _OTHERWISE = (
     _time("unindexed", "containerd 1.6", at_most(1.05)),
     _time("unindexed", "soci", at_most(1)),
+    _time("unindexed", "soci unindexed", at_most(0.6)),
     _time("replay rebuilt", "replay"),
 )
 _UNLIMITED = (

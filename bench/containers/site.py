@@ -49,9 +49,11 @@ class Site:
     registry = f"127.0.0.1:{_PORT}"
     secure_registry = f"{HOST}:{_SECURE_PORT}"
 
-    def reference(self, tag: str = TAGS[0], *, secure: bool = False) -> str:
+    def reference(
+        self, tag: str = TAGS[0], *, secure: bool = False, repository: str = "bench/torch"
+    ) -> str:
         """The image's name in the registry."""
-        return f"{self.secure_registry if secure else self.registry}/bench/torch:{tag}"
+        return f"{self.secure_registry if secure else self.registry}/{repository}:{tag}"
 
     @property
     def certificate(self) -> Path:

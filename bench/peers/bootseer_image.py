@@ -11,6 +11,7 @@ from enum import Enum
 from bench.containers.node import Node
 from bench.containers.site import Site
 from testbed.images.torch_image import TAGS
+from testbed.needs import require
 from testbed.packages import Packages
 
 _INDEX_DEADLINE_S = 600.0
@@ -42,7 +43,9 @@ class Bootseer:
         self._records = 0
 
     def fetch(self, packages: Packages) -> None:
-        pass
+        if self._mode is Mode.SEEK_POINTS:
+            # Without it the layers would be copied.
+            require(modules=["indexed_gzip"])
 
     def prepare(self, site: Site) -> None:
         if self._mode is Mode.SEEK_POINTS:

@@ -8,7 +8,7 @@ themselves come from the plain one, named as its mirror, as they do for everyone
 from pathlib import Path
 
 from bench.containers.node import Node
-from bench.containers.site import Site
+from bench.containers.site import Site, copy_image
 from bench.peers.containerd import (
     NAMESPACE,
     PULL_DEADLINE_S,
@@ -33,18 +33,25 @@ _CONFIG = """[resolver.host."{secure_registry}"]
 class Soci:
     """The snapshotter of the package, with a containerd of another suite."""
 
-    name = "soci"
-    description = "soci image rpull, then ctr run; its index pushed beforehand"
-
-    def __init__(self, containerd_suite: str) -> None:
+    def __init__(self, containerd_suite: str, *, is_indexed: bool = True) -> None:
+        self.name = "soci" if is_indexed else "soci unindexed"
+        state = "its index pushed beforehand" if is_indexed else "nobody has made its index"
+        self.description = f"soci image rpull, then ctr run; {state}"
         self._suite = containerd_suite
+        self._is_indexed = is_indexed
+        # Indexes belong to a repository.
+        self._repository = "bench/torch" if is_indexed else "bench/torch-unindexed"
 
     def fetch(self, packages: Packages) -> None:
         packages.unpacked(self._suite, "containerd")
         packages.unpacked(_SUITE, "soci-snapshotter")
 
     def prepare(self, site: Site) -> None:
-        site.once("soci index", lambda: self._push_index(site))
+        if self._is_indexed:
+            site.once("soci index", lambda: self._push_index(site))
+        else:
+            target = f"docker://{site.reference(repository=self._repository)}"
+            site.once("no index", lambda: copy_image(f"docker://{site.reference()}", target))
 
     def _push_index(self, site: Site) -> None:
         containerd = programs(site, self._suite)
@@ -75,7 +82,7 @@ class Soci:
 
     def launch(self, site: Site, node: Node) -> list[str]:
         trust = f"export SSL_CERT_FILE={site.certificate}"
-        image = site.reference(secure=True)
+        image = site.reference(secure=True, repository=self._repository)
         rpull = f"{_client(site)} image rpull {image}"
         start = run(site, programs(site, self._suite), "--snapshotter=soci", image=image)
         return shell(trust, rpull, start)
