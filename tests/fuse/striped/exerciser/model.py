@@ -583,6 +583,8 @@ class Model:
                 self._fail(writer, code)
             if not is_last and is_killed:
                 writer.was_killed |= who in writer.wrote or one.only_empties
+                # Who looks the name up before others write on does not find it.
+                one.made_the_name &= not writer.was_killed
             elif is_killed and is_last:
                 if one.is_unfinished and had_closed and who not in writer.wrote:
                     self._ask(one)  # others have finished with it
