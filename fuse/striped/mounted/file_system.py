@@ -226,6 +226,7 @@ class MountedTree(Operations):
             elif known is None or not known.is_unpublished:
                 if known is not None:
                     self._nodes.detach(known)
+                self._nodes.end_wishes(caller.pid, text)
                 raise refuse(errno.ENOENT, path)
             own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
             return self._entry(own or known, seen_s)

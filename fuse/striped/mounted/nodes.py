@@ -583,6 +583,13 @@ class NodeTable:
         own.status, own.is_forgotten = status, False
         return own
 
+    def end_wishes(self, thread: int, name: str | None = None) -> None:
+        """End the wishes of a thread that does something else now: all of them, or that for one
+        name."""
+        for key in list(self._wishes):
+            if key[0] == thread and name in (None, key[1]):
+                self._fulfil(key)
+
     def give(self, node: Node) -> None:
         """End the wish of the thread that has opened its own node."""
         for key, wish in list(self._wishes.items()):

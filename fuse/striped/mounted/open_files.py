@@ -166,6 +166,9 @@ class OpenFiles:
             ):
                 # It has been published since it was looked up.
                 raise refuse(errno.ESTALE, node.path)
+            elif not node.is_writing:
+                # Else the next lookup of a file that it could not write finds a writer's node.
+                self._nodes.end_wishes(caller.pid)
             path = node.attached_path
             if is_reader and self._passes_files and node.was_passed and flags & os.O_DIRECT:
                 self._renew(node)

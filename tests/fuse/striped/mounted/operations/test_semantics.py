@@ -146,6 +146,27 @@ def test_another_node_sees_a_commit_at_its_next_open(one: Driver, two: Driver) -
         two.open("f", os.O_RDONLY)
 
 
+@pytest.mark.parametrize("ended_by", ["the name is gone", "a file is opened to read"])
+def test_who_gave_up_writing_a_file_reads_it_at_once(
+    one: Driver, two: Driver, ended_by: str
+) -> None:
+    """Who opens a file to write is told to look its name up again, and need not come to that."""
+    for name in ("f", "other"):
+        one.write(name, OLD)
+        assert one.read(name) == OLD
+    node = one.node("f")
+    with refused_with(errno.ESTALE):
+        one.fs.open(CALLER, node, os.O_WRONLY)
+    if ended_by == "the name is gone":
+        two.unlink("f")
+        with refused_with(errno.ENOENT):
+            one.node("f")
+        two.write("f", NEW)
+    else:
+        one.fs.open(CALLER, node, os.O_RDONLY)
+    one.fs.open(CALLER, one.node("f"), os.O_RDONLY)
+
+
 def test_readers_on_other_nodes_have_the_grace(one: Driver, two: Driver) -> None:
     one.write("f", OLD)
     file = two.open("f", os.O_RDONLY)
