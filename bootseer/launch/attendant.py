@@ -62,6 +62,7 @@ _NOTE, _TAKEN, _LEFT = ".note", ".taken", ".left"
 until all is published: Slurm may kill this process with the job."""
 _NICENESS = 15
 _SWEEP_S = 60.0
+_END_S = 5.0
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.5, 16.0
 _KEPT_S = 2 * 86400.0
 _FILE_BYTES_MAX = 1 << 20
@@ -102,6 +103,7 @@ class Attendant:
         self._settings = settings
         self._say = say
         self._folder: Path | None = None
+        self._publishes = False
         self._process: Process | None = None
 
     def begin(self, timeline: Timeline, *, keeps: bool) -> None:
@@ -111,7 +113,7 @@ class Attendant:
         Never raises: one warning where that fails.
         """
         settings = self._settings
-        publishes = timeline.is_written and is_wanted(settings)
+        publishes = self._publishes = timeline.is_written and is_wanted(settings)
         if not (publishes or keeps or settings.linger_s):
             return
         from bootseer.served.processes import ATTENDANT, start
@@ -183,10 +185,18 @@ class Attendant:
         return state.process if state is not None else None
 
     def abandon(self) -> None:
-        """The start has failed. What it leaves on its timeline is published all the same."""
+        """The start has failed. What it leaves on its timeline is published all the same; where
+        that is not wanted, nothing is left to be done. Never raises."""
         process, self._process = self._process, None
-        if process is not None:
-            process.leave()
+        if process is None:
+            return
+        with contextlib.suppress(BootseerError, OSError):
+            attendant = process.wait(_END_S, _Attending).process
+            if not self._publishes:
+                descriptor = attendant.open()
+                attendant.kill(signal.SIGTERM)
+                wait_readable([descriptor], _END_S)
+                os.close(descriptor)
 
     def _complain(self, error: Exception) -> None:
         lingers = ", and nothing lingers after this job" if self._settings.linger_s else ""
