@@ -21,6 +21,7 @@ from bootseer.base.urls import check_spelling
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError
 from bootseer.linux.processes import ProcessId
 from bootseer.settings.config import Settings
+from bootseer.timeline.otlp import LIVE
 
 if TYPE_CHECKING:
     # A start without checkpoints needs none of it.
@@ -159,7 +160,6 @@ class CheckpointMounts:
         """Unmount what was mounted: the start has failed. Never raises."""
         if not self._processes:
             return
-        from bootseer.fuse.striped.mounted.job_mount import LIVE
         from bootseer.served.ending import give_up
         from bootseer.served.folders import mounts_dir
 

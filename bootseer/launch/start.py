@@ -21,18 +21,17 @@ from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.launch.attendant import Attendant
 from bootseer.launch.checkpoints import CheckpointMounts
 from bootseer.launch.job import Job, setup_command
+from bootseer.launch.place import Place, open_place
 from bootseer.launch.setups import set_up
 from bootseer.launch.signals import StoppedError, StopSignals, end_by, hand_over
 from bootseer.launch.submission import choose_submission
 from bootseer.linux.scripts import execute
-from bootseer.profile.collect import watched
 from bootseer.settings.config import FANOUT_KEY, Settings, is_default_store
 from bootseer.timeline.otlp import START
 from bootseer.timeline.recorder import FILE_VARIABLE, Span, Timeline
 
 if TYPE_CHECKING:
     from bootseer.launch.caches.run import KeptCaches
-    from bootseer.prefetch.container.container import Container
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
@@ -52,194 +51,115 @@ def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
         with StopSignals():
             # A store that does not answer costs a start its deadline once, and not once a stage.
             PATIENCE.limit(settings.deadline_s)
-            _Start(settings, job, setups, say).run()
+            _start(settings, job, setups, say)
     except StoppedError as stopped:
         say(f"the start was {stopped}")
         end_by(stopped.number)
 
 
-class _Start:
-    def __init__(self, settings: Settings, job: Job, setups: list[list[str]], say: Say) -> None:
-        self._settings = settings
-        self._job = job
-        self._setups = setups
-        self._say = say
-        self._checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
-        self._container: Container | None = None
-        self._is_watched = False
-        self._caches: KeptCaches | None = None
-        self._attendant = Attendant(settings, say)
-        self._command = job.command
+def _start(settings: Settings, job: Job, setups: list[list[str]], say: Say) -> NoReturn:
+    # The command does not get it.
+    secret = os.environ.pop(FANOUT_KEY, "")
+    if not settings.submission:
+        settings = replace(settings, submission=choose_submission(settings, job.command))
+    timeline = Timeline.start(
+        settings.timeline_dir,
+        job=settings.job,
+        submission=settings.submission,
+        attempt=settings.attempt,
+        node=settings.node,
+        rank=settings.rank,
+    )
+    keeps = bool(job.kept) or (settings.keep_caches and not is_default_store(settings))
+    attendant = Attendant(settings, say)
+    checkpoints = CheckpointMounts(settings, job.checkpoints, say, aside=bool(job.image))
+    place: Place | None = None
+    attendant.begin(timeline, keeps=keeps)
+    try:
+        with timeline.span(START, since_ns=loaded_ns) as start:
+            # Servers started on the way, the set-ups and the command write to it, too.
+            os.environ.update(_environment(settings, timeline, start))
+            has_fanout = False
+            if _may_have_members(settings):
+                from bootseer.launch.fanout import begin_fanout
 
-    def run(self) -> NoReturn:
-        settings = self._settings
-        # The command does not get it.
-        secret = os.environ.pop(FANOUT_KEY, "")
-        if not settings.submission:
-            chosen = choose_submission(settings, self._job.command)
-            settings = self._settings = replace(settings, submission=chosen)
-        timeline = Timeline.start(
-            settings.timeline_dir,
-            job=settings.job,
-            submission=settings.submission,
-            attempt=settings.attempt,
-            node=settings.node,
-            rank=settings.rank,
-        )
-        self._is_watched = settings.trace_python and timeline.is_written
-        self._attendant = Attendant(settings, self._say)
-        self._attendant.begin(timeline, keeps=self._may_keep())
-        try:
-            with timeline.span(START, since_ns=loaded_ns) as start:
-                # Servers started on the way, the set-ups and the command write to it, too.
-                os.environ.update(_environment(settings, timeline, start))
-                has_fanout = False
-                if _may_have_members(settings):
-                    from bootseer.launch.fanout import begin_fanout
-
-                    has_fanout = begin_fanout(settings, self._job.command, secret, self._say)
-                # From here on: whether there is one to be asked.
-                self._settings = replace(settings, fanout=has_fanout)
-                self._stages(timeline.below(start))
-            self._become()
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _stages(self, timeline: Timeline) -> None:
-        self._checkpoints.start()
-        if self._job.image:
-            from bootseer.launch.image import open_image
-
-            self._container = open_image(self._settings, self._job, timeline, self._say)
-            # Once it is entered, no mount of the host comes in any more.
-            for source, target in self._checkpoints.finish():
-                self._container.bind(source, target)
-        for number, command in enumerate(self._setups):
-            # A set-up may take long, and be for nothing.
-            self._checkpoints.check()
-            name = "environment" if len(self._setups) == 1 else f"environment {number + 1}"
-            with timeline.span(name) as span:
-                set_up(
-                    self._settings,
-                    self._job,
-                    command,
-                    self._container,
-                    timeline.below(span),
-                    span,
-                    self._say,
+                has_fanout = begin_fanout(settings, job.command, secret, say)
+            # From here on: whether there is one to be asked.
+            settings = replace(settings, fanout=has_fanout)
+            stages = timeline.below(start)
+            checkpoints.start()
+            place = open_place(settings, job, stages, say)
+            if place.is_image:
+                # Once it is entered, no mount of the host comes in any more.
+                for source, target in checkpoints.finish():
+                    place.bind(source, target)
+            for number, line in enumerate(setups):
+                # A set-up may take long, and be for nothing.
+                checkpoints.check()
+                name = "environment" if len(setups) == 1 else f"environment {number + 1}"
+                with stages.span(name) as span:
                     # In the namespace that is left nothing more is mounted for this job.
-                    before_own_view=self._finish_checkpoints,
-                )
-        if self._container is not None:
-            self._container.enter()
-        # Behind the environments, which say what versions there are.
-        self._restore_caches(timeline)
-        if self._job.preload:
-            self._begin_preloader()
-        self._checkpoints.finish()
-        self._complete()
-
-    def _kept_caches(self) -> "KeptCaches | None":
-        """None where none is wanted, or none can be."""
-        if self._caches is None and (self._job.kept or self._settings.keep_caches):
-            if not self._job.kept and self._container is None:
-                from bootseer.launch.caches.packages import may_have_caches
-
-                if not may_have_caches(self._job.command, os.environ):
-                    return None
-            from bootseer.launch.caches.finding import Wish
-            from bootseer.launch.caches.run import KeptCaches
-
-            wish = Wish(self._job.kept, self._settings.keep_caches)
-            self._caches = KeptCaches(self._settings, wish, self._say)
-        return self._caches
-
-    def _restore_caches(self, timeline: Timeline) -> None:
-        caches = self._kept_caches()
-        if caches is None:
-            return
-        from bootseer.launch.caches.finding import Job as CacheJob
-
-        job = CacheJob(self._job.command, os.environ)
-        if self._container is not None:
-            from bootseer.launch.image import container_environment
-            from bootseer.prefetch.container.process import arguments_of
-
-            container = self._container
-            command = self._job.command
-            job = CacheJob(
-                command or arguments_of(container.config, (), self._job.entrypoint),
-                container_environment(container),
-                root=container.root,
-                directory=container.config.working_dir or "/",
-                base=container.image.record.identity,
-                runner=container.run,
-                binds=tuple((bind.target, bind.source) for bind in container.binds),
+                    before = checkpoints.finish
+                    below = stages.below(span)
+                    set_up(settings, job, line, place, below, span, say, before_own_view=before)
+            place.enter()
+            # Behind the environments, which say what versions there are.
+            caches = _restore_caches(settings, job, place, stages, say)
+            command = _preload(settings, job, place, timeline, say) if job.preload else job.command
+            checkpoints.finish()
+            attendant.complete(
+                caches.kept if caches is not None else (),
+                begun_ns=caches.begun_ns if caches is not None else 0,
+                preloads=job.preload and keeps,
             )
-        variables = caches.restore(timeline, job, self._container)
-        os.environ.update(variables)
-
-    def _may_keep(self) -> bool:
-        """Return whether there may be caches that other nodes, or other starts, use."""
-        return bool(self._job.kept) or (
-            self._settings.keep_caches and not is_default_store(self._settings)
-        )
-
-    def _complete(self) -> None:
-        """Hand over to the attendant what is to be done for the job."""
-        caches = self._caches
-        self._attendant.complete(
-            caches.kept if caches is not None else (),
-            begun_ns=caches.begun_ns if caches is not None else 0,
-            preloads=self._job.preload and self._may_keep(),
-        )
-
-    def _begin_preloader(self) -> None:
-        """Import beside what is left of the start: the environment and all variables are there."""
-        from bootseer.launch.preloading import begin
-
-        try:
-            if self._container is not None or not self._is_watched:
-                raise InvalidInputError("it needs the recording of imports, and no --image")
-            added, command = begin(self._settings, self._job)
-        except (BootseerError, OSError) as error:
-            self._say(f"warning: workers start without a preloader: {error}")
-            return
-        os.environ.update(added)
-        self._command = command
-
-    def _finish_checkpoints(self) -> None:
-        self._checkpoints.finish()
-
-    def _become(self) -> NoReturn:
-        command = self._job.command
-        if self._job.is_standby:
+        if job.is_standby:
             hand_over()
             # Of the host, which is seen from within a container's mounts.
             execute(["true"])
-        if self._container is not None:
-            from bootseer.launch.image import PACKAGE_INSIDE, container_environment
+        place.become(command)
+    except BaseException:
+        attendant.abandon()
+        if place is None or not place.is_entered:
+            checkpoints.abandon()
+            if place is not None:
+                place.close()
+        raise
 
-            environment = container_environment(self._container)
-            if self._is_watched:
-                environment = watched(environment, PACKAGE_INSIDE)
-            hand_over()
-            self._container.exec(command, environment, entrypoint=self._job.entrypoint)
-        hand_over()
-        if self._is_watched:
-            os.environ.update(watched(os.environ))
-        execute(self._command)
 
-    def _abandon(self) -> None:
-        """Take down what was begun: the start has failed."""
-        self._attendant.abandon()
-        if self._container is not None and self._container.entered:
-            # We see copies of the host's mounts only. All goes when this process does.
-            return
-        self._checkpoints.abandon()
-        if self._container is not None:
-            self._container.close()
+def _restore_caches(
+    settings: Settings, job: Job, place: Place, timeline: Timeline, say: Say
+) -> "KeptCaches | None":
+    """Put the kept caches in place, and set their variables; None where none is wanted, or none can
+    be. Never raises."""
+    if not job.kept and not settings.keep_caches:
+        return None
+    cache_job = place.cache_job(job.command)
+    if cache_job is None:
+        return None
+    from bootseer.launch.caches.finding import Wish
+    from bootseer.launch.caches.run import KeptCaches
+
+    caches = KeptCaches(settings, Wish(job.kept, settings.keep_caches), say)
+    os.environ.update(caches.restore(timeline, cache_job, place.show))
+    return caches
+
+
+def _preload(
+    settings: Settings, job: Job, place: Place, timeline: Timeline, say: Say
+) -> tuple[str, ...]:
+    """Import beside what is left of the start, since the environment and all variables are there;
+    return the command, which may be the preloader's."""
+    from bootseer.launch.preloading import begin
+
+    try:
+        if place.is_image or not (settings.trace_python and timeline.is_written):
+            raise InvalidInputError("it needs the recording of imports, and no --image")
+        added, command = begin(settings, job)
+    except (BootseerError, OSError) as error:
+        say(f"warning: workers start without a preloader: {error}")
+        return job.command
+    os.environ.update(added)
+    return command
 
 
 def _may_have_members(settings: Settings) -> bool:

@@ -21,6 +21,8 @@ START_EVENT = "bootseer.stage.start"
 IMPORTS_EVENT = "bootseer.imports"
 # The stage that covers a whole start on one node, and the one that says that a rank trains now.
 START, READY = "start", "ready"
+# How a stage is done (bootseer.how) of which all is there since the last start.
+LIVE = "live"
 # What the profiler reads beside times; docs/format/timeline.md says what each means.
 BARRIER, WAITED_FOR = "bootseer.barrier", "bootseer.waited_for"
 BARRIER_COUNT = "bootseer.barrier_count"

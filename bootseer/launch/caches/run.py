@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -30,9 +29,6 @@ from bootseer.launch.caches.records import (
 from bootseer.linux.private_files import make_directory
 from bootseer.settings.config import Settings, is_default_store
 from bootseer.timeline.recorder import Timeline
-
-if TYPE_CHECKING:
-    from bootseer.prefetch.container.container import Container
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +61,10 @@ class KeptCaches:
         return bool(self._wish.directories) or not is_default_store(self._settings)
 
     def restore(
-        self, timeline: Timeline, job: Job, container: "Container | None"
+        self, timeline: Timeline, job: Job, show: Callable[[Path, str], None]
     ) -> dict[str, str]:
-        """Put what there is in place; return the variables for the job. Never raises."""
+        """Put what there is in place; return the variables for the job. `show` lets the job see a
+        folder at a path. Never raises."""
         try:
             caches = find_caches(self._settings, self._wish, job)
             if not caches:
@@ -78,8 +75,9 @@ class KeptCaches:
                 span.set("bootseer.bytes", sum(one.moved_bytes for one in results))
                 span.set("bootseer.files", sum(one.file_count for one in results))
                 span.set("bootseer.how", ", ".join(sorted({one.how for one in results})))
-            if container is not None:
-                _show(container, [one.cache for one in kept])
+            for one in kept:
+                if one.cache.is_ours:
+                    show(one.cache.folder, one.cache.path)
             if self._publishes:
                 self.kept = tuple(kept)
             return {one.cache.name: one.cache.path for one in kept if one.cache.sets}
@@ -167,19 +165,3 @@ class KeptCaches:
 def _make_folder(cache: Cache) -> None:
     if cache.is_ours:
         make_directory(cache.folder)
-
-
-def _show(container: "Container", caches: list[Cache]) -> None:
-    """Let the container, which is entered, see the folders that are ours; its user writes there."""
-    from bootseer.linux.namespaces import MS_BIND, mount
-    from bootseer.linux.root_paths import resolve_in_root
-
-    user = container.job_user()
-    for cache in caches:
-        if not cache.is_ours:
-            continue
-        if user.uid and not container.rootless:
-            os.chown(cache.folder, user.uid, user.gid, follow_symlinks=False)
-        place: Path = resolve_in_root(container.root, cache.path)
-        place.mkdir(parents=True, exist_ok=True)
-        mount(cache.folder, place, flags=MS_BIND)

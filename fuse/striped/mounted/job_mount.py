@@ -22,10 +22,9 @@ from bootseer.linux.private_files import make_directory
 from bootseer.linux.processes import ProcessId, wait_readable
 from bootseer.served.processes import JOB_MOUNT, Report, serve
 from bootseer.settings.config import Settings
+from bootseer.timeline.otlp import LIVE
 from bootseer.timeline.recorder import stage
 
-LIVE = "live"
-"""How a stage is done of which all is there since the last start."""
 BUSY_S = 5.0
 """A job that starts again at once finds the mount of its previous start still being taken down."""
 _POLL_S = 0.1
