@@ -19,6 +19,9 @@ from bootseer.errors import CorruptError
 from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 
+_MEMORY_FRAMES = 64
+"""32 MiB: more than all requests that are under way at once bring."""
+
 
 def file_key(bundle: Bundle, owner: str) -> str:
     """Return the key of the file of `bundle`, for the image `owner` (`stream_keys.owner_of`).
@@ -42,16 +45,20 @@ class BundleFile:
         self._cache = cache
         self._placement = Placement(bundle.frames, blob_count)
         self._content = cache.open_pieces(self.key, self._placement.starts)
+        # Frames that were under way when the disk became full.
+        self._memory: dict[int, bytes] = {}
 
     # ---- what is here ---------------------------------------------------------------------
 
     def has(self, number: int) -> bool:
         """Return whether a frame is here. Reads only after a crash of the machine."""
-        return self._content.holds(number, number + 1) and not self.is_refuted
+        is_kept = number in self._memory or self._content.holds(number, number + 1)
+        return is_kept and not self.is_refuted
 
     def has_now(self, number: int) -> bool:
         """Return whether a frame is known to be here, without reading."""
-        return self._content.holds_now(number, number + 1) and not self.is_refuted
+        is_kept = number in self._memory or self._content.holds_now(number, number + 1)
+        return is_kept and not self.is_refuted
 
     def is_here(self, number: int, streams: Sequence[CachedStream]) -> bool:
         """Return whether a frame, or all of its extents in the image's `streams`, are here."""
@@ -93,11 +100,11 @@ class BundleFile:
             return None
         place = self._placement.place_of(blob, offset, length)
         if place >= 0:
-            return self._content.get(place, length)
+            return self._at(place, length)
         pieces: list[bytes | memoryview] = []
         position = offset
         for start, count, place, _ in self._placement.within(blob, offset, length):
-            data = self._content.get(place, count) if start == position else None
+            data = self._at(place, count) if start == position else None
             if data is None:
                 return None
             pieces.append(data)
@@ -107,8 +114,24 @@ class BundleFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def put(self, number: int, content: bytes) -> bool:
-        """Keep the content of a frame. Return False if the disk takes no more."""
-        return self._content.put(number, content)
+        """Keep the content of a frame. Return False if the disk takes no more; then the frame is
+        kept in memory, and no other frame should be fetched."""
+        if self._content.put(number, content):
+            return True
+        if len(self._memory) < _MEMORY_FRAMES:
+            self._memory[number] = content
+        return False
+
+    def _at(self, place: int, length: int) -> bytes | memoryview | None:
+        """Bytes of one frame, at `place` of the bundle's content."""
+        data = self._content.get(place, length)
+        if data is None and self._memory:
+            starts = self._placement.starts
+            number = bisect_right(starts, place) - 1
+            content = self._memory.get(number)
+            if content is not None:
+                data = content[place - starts[number] : place - starts[number] + length]
+        return data
 
     def read_ahead(self, number: int) -> None:
         """Ask the kernel to read a frame from the disk into memory, without waiting. Never
@@ -123,7 +146,7 @@ class BundleFile:
         """
         for start, count, place, _ in self._placement.within(blob, offset, len(content)):
             # What the disk has damaged was nobody's claim.
-            data = self._content.get(place, count)
+            data = self._at(place, count)
             if data is not None and data != content[start - offset : start - offset + count]:
                 raise CorruptError(
                     f"bytes {start} to {start + count} of a stream are not those of the image"

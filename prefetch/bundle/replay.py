@@ -319,7 +319,8 @@ class Replay:
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         number = self._numbers[chunk]
-        if not self._pending[number]:
+        # On a full disk what was under way is kept in memory: it has been moved.
+        if not self._pending[number] and self.state is not Replaying.NO_ROOM:
             return
         frame = self.bundle.frames[number]
         if not self._file.has_now(number) and not self._file.put(number, decode_frame(frame, data)):

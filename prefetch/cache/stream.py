@@ -51,9 +51,14 @@ TRY_AGAIN_S = 5.0
 
 _MAGIC = b"BSSTREAM"
 _VERSION = 1
-# magic, version, clean, boot id, refuted
-_HEADER = struct.Struct("<8sII16sI")
+# magic, version, clean, boot id
+_HEADER = struct.Struct("<8sII16s")
 HEADER_BYTES = 64
+# Written apart, so that no process takes back what another one says.
+_TRUST = struct.Struct("<I16s")
+_TRUST_OFFSET = 12
+_REFUTED = struct.Struct("<I")
+_REFUTED_OFFSET = 32
 _NUMBER_BYTES = 8
 
 _ADVICE_BYTES = 128 * 1024
@@ -64,7 +69,6 @@ _COUNT_BYTES = 2**16
 class _Header(NamedTuple):
     is_clean: bool
     boot: bytes
-    is_refuted: bool
 
     def encode(self) -> bytes:
         return _HEADER.pack(_MAGIC, _VERSION, *self).ljust(HEADER_BYTES, b"\0")
@@ -73,10 +77,10 @@ class _Header(NamedTuple):
 def _decode_header(data: bytes | memoryview) -> _Header | None:
     if len(data) < _HEADER.size:
         return None
-    magic, version, clean, boot, refuted = _HEADER.unpack_from(data)
+    magic, version, clean, boot = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
         return None
-    return _Header(clean == 1, boot, refuted == 1)
+    return _Header(clean == 1, boot)
 
 
 def whole_starts(length: int) -> "array[int]":
@@ -91,7 +95,7 @@ def checksum(content: bytes | memoryview) -> int:
 
 def encode_sums(starts: Sequence[int], sums: Sequence[int], boot: bytes) -> bytes:
     """Return the content of the file `sums` of a stream all of whose pieces were just written."""
-    header = _Header(False, boot, False).encode()
+    header = _Header(False, boot).encode()
     return header + array("Q", sums).tobytes() + _boundaries(starts)
 
 
@@ -229,7 +233,7 @@ class CachedStream:
                     os.ftruncate(sums_fd, size)
                     os.ftruncate(data_fd, self.stream_length)
                     write_all(sums_fd, boundaries, at)
-                    header = _Header(False, self._boot, False)
+                    header = _Header(False, self._boot)
                     write_all(sums_fd, header.encode(), 0)
                 # Held for as long as the stream is open: see `close` and `NodeCache.trim`.
                 lock_within(data_fd, timeout_s, is_shared=True)
@@ -427,11 +431,15 @@ class CachedStream:
             return
         header = _decode_header(os.pread(self._sums_fd, HEADER_BYTES, 0))
         if header is None or header.is_clean:
-            boot = bytes(16) if self._is_doubtful else self._boot
-            found = _Header(False, boot, header is not None and header.is_refuted)
-            write_all(self._sums_fd, found.encode(), 0)
+            self._write_trust(False, bytes(16) if self._is_doubtful else self._boot)
             os.fdatasync(self._sums_fd)
         self._is_writing = True
+
+    def _write_trust(self, is_clean: bool, boot: bytes) -> None:
+        if _decode_header(os.pread(self._sums_fd, HEADER_BYTES, 0)) is None:
+            write_all(self._sums_fd, _Header(is_clean, boot).encode(), 0)
+        else:
+            write_all(self._sums_fd, _TRUST.pack(is_clean, boot), _TRUST_OFFSET)
 
     def _write_sum(self, number: int, value: int) -> None:
         # A write, not a store to the map: a full disk answers a store with SIGBUS.
@@ -484,7 +492,7 @@ class CachedStream:
         if self.is_doubtful and self._map is not None:
             # Trusted until the next crash: then the machine has another boot id.
             with contextlib.suppress(OSError):
-                write_all(self._sums_fd, _Header(False, self._boot, self.is_refuted).encode(), 0)
+                self._write_trust(False, self._boot)
         return damaged
 
     @property
@@ -502,17 +510,15 @@ class CachedStream:
     def is_refuted(self) -> bool:
         """Whether some process has called `refute`."""
         mapped = self._map
-        return mapped is not None and mapped[_HEADER.size - 4] == 1
+        return mapped is not None and mapped[_REFUTED_OFFSET] == 1
 
     def refute(self) -> None:
         """Tell all processes, durably, that the content is wrong. Never raises: on a disk that
         takes nothing none is told."""
         try:
-            header = _decode_header(os.pread(self._sums_fd, HEADER_BYTES, 0))
-            if header is not None:
-                write_all(self._sums_fd, header._replace(is_refuted=True).encode(), 0)
-                # A crash of the machine must not bring the old state back.
-                os.fsync(self._sums_fd)
+            write_all(self._sums_fd, _REFUTED.pack(1), _REFUTED_OFFSET)
+            # A crash of the machine must not bring the old state back.
+            os.fsync(self._sums_fd)
         except OSError as error:
             _log.warning("other servers of the image are not told that bytes are wrong: %s", error)
 
@@ -584,7 +590,7 @@ class CachedStream:
             with locked_if_there(self.directory):
                 self._alone()
                 self._sync()
-                write_all(self._sums_fd, header._replace(is_clean=True).encode(), 0)
+                self._write_trust(True, header.boot)
                 os.fsync(self._sums_fd)
 
     def _alone(self) -> None:

@@ -246,9 +246,16 @@ def test_a_disk_that_becomes_full_ends_the_bundle(
     gate.let(1)
     wait_for(lambda: replay.is_over)
     gate.let(10**6)
+    # What was under way then is used, and no more is fetched.
+    frames = replay.bundle.frames
+    wait_for(lambda: all(replay._file.has(number) for number in range(WORKERS)))
+    before = len(image.reads)
+    for frame in frames[:WORKERS]:
+        for extent in frame.extents:
+            streams.read(*extent)
+    assert len(image.reads) == before
     check(image, streams, HOT)
     streams.close()
-    # What was under way then, and no more.
     assert bundle_reads(image) <= WORKERS + 1
     assert replay.state is Replaying.NO_ROOM
 
