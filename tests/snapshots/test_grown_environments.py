@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.base.documents import members_digest
 from bootseer.blob.keys import blob_key
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.gc.collect import collect
@@ -201,8 +202,8 @@ def test_the_same_environment_in_another_folder_shares_its_content(
 
 def _edited(manifest: Manifest, **changes: object) -> bytes:
     document = json.loads(encode(manifest))
-    del document["digest"]
     document["targets"][0] |= changes
+    document["digest"] = members_digest(document, "digest")
     return json.dumps(document).encode()
 
 
@@ -222,7 +223,7 @@ def test_hostile_manifests_are_refused(tmp_path: Path, make_node: MakeNode) -> N
                 catalogue.load_tree(store, target)
         # A release that only knows version 1 does not look for it.
         document = json.loads(encode(second)) | {"version": 1}
-        del document["digest"]
+        document["digest"] = members_digest(document, "digest")
         with pytest.raises(CorruptError, match="earlier blobs, which its version has not"):
             decode(json.dumps(document).encode())
         store.delete(blob_key(first.targets[0].blob.digest))
