@@ -225,7 +225,7 @@ _SYSTEM = (
 )
 _HOME = (".local", ".config", ".conda", "bin")
 # Caches and logs, which no job misses.
-IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
+_IGNORED_NAMES = {"__pycache__", ".cache", ".git", "log", "logs"}
 _CACHE_VARIABLES = (
     "PIP_CACHE_DIR",
     "UV_CACHE_DIR",
@@ -234,7 +234,7 @@ _CACHE_VARIABLES = (
     "POETRY_CACHE_DIR",
     "PDM_CACHE_DIR",
 )
-IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
+_IGNORED_PATHS = ("/etc/mtab", "/etc/ld.so.cache", "/usr/share/man", "/usr/share/doc")
 
 
 def now_ns() -> int:
@@ -251,7 +251,7 @@ def usual_places(environ: Mapping[str, str], directory: str) -> list[str]:
     return [place for place in (*places, *_SYSTEM) if place.startswith("/") and place != "/"]
 
 
-def own_places(settings: Settings) -> list[Path]:
+def _own_places(settings: Settings) -> list[Path]:
     """Return the folders to which Bootseer itself writes."""
     places = [settings.cache_dir, settings.run_dir, settings.timeline_dir]
     try:
@@ -286,7 +286,7 @@ def changed_since(
     end = time.monotonic() + look_s
     output = {_identity(f"/proc/self/fd/{number}") for number in (1, 2)}
     until_ns = time.time_ns() if until_ns is None else until_ns
-    skipped = {*IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
+    skipped = {*_IGNORED_PATHS, *(os.path.realpath(path) for path in ignored)}
     seen: set[tuple[int, int]] = set()
     found = []
     count = 0
@@ -365,7 +365,7 @@ def _entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name not in IGNORED_NAMES:
+                if entry.name not in _IGNORED_NAMES:
                     yield entry.path, entry.stat(follow_symlinks=False)
     except OSError:
         return  # gone, or not ours to read
@@ -386,7 +386,7 @@ def look_outside(
     return changed_since(
         since_ns,
         usual_places(environ, directory),
-        [*targets, *own_places(settings), *caches(environ, directory)],
+        [*targets, *_own_places(settings), *caches(environ, directory)],
         until_ns=time.time_ns(),
         job_id=environ.get("SLURM_JOB_ID", ""),
         look_s=min(_LOOK_S, _LOOK_SHORT_S + setup_s / 20),
@@ -394,8 +394,8 @@ def look_outside(
 
 
 _TEMPORARY = (b"/tmp", b"/var/tmp", b"/run", b"/var/run")
-_IGNORED = {os.fsencode(name) for name in IGNORED_NAMES}
-Writings = Mapping[bytes, Written]
+_IGNORED = {os.fsencode(name) for name in _IGNORED_NAMES}
+_Writings = Mapping[bytes, Written]
 """What is in the upper layer, by its path below the root."""
 
 
@@ -407,7 +407,7 @@ class OutsideLayers:
     ) -> None:
         """`targets` as they lie on this host; the rest as the command sees it."""
         self._layers = layers
-        self._ignored = {*_TEMPORARY, *map(os.fsencode, IGNORED_PATHS)}
+        self._ignored = {*_TEMPORARY, *map(os.fsencode, _IGNORED_PATHS)}
         for place in caches(environ, directory):
             try:
                 path = resolve_in_root(layers.root, os.fsencode(place))
@@ -422,14 +422,14 @@ class OutsideLayers:
         if not self._is_whole:
             return Outside(is_complete=False)
         after, is_whole = self._written()
-        paths = changed_paths(self._before, after, self._lower, is_whole=is_whole)
+        paths = _changed_paths(self._before, after, self._lower, is_whole=is_whole)
         return Outside(paths=tuple(sorted(map(os.fsdecode, paths))), is_complete=is_whole)
 
     def _inside(self, path: Path) -> bytes:
         below = os.fsencode(path.relative_to(self._layers.root.absolute()))
         return b"/" if below == b"." else b"/" + below
 
-    def _written(self) -> tuple[Writings, bool]:
+    def _written(self) -> tuple[_Writings, bool]:
         return written(self._layers.upper, self._is_ignored, names_max=NAMES_MAX)
 
     def _is_ignored(self, path: bytes) -> bool:
@@ -447,9 +447,9 @@ class OutsideLayers:
             return None
 
 
-def changed_paths(
-    before: Writings,
-    after: Writings,
+def _changed_paths(
+    before: _Writings,
+    after: _Writings,
     lower: Callable[[bytes], os.stat_result | None],
     *,
     is_whole: bool = True,

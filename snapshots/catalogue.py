@@ -49,7 +49,7 @@ from bootseer.store.objects.uses import note_use
 
 logger = logging.getLogger(__name__)
 FOLDER = "snapshots/"
-NAMES = "snapshots/names/"
+_NAMES = "snapshots/names/"
 _MANIFEST_KEY = re.compile(r"snapshots/([0-9a-f]{64})\.json")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
@@ -175,7 +175,7 @@ def _read_all(
 
 def _read_name(store: Store, name: str) -> str | None:
     try:
-        return read_pointer(store, f"{NAMES}{name}.json")
+        return read_pointer(store, f"{_NAMES}{name}.json")
     except NotFoundError:
         return None
 
@@ -252,7 +252,7 @@ def publish(store: Store, manifest: Manifest, *, replace: bool = False) -> bool:
     if manifest.name:
         _tell_moved(store, manifest)
         named = _NAME_FORM.encode(_Name(manifest.fingerprint))
-        store.publish(f"{NAMES}{manifest.name}.json", named, replace=True)
+        store.publish(f"{_NAMES}{manifest.name}.json", named, replace=True)
     return done
 
 
@@ -458,7 +458,7 @@ class Verifier:
 
 def _links_of_name(store: Store, key: str) -> Links:
     named = manifest_key(read_pointer(store, key))
-    return Links(hangs_on=(named,), label=key[len(NAMES) :].removesuffix(".json"))
+    return Links(hangs_on=(named,), label=key[len(_NAMES) :].removesuffix(".json"))
 
 
 def _links_of_manifest(store: Store, key: str) -> Links:
@@ -491,7 +491,7 @@ def _links_of_manifest(store: Store, key: str) -> Links:
 
 
 FORMATS = (
-    Format(NAMES, _links_of_name, pattern=ONE_DOCUMENT),
+    Format(_NAMES, _links_of_name, pattern=ONE_DOCUMENT),
     Format(FOLDER, _links_of_manifest, pattern=ONE_DOCUMENT),
 )
 """What a garbage collector knows of snapshots."""

@@ -290,7 +290,7 @@ class _Reader:
                 for token in event.values or ():
                     self._inner(token)
                     self.add(
-                        moved_to(Hints(words=named_words(self._spread(token))), self._directory)
+                        moved_to(Hints(words=_named_words(self._spread(token))), self._directory)
                     )
             chain = self._state.copy()
 
@@ -341,7 +341,7 @@ class _Reader:
             self._note(Hints(files=tuple(one for one in spread if COMPUTED not in one)))
             if any(COMPUTED in one for one in spread):
                 self.opaque("a file that the shell computes")
-        self._note(Hints(words=named_words([t.text for t in event.others if not t.scripts])))
+        self._note(Hints(words=_named_words([t.text for t in event.others if not t.scripts])))
         lists = [self._spread(token) for token in event.words]
         count = 1
         for values in lists:
@@ -350,7 +350,7 @@ class _Reader:
             for combination in product(*lists):
                 self.run(list(combination), event)
         elif words:
-            self._note(Hints(words=named_words([one for values in lists for one in values])))
+            self._note(Hints(words=_named_words([one for values in lists for one in values])))
             self.run([one[0] if len(one) == 1 else COMPUTED for one in lists], event)
         if not words:
             self._bind(match[1] for text in assignments if (match := ASSIGNMENT.match(text)))
@@ -418,7 +418,7 @@ class _Reader:
             elif name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
                 self._note(Hints(link_dirs=words))
             else:
-                self._note(Hints(words=named_words(words)))
+                self._note(Hints(words=_named_words(words)))
         if name in _SEARCH_VARIABLES and not self._is_search_path(values, name):
             self.opaque(name)
 
@@ -463,11 +463,11 @@ class _Reader:
 
     def run(self, words: list[str], event: Simple) -> None:
         """Go through one command, behind the wrappers in front of it."""
-        outer = unwrapped(words)
+        outer = _unwrapped(words)
         program_words = list(outer.words)
         for text in outer.assignments:
             self._assign(text)
-        self._note(Hints(words=named_words(outer.own_words), opaque=outer.opaque))
+        self._note(Hints(words=_named_words(outer.own_words), opaque=outer.opaque))
         self._folders += outer.directories
         if any(COMPUTED in one for one in outer.directories):
             self.opaque("a directory that the shell computes")
@@ -485,12 +485,12 @@ class _Reader:
             self._change_directory(words, event)
             return
         if program in self._functions:
-            self._note(Hints(words=named_words(words[1:])))
+            self._note(Hints(words=_named_words(words[1:])))
             return
         script = _script_in(program, words)
         if script is not None:
             if program in SHELLS:
-                self._note(Hints(words=named_words(read_shell(words).arguments)))
+                self._note(Hints(words=_named_words(read_shell(words).arguments)))
             if COMPUTED in script:
                 self.opaque(f"{program} of what the shell computes")
             inner = _Reader(self)
@@ -499,7 +499,7 @@ class _Reader:
             return
         hints = _hints_of_simple(words, shows=not event.is_output_used)
         self._note(hints)
-        for path in made_by(program, words[1:]):
+        for path in _made_by(program, words[1:]):
             self._made(path)
 
     def _change_directory(self, words: list[str], event: Simple) -> None:
@@ -556,22 +556,22 @@ def _without(names: Sequence[str], others: set[str]) -> tuple[str, ...]:
 def _hints_of_simple(words: Sequence[str], *, shows: bool) -> Hints:
     program = base_name(words[0])
     if COMPUTED in words[0]:
-        return Hints(opaque=(as_text(words[0]),), words=named_words(words[1:]))
+        return Hints(opaque=(as_text(words[0]),), words=_named_words(words[1:]))
     if program in (".", "source"):
         return _hints_of_source(words)
     if program in SHELLS:
         shell = read_shell(words)
-        named = named_words(shell.arguments)
+        named = _named_words(shell.arguments)
         if shell.file and COMPUTED not in shell.file and not shell.file.startswith(_STREAMS):
             return Hints(files=(shell.file,), scripts=(shell.file,), words=named)
         return Hints(opaque=(program,), words=named)
-    if PYTHON.fullmatch(program):
+    if _PYTHON.fullmatch(program):
         return _hints_of_python(program, words)
     hints = _hints_of_packages(program, words)
     if hints is None:
-        hints = hints_of_file_tool(program, words[1:], shows=shows)
+        hints = _hints_of_file_tool(program, words[1:], shows=shows)
         if hints is None:
-            hints = hints_of_unknown(words[0], words[1:])
+            hints = _hints_of_unknown(words[0], words[1:])
         return hints
     return _checked(hints, program, words)
 
@@ -590,7 +590,7 @@ def _checked(hints: Hints, program: str, words: Sequence[str]) -> Hints:
 def _hints_of_source(words: Sequence[str]) -> Hints:
     file = words[1] if len(words) > 1 else ""
     directory, _, rest = file.rpartition("/bin/")
-    named = named_words(words[2:])
+    named = _named_words(words[2:])
     if COMPUTED in file or file.startswith(_STREAMS):
         return Hints(opaque=("a script that the shell computes",), words=named)
     if rest == "activate" and directory:
@@ -601,40 +601,44 @@ def _hints_of_source(words: Sequence[str]) -> Hints:
 def _hints_of_python(program: str, words: Sequence[str]) -> Hints:
     module = _module(words)
     if module is None:
-        script_words = tuple(positional(words[1:], {"-W", "-X", "-c"})[:1])
+        script_words = tuple(_positional(words[1:], {"-W", "-X", "-c"})[:1])
         is_asked = {"-V", "--version"}.intersection(words)
         shown = [base_name(as_text(one)) for one in script_words]
         what = f"{program} -c" if "-c" in words else " ".join((program, *shown))
         files = tuple(one for one in script_words if COMPUTED not in one and "-c" not in words)
-        read = hints_of_unknown(program, words[1:]).words
+        read = _hints_of_unknown(program, words[1:]).words
         return Hints((words[0],), files=files, words=read, opaque=() if is_asked else (what,))
     name, rest_words = module
-    hints = hints_of_tool(name, words[0], rest_words) if is_package_tool(name) else None
+    hints = _hints_of_package_tool(name, words[0], rest_words) if _is_package_tool(name) else None
     if hints is None:
         is_known = name in _OWN_MODULES
-        named = named_words(rest_words)
+        named = _named_words(rest_words)
         return Hints((words[0],), words=named, opaque=() if is_known else (f"{program} -m {name}",))
     return _checked(hints, name, words)
 
 
 def _hints_of_packages(program: str, words: Sequence[str]) -> Hints | None:
     """The hints of a tool that makes or fills an environment; None for any other program."""
-    if program in PROJECT_TOOLS and (hints_or_none := hints_of_project(program, list(words))):
+    if program in _PROJECT_TOOLS and (hints_or_none := _hints_of_project(program, list(words))):
         return hints_or_none
     if program == "uv" and len(words) > 1 and words[1] in ("pip", "venv"):
         if words[1] == "venv":
-            directories = positional(words[2:], VENV_VALUE_OPTIONS) or [".venv"]
+            directories = _positional(words[2:], _VENV_VALUE_OPTIONS) or [".venv"]
             return Hints(("python3",), (directories[0],), tools=("uv",))
-        hints = hints_of_tool("pip", "python3", list(words[2:]))
+        hints = _hints_of_package_tool("pip", "python3", list(words[2:]))
         # Told which interpreter, it does not look for an active environment.
-        is_told = "--system" in words or bool(option_values(words, PYTHON_OPTIONS))
+        is_told = "--system" in words or bool(_option_values(words, _PYTHON_OPTIONS))
         return replace(hints, uses_uv=not is_told, tools=("uv",))
-    if program in PROJECT_TOOLS and words[1:2] == ["run"] and len(words) > 2:
+    if program in _PROJECT_TOOLS and words[1:2] == ["run"] and len(words) > 2:
         inner = _hints_of_simple(words[2:], shows=False)
         # It brings the project's environment up to date before.
         opaque = (*inner.opaque, f"{program} run")
         return replace(inner, tools=("uv",) if program == "uv" else (), opaque=opaque)
-    return hints_of_tool(program, words[0], list(words[1:])) if is_package_tool(program) else None
+    return (
+        _hints_of_package_tool(program, words[0], list(words[1:]))
+        if _is_package_tool(program)
+        else None
+    )
 
 
 def _module(words: Sequence[str]) -> tuple[str, list[str]] | None:
@@ -728,7 +732,7 @@ _WRAPPERS = {
 }
 
 
-class Unwrapped(Struct, frozen=True):
+class _Unwrapped(Struct, frozen=True):
     """A command without the wrappers in front of it."""
 
     words: tuple[str, ...]
@@ -744,7 +748,7 @@ class Unwrapped(Struct, frozen=True):
     """Wrappers that were not understood."""
 
 
-def unwrapped(words: Sequence[str]) -> Unwrapped:
+def _unwrapped(words: Sequence[str]) -> _Unwrapped:
     """Return the command behind `sudo`, `timeout` and their like."""
     rest = list(words)
     assignments: list[str] = []
@@ -779,7 +783,7 @@ def unwrapped(words: Sequence[str]) -> Unwrapped:
         rest = rest[wrapper.own_count :]
         while name in ("env", "sudo", "doas") and rest and ASSIGNMENT.match(rest[0]):
             assignments.append(rest.pop(0))
-    return Unwrapped(
+    return _Unwrapped(
         tuple(rest),
         tuple(assignments),
         tuple(own),
@@ -871,7 +875,7 @@ class _Words(Struct, frozen=True):
     values: tuple[tuple[str, str], ...]
 
 
-def option_values(words: Sequence[str], options: set[str]) -> list[str]:
+def _option_values(words: Sequence[str], options: set[str]) -> list[str]:
     """The values of `options`, given as "-r x", "-rx" or "--requirement=x"."""
     values = []
     for i, word in enumerate(words):
@@ -887,7 +891,7 @@ def option_values(words: Sequence[str], options: set[str]) -> list[str]:
     return values
 
 
-def positional(words: Sequence[str], value_options: set[str]) -> list[str]:
+def _positional(words: Sequence[str], value_options: set[str]) -> list[str]:
     """The words that are no options and no values of `value_options`."""
     found = []
     skip = False
@@ -901,7 +905,7 @@ def positional(words: Sequence[str], value_options: set[str]) -> list[str]:
     return found
 
 
-def named_words(words: Sequence[str]) -> tuple[str, ...]:
+def _named_words(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words, and parts of words, that may name a file: also "x" of "--file=x", "-fx",
     "if=x" and "@x"."""
     found: list[str] = []
@@ -926,7 +930,7 @@ def _glued_values(word: str) -> list[str]:
     return [word[at:] for at in range(2, letters.end() + 1) if word[at:]] if letters else []
 
 
-def hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -> Hints | None:
+def _hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -> Hints | None:
     """Return the hints of a program of the tables; None for any other. `shows`: its output goes to
     people."""
     computed = any(COMPUTED in word for word in words)
@@ -939,16 +943,16 @@ def hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -
     if tool in _READERS:
         if _has_option(words, _READERS[tool].split(), _LETTER_VALUES.get(tool, "")) or computed:
             return None
-        return Hints(words=named_words(words))
+        return Hints(words=_named_words(words))
     if tool == "uniq":
-        plain = positional(words, {"-f", "-s", "-w"})
+        plain = _positional(words, {"-f", "-s", "-w"})
         return None if computed else Hints(words=tuple(plain[:1]))
     if tool in ("cp", "mv", "ln", "install"):
         return None if computed else _hints_of_copy(tool, words)
     if tool == "unzip":
-        plain = positional(words, {"-d", "-x"})
+        plain = _positional(words, {"-d", "-x"})
         archives = (plain[0], f"{plain[0]}.zip") if plain else ()
-        return None if computed else Hints(files=archives, words=named_words(words))
+        return None if computed else Hints(files=archives, words=_named_words(words))
     if tool == "tar":
         runs = any(one.startswith(_TAR_RUNS) for one in words)
         return None if computed or runs else _hints_of_tar(words)
@@ -957,7 +961,7 @@ def hints_of_file_tool(tool: str, words: Sequence[str], *, shows: bool = True) -
     return None
 
 
-def hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
+def _hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
     """Return the hints of a program of the user's. What its words mean is unknown, but it may be a
     script of a shell, and each word that names a file may be read."""
     read: list[str] = []
@@ -969,22 +973,24 @@ def hints_of_unknown(program: str, words: Sequence[str]) -> Hints:
         is_written = word.startswith("-") and bool(_WRITTEN_OPTION.fullmatch(word))
     found = tuple(
         one
-        for one in named_words(read)
+        for one in _named_words(read)
         if not _WRITTEN_NAME.fullmatch(one) or _LOCK_FILE.fullmatch(one)
     )
     files = (program,) if "/" in program and not has_marks(program) else ()
     return Hints(files=files, programs=(program,), words=found)
 
 
-def made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
+def _made_by(tool: str, words: Sequence[str]) -> tuple[str, ...]:
     """Return the files that a program of the tables makes anew, in place of older ones."""
     if tool == "tee":
-        return tuple(positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
+        return (
+            tuple(_positional(words, set())) if not {"-a", "--append"}.intersection(words) else ()
+        )
     words = _apart(words)
-    if tool in ("cp", "mv", "ln", "install") and not option_values(
+    if tool in ("cp", "mv", "ln", "install") and not _option_values(
         words, {"-t", "--target-directory"}
     ):
-        *sources, last = positional(words, {"-S", "-m", "-o", "-g"}) or [""]
+        *sources, last = _positional(words, {"-S", "-m", "-o", "-g"}) or [""]
         return (last,) if len(sources) == 1 else ()
     return ()
 
@@ -1029,8 +1035,8 @@ def _hints_of_copy(tool: str, words: Sequence[str]) -> Hints | None:
         return Hints()
     values = {"-t", "--target-directory", "-S", "--suffix"}
     values |= {"-m", "-o", "-g", "--mode", "--owner", "--group"} if tool == "install" else set()
-    plain = positional(words, values)
-    has_target = bool(option_values(words, {"-t", "--target-directory"}))
+    plain = _positional(words, values)
+    has_target = bool(_option_values(words, {"-t", "--target-directory"}))
     if not has_target and len(plain) == 1:
         return None  # a pattern, such as "x{,.bak}"
     sources = tuple(plain if has_target else plain[:-1])
@@ -1051,16 +1057,16 @@ def _hints_of_tar(words: Sequence[str]) -> Hints:
     first = words[0] if words else ""
     extracts = "x" in first.lstrip("-") and not first.startswith("--")
     if extracts or {"-x", "--extract", "--get"}.intersection(words):
-        return Hints(words=tuple(one for one in named_words(words) if one != first))
-    plain = positional(words[1:], {"-f", "--file", "-C", "--directory"})
+        return Hints(words=tuple(one for one in _named_words(words) if one != first))
+    plain = _positional(words[1:], {"-f", "--file", "-C", "--directory"})
     return Hints(files=tuple(plain[1:] if "f" in first and not first.startswith("--") else plain))
 
 
 def _hints_of_sed(words: Sequence[str]) -> Hints | None:
     """`sed 1d FILE`: only scripts are understood that touch nothing but the stream."""
-    scripts = option_values(words, {"-e", "--expression"})
-    plain = positional(words, {"-e", "--expression", "-f", "--file", "-l"})
-    if option_values(words, {"-f", "--file"}):
+    scripts = _option_values(words, {"-e", "--expression"})
+    plain = _positional(words, {"-e", "--expression", "-f", "--file", "-l"})
+    if _option_values(words, {"-f", "--file"}):
         return None
     if not scripts:
         scripts, plain = plain[:1], plain[1:]
@@ -1076,7 +1082,7 @@ def _hints_of_sed(words: Sequence[str]) -> Hints | None:
     return Hints(words=tuple(plain))
 
 
-PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)?t?)?")
 _PIP = re.compile(r"pip(\d+(\.\d+)?)?")
 # Options of pip, uv, conda and friends whose value is a file that decides what is installed.
 _FILE_OPTIONS = {
@@ -1129,9 +1135,9 @@ _PIP_VALUE_OPTIONS = {
     "--group",
 }
 # Options of `venv` and `virtualenv` that take a value.
-VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
+_VENV_VALUE_OPTIONS = {"--prompt", "-p", "--python", "--upgrade-deps", "--app-data", "--seeder"}
 # Options of uv's and pip's installers that name an interpreter, or its environment.
-PYTHON_OPTIONS = {"-p", "--python"}
+_PYTHON_OPTIONS = {"-p", "--python"}
 # Variables with files, separated by blanks, which pip and uv read like those that options name.
 FILE_VARIABLES = (
     "PIP_REQUIREMENT",
@@ -1142,7 +1148,7 @@ FILE_VARIABLES = (
     "UV_OVERRIDE",
 )
 # Tool -> lock file, commands that fill the project's environment, options that name the project.
-PROJECT_TOOLS = {
+_PROJECT_TOOLS = {
     "uv": ("uv.lock", {"sync", "add", "remove"}, {"--project", "--directory"}),
     "poetry": (
         "poetry.lock",
@@ -1156,7 +1162,7 @@ _UPGRADES = {"-U", "--upgrade", "--upgrade-package", "--no-lock"}
 _CONDA_VERBS = {"create", "install", "update", "upgrade", "remove", "uninstall", "env"}
 _CONDA_READS_NOTHING = {"list", "info", "clean", "search", "compare", "deactivate"}
 _TOOLS = {"venv", "virtualenv", "conda", "mamba", "micromamba"}
-_KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | VENV_VALUE_OPTIONS
+_KNOWN = _FILE_OPTIONS | _PIP_VALUE_OPTIONS | _VENV_VALUE_OPTIONS
 # conda's own list, where `conda env` is given none.
 _CONDA_LISTS = ("environment.yml", "environment.yaml")
 _PIP_INSTALLS = {"install", "sync"}
@@ -1167,24 +1173,24 @@ def _is_local(requirement: str) -> bool:
     return requirement.startswith((".", "/", "file:")) or requirement.endswith((".whl", ".tar.gz"))
 
 
-def hints_of_project(tool: str, words: list[str]) -> Hints | None:
+def _hints_of_project(tool: str, words: list[str]) -> Hints | None:
     """The hints of "uv sync" and its like; None for a command that fills no project's
     environment."""
-    lock, verbs, options = PROJECT_TOOLS[tool]
-    if not verbs.intersection(positional(words[1:], options)[:1]):
+    lock, verbs, options = _PROJECT_TOOLS[tool]
+    if not verbs.intersection(_positional(words[1:], options)[:1]):
         return None
-    folder = (option_values(words, options) or [""])[-1]
+    folder = (_option_values(words, options) or [""])[-1]
     files = tuple(posixpath.join(folder, name) for name in (lock, "pyproject.toml"))
     # Without that, the project itself is only pointed to.
     copied = (folder or ".",) if "--no-editable" in words else ()
-    verb, *added = positional(words[1:], options)
+    verb, *added = _positional(words[1:], options)
     version = (posixpath.join(folder, ".python-version"),) if tool == "uv" else ()
     is_locked = verb in _LOCKED_VERBS and not _UPGRADES.intersection(words)
     hints = Hints(
         ("python3",),
         files=(*files, *copied),
-        words=(*version, *named_words(words[1:])),
-        link_dirs=tuple(option_values(words, _LINKS_OPTIONS)) if tool == "uv" else (),
+        words=(*version, *_named_words(words[1:])),
+        link_dirs=tuple(_option_values(words, _LINKS_OPTIONS)) if tool == "uv" else (),
         # A lock file says all; where there is none yet, `requirements` are the project's.
         requirements=() if is_locked else (f"what {tool} {verb} asks for", *added),
         lock_files=files[:1] if verb in _LOCKED_VERBS else (),
@@ -1197,12 +1203,12 @@ def hints_of_project(tool: str, words: list[str]) -> Hints | None:
     return replace(hints, projects=() if elsewhere else ((tool, folder),))
 
 
-def is_package_tool(tool: str) -> bool:
-    """Return whether `hints_of_tool` knows a tool."""
+def _is_package_tool(tool: str) -> bool:
+    """Return whether `_hints_of_package_tool` knows a tool."""
     return bool(_PIP.fullmatch(tool)) or tool in _TOOLS
 
 
-def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
+def _hints_of_package_tool(tool: str, program: str, words: list[str]) -> Hints:
     """The hints of `tool`, which runs in the interpreter of `program`, and the words behind it."""
     # Options that are in no table may name files.
     odd = [word for word in words if word.startswith("-") and not _is_known(word)]
@@ -1210,7 +1216,7 @@ def hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     with_value = _FILE_OPTIONS | _PIP_VALUE_OPTIONS
     odd += [one for one in words if re.match("-[A-Za-z]{2}", one) and one[:2] not in with_value]
     hints = _hints_of_tool(tool, program, words)
-    return replace(hints, words=named_words(words if hints.opaque else odd))
+    return replace(hints, words=_named_words(words if hints.opaque else odd))
 
 
 def _is_known(option: str) -> bool:
@@ -1220,32 +1226,32 @@ def _is_known(option: str) -> bool:
 
 def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
     if tool in ("venv", "virtualenv"):
-        directories = positional(words, VENV_VALUE_OPTIONS)
-        interpreter = option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []
+        directories = _positional(words, _VENV_VALUE_OPTIONS)
+        interpreter = _option_values(words, {"-p", "--python"}) if tool == "virtualenv" else []
         return Hints((interpreter[0] if interpreter else program,), tuple(directories))
     if _PIP.fullmatch(tool):
         if not {"install", "sync", "uninstall"}.intersection(words):
-            verb = (positional(words, _PIP_VALUE_OPTIONS) or [""])[0]
+            verb = (_positional(words, _PIP_VALUE_OPTIONS) or [""])[0]
             is_closed = not verb or verb in _PIP_READS_NOTHING
             return Hints((program,), opaque=() if is_closed else (f"{tool} {verb}",))
-        links = option_values(words, _LINKS_OPTIONS)
+        links = _option_values(words, _LINKS_OPTIONS)
         options = _FILE_OPTIONS - _LINKS_OPTIONS
         skipped = options | _LINKS_OPTIONS | _PIP_VALUE_OPTIONS
-        lists = option_values(words, options - {"-e", "--editable"})
-        groups = option_values(words, {"--group"})
+        lists = _option_values(words, options - {"-e", "--editable"})
+        groups = _option_values(words, {"--group"})
         projects = [one.rpartition(":")[0] or "pyproject.toml" for one in groups]
-        indexed = option_values(words, _REQUIREMENT_OPTIONS)
-        named = [*option_values(words, {"-e", "--editable"}), *positional(words, skipped)]
+        indexed = _option_values(words, _REQUIREMENT_OPTIONS)
+        named = [*_option_values(words, {"-e", "--editable"}), *_positional(words, skipped)]
         named = [word for word in named if word not in ("install", "sync", "uninstall")]
         if "sync" in words:
             lists, indexed = [*lists, *named], [*indexed, *named]
         asks = bool(_PIP_INSTALLS.intersection(words)) and "--no-index" not in words
         has_deps = "--no-deps" not in words
         asked = [one for one in named if has_deps or not _is_local(one)]
-        places = option_values(words, {"-t", "--target", "--prefix"})
+        places = _option_values(words, {"-t", "--target", "--prefix"})
         environments = []
-        for python in option_values(words, PYTHON_OPTIONS):
-            if PYTHON.fullmatch(base_name(python)):
+        for python in _option_values(words, _PYTHON_OPTIONS):
+            if _PYTHON.fullmatch(base_name(python)):
                 program = python
             elif "/" in python:
                 environments.append(python)
@@ -1263,20 +1269,20 @@ def _hints_of_tool(tool: str, program: str, words: list[str]) -> Hints:
             tools=("pip",),
         )
     if tool in ("conda", "mamba", "micromamba"):
-        prefixes = option_values(words, {"-p", "--prefix"})
+        prefixes = _option_values(words, {"-p", "--prefix"})
         changes = bool(_CONDA_VERBS.intersection(words[:1]))
         # A new one without -p has a name, on the command line or in environment.yml.
-        is_named = bool(option_values(words, {"-n", "--name"})) or "create" in words[:2]
+        is_named = bool(_option_values(words, {"-n", "--name"})) or "create" in words[:2]
         verbs = [word for word in words if not word.startswith("-")][:1]
         opaque = " ".join((tool, *verbs))
-        lists = option_values(words, {"-f", "--file"})
+        lists = _option_values(words, {"-f", "--file"})
         if not lists and {"create", "update"}.intersection(words[1:2]) and words[0] == "env":
             lists = list(_CONDA_LISTS)
         options = _FILE_OPTIONS | {"-p", "--prefix", "-n", "--name", "-c", "--channel"}
-        specs = [one for one in positional(words, options) if one not in _CONDA_VERBS]
+        specs = [one for one in _positional(words, options) if one not in _CONDA_VERBS]
         return Hints(
             environment_dirs=tuple(prefixes),
-            files=tuple(dict.fromkeys((*option_values(words, _FILE_OPTIONS), *lists))),
+            files=tuple(dict.fromkeys((*_option_values(words, _FILE_OPTIONS), *lists))),
             requirements=tuple(specs) if changes and "--offline" not in words else (),
             spec_files=tuple(lists) if changes and "--offline" not in words else (),
             opaque=() if changes or _CONDA_READS_NOTHING.intersection(verbs) else (opaque,),

@@ -110,7 +110,7 @@ class PackageChange(Struct, frozen=True):
     after: str | None
 
 
-def packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
+def _packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
     """The versions of all packages in some trees; several of one package are joined by ", "."""
     found: dict[Package, set[str]] = {}
     for tree in trees:
@@ -122,7 +122,7 @@ def packages_in(trees: "Iterable[Tree]") -> dict[Package, str]:
     return {package: ", ".join(sorted(versions)) for package, versions in found.items()}
 
 
-def compare_packages(
+def _compare_packages(
     before: Mapping[Package, str], after: Mapping[Package, str]
 ) -> tuple[PackageChange, ...]:
     """Return the packages that differ, sorted."""
@@ -232,8 +232,8 @@ def compare(before: View, after: View) -> Comparison:
         elif what := _differences(then[path], now[path]):
             sizes = _size(then[path]), _size(now[path])
             changes.append(FileChange(path, CHANGED, what, *sizes))
-    packages = compare_packages(
-        packages_in(before.trees.values()), packages_in(after.trees.values())
+    packages = _compare_packages(
+        _packages_in(before.trees.values()), _packages_in(after.trees.values())
     )
     if unknown_before or unknown_after:
         packages = tuple(change for change in packages if change.before and change.after)

@@ -28,9 +28,9 @@ from bootseer.snapshots.shell import COMPUTED, SHELLS, as_text, base_name, fille
 from bootseer.snapshots.shown import shown_values
 
 # The limits for files that were not declared: a word of the command may happen to name a data set.
-GUESSED_BYTES_MAX = 256 * 1024 * 1024
+_GUESSED_BYTES_MAX = 256 * 1024 * 1024
 # Of a word of which nobody knows whether it is read. The key is open then, mostly.
-WORD_BYTES_MAX = 16 * 1024 * 1024
+_WORD_BYTES_MAX = 16 * 1024 * 1024
 _GUESSED_FILES_MAX = 20_000
 _GUESSED_NAMES_MAX = 200_000
 _READ_BYTES = 1024 * 1024
@@ -38,7 +38,7 @@ _READ_BYTES = 1024 * 1024
 # all files in it; a tar.gz ends with its own. Nobody reads gigabytes of wheels at every start.
 _END_BYTES = 16 * 1024
 # Of a folder of wheels, so many ends are read, and so many names counted.
-WHEELS_READ_MAX = 4096
+_WHEELS_READ_MAX = 4096
 _WHEELS_NAMED_MAX = 100_000
 # On a share each wheel costs a question or three; threads ask them side by side.
 _THREADS_MAX = 16
@@ -50,7 +50,7 @@ _BUILT = {"build", "dist"}
 _PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
 
 
-class InputDigest(Struct, frozen=True):
+class _InputDigest(Struct, frozen=True):
     """Value of an input in the key."""
 
     value: str
@@ -58,21 +58,21 @@ class InputDigest(Struct, frozen=True):
     """It was too large to be read: of what lies beyond the bounds only names, sizes, ends count."""
 
 
-def bytes_digest(data: bytes) -> InputDigest:
+def _bytes_digest(data: bytes) -> _InputDigest:
     """Returns the digest of a file's content that is in memory."""
-    return InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
+    return _InputDigest("sha256:" + hashlib.sha256(data).hexdigest())
 
 
-def file_digest(path: Path, *, limit_bytes: int | None = None) -> InputDigest:
+def _file_digest(path: Path, *, limit_bytes: int | None = None) -> _InputDigest:
     """The digest of a file's content. Of one beyond the limit its size and its end count.
 
     Raises: OSError.
     """
     size_bytes = path.stat().st_size
     if limit_bytes is not None and size_bytes > limit_bytes:
-        found = bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
-        return InputDigest(f"end {found.value}", is_rough=True)
-    return InputDigest(_content_digest(path))
+        found = _bytes_digest(b"%d:%b" % (size_bytes, _end(path)))
+        return _InputDigest(f"end {found.value}", is_rough=True)
+    return _InputDigest(_content_digest(path))
 
 
 def _content_digest(path: Path) -> str:
@@ -83,7 +83,7 @@ def _content_digest(path: Path) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputDigest:
+def _tree_digest(top: Path, without: Collection[str], *, limited: bool) -> _InputDigest:
     """Over names, modes and contents, but for the folders `without`, which the set-up makes.
 
     `limited`: a guessed directory, which is bounded, and in which what builds of a project leave
@@ -109,7 +109,7 @@ def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputD
             file_count += 1
             size_bytes += info.st_size
             is_rough = is_rough or (
-                limited and (file_count > _GUESSED_FILES_MAX or size_bytes > GUESSED_BYTES_MAX)
+                limited and (file_count > _GUESSED_FILES_MAX or size_bytes > _GUESSED_BYTES_MAX)
             )
             if stat.S_ISREG(info.st_mode):
                 content = f"size {info.st_size}" if is_rough else _content_digest(path)
@@ -123,16 +123,16 @@ def tree_digest(top: Path, without: Collection[str], *, limited: bool) -> InputD
             digest.update(b"%d:%b,%d,%d:%b," % (len(relative), relative, mode, len(data), data))
         if limited and file_count > _GUESSED_NAMES_MAX:
             break
-    return InputDigest("sha256:" + digest.hexdigest(), is_rough)
+    return _InputDigest("sha256:" + digest.hexdigest(), is_rough)
 
 
-def wheels_digest(path: Path) -> InputDigest:
+def _wheels_digest(path: Path) -> _InputDigest:
     """The digest of a folder of wheels: names, sizes and ends, which tell a build from another of
     its version. Of a very large folder it is rough. Raises: OSError."""
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in entries)
-    is_rough = len(names) > WHEELS_READ_MAX
-    read, named = names[:WHEELS_READ_MAX], names[WHEELS_READ_MAX:_WHEELS_NAMED_MAX]
+    is_rough = len(names) > _WHEELS_READ_MAX
+    read, named = names[:_WHEELS_READ_MAX], names[_WHEELS_READ_MAX:_WHEELS_NAMED_MAX]
     folder = str(path)
     if len(names) < _THREADS_FROM:
         lines = [_wheel_line(folder, name) for name in read]
@@ -145,7 +145,7 @@ def wheels_digest(path: Path) -> InputDigest:
     digest = hashlib.sha256()
     for line in lines:
         digest.update(line)
-    return InputDigest("sha256:" + digest.hexdigest(), is_rough)
+    return _InputDigest("sha256:" + digest.hexdigest(), is_rough)
 
 
 def _wheel_line(folder: str, name: str, *, has_end: bool = True) -> bytes:
@@ -197,7 +197,7 @@ _EXACT = re.compile(
 _FIXED_URL = re.compile(r"://\S*(?:@[0-9a-f]{40}(?:[#\s;&]|$)|#\S*(?:sha256|sha384|sha512)=)")
 
 
-class Requirements(Struct, frozen=True):
+class _Requirements(Struct, frozen=True):
     """Content of one requirements file."""
 
     text: str
@@ -216,7 +216,7 @@ class Requirements(Struct, frozen=True):
     uses_index: bool
 
 
-def local_path(text: str) -> str:
+def _local_path(text: str) -> str:
     """A place on this host as a path, also where it is a file URL."""
     if not text.startswith("file:"):
         return text
@@ -228,7 +228,7 @@ def local_path(text: str) -> str:
     return unquote(path)
 
 
-def read_requirements(text: str) -> Requirements:
+def _read_requirements(text: str) -> _Requirements:
     """Return the requirements in a text, which may be any text."""
     # As pip: lines are joined before comments go.
     lines = text.removeprefix("\ufeff").replace("\\\n", " ").splitlines()
@@ -243,23 +243,23 @@ def read_requirements(text: str) -> Requirements:
         if is_option and (match := _INCLUDE.match(line)):
             includes.append((_unquoted(match["file"]), "-c" in match["option"]))
         elif is_option and (match := _LINKS.match(line)):
-            links.append(local_path(_unquoted(match["place"])))
+            links.append(_local_path(_unquoted(match["place"])))
         elif is_option and (match := _EDITABLE.match(line)):
             # Behind its name, too: "name @ file:...".
             place = re.sub(r"^[^/]*@(?=file:)", "", _unquoted(match["place"]))
             if "://" in place and not place.startswith("file:"):
                 requirements.append(line)
             else:
-                local.append(local_path(re.split(r"[\[#]", place, maxsplit=1)[0]))
+                local.append(_local_path(re.split(r"[\[#]", place, maxsplit=1)[0]))
         elif not is_option and (match := _LOCAL.match(line)):
-            local.append(local_path(match["path"] or match["archive"]))
+            local.append(_local_path(match["path"] or match["archive"]))
         elif not is_option:
             requirements.append(line)
     # Of several options of one kind the order may count, and of ranges pip's search begins with the
     # first; options hold for the whole file.
-    if all(map(is_exact, others)):
+    if all(map(_is_exact, others)):
         lines = [*options, *sorted(others)]
-    return Requirements(
+    return _Requirements(
         text="".join(f"{line}\n" for line in lines),
         includes=tuple(includes),
         links=tuple(links),
@@ -274,12 +274,12 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if value[0] in "'\"" else value
 
 
-def is_exact(requirement: str) -> bool:
+def _is_exact(requirement: str) -> bool:
     """Whether a requirement always means the same archive, if its index never changes one."""
     return bool(_EXACT.match(requirement) or _FIXED_URL.search(requirement))
 
 
-def name_of(requirement: str) -> str:
+def _name_of(requirement: str) -> str:
     """A requirement's name, normalised (PEP 503), or the requirement itself."""
     match = _NAME.match(requirement)
     return normal_name(match[0]) if match else requirement
@@ -287,8 +287,8 @@ def name_of(requirement: str) -> str:
 
 def open_requirements(requirements: Iterable[str], constraints: Iterable[str]) -> list[str]:
     """Returns the names that may mean another version tomorrow, though constraints hold."""
-    exact = {name_of(line) for line in constraints if is_exact(line)}
-    found = (name_of(one) for one in requirements if not is_exact(one))
+    exact = {_name_of(line) for line in constraints if _is_exact(line)}
+    found = (_name_of(one) for one in requirements if not _is_exact(one))
     return sorted({name for name in found if name not in exact})
 
 
@@ -365,7 +365,7 @@ def settings_parts(
         elif path.endswith("pyproject.toml"):
             value = _uv_table(text)
         else:
-            value = bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value
+            value = _bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value
         if value:
             name = f"settings {_shown(path, environ)}"
             parts.setdefault(name, Part(name, value))
@@ -449,7 +449,7 @@ def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...
             if option.replace("_", "-") not in _PIP_INDIFFERENT
         }
     except configparser.Error:
-        return bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value, ()
+        return _bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value, ()
     secrets: list[str] = []
     for name, value in options.items():
         if name.rpartition(".")[2].replace("_", "-") in _PIP_SHOWN:
@@ -472,7 +472,7 @@ def _uv_table(text: str) -> str:
         data = without_users(json.dumps(table, sort_keys=True, default=str))
     except (tomllib.TOMLDecodeError, AttributeError, RecursionError):
         data = text
-    return bytes_digest(data.encode("utf-8", "surrogateescape")).value if data != "{}" else ""
+    return _bytes_digest(data.encode("utf-8", "surrogateescape")).value if data != "{}" else ""
 
 
 _REQUIREMENTS_BYTES_MAX = 16 * 1024 * 1024
@@ -575,7 +575,7 @@ class _Collector:
         self._scripts: dict[str, str] = {}
         self._tools: set[str] = set()
         self._lists: list[str] = []
-        self._lines: dict[str, Requirements] = {}
+        self._lines: dict[str, _Requirements] = {}
         self._free: set[str] = set()
         self._guessed_bytes = 0
         self._word_count = 0
@@ -611,7 +611,7 @@ class _Collector:
             for path in paths:
                 self.add(path, is_list=is_list, is_indexed=name in hints.indexed_files)
         for name in hints.link_dirs:
-            for path in self._expanded(local_path(name)):
+            for path in self._expanded(_local_path(name)):
                 self._add_links(path)
         self._follow_all(hints)
         # A list that is not there yet is made by the set-up, and may say anything.
@@ -708,10 +708,10 @@ class _Collector:
         try:
             if stat.S_ISDIR(mode):
                 tops = {str(resolve_in_root(self._place.root, one)) for one in self._outputs}
-                digest = tree_digest(path, tops, limited=not is_declared)
+                digest = _tree_digest(path, tops, limited=not is_declared)
                 self._has_directory = True
             elif stat.S_ISREG(mode):
-                limit_bytes = WORD_BYTES_MAX if wanted else GUESSED_BYTES_MAX
+                limit_bytes = _WORD_BYTES_MAX if wanted else _GUESSED_BYTES_MAX
                 limit = None if is_declared else limit_bytes
                 digest = self._digest(name, path, is_list=is_list, limit_bytes=limit)
             else:
@@ -747,20 +747,20 @@ class _Collector:
 
     def _digest(
         self, name: str, path: Path, *, is_list: bool, limit_bytes: int | None
-    ) -> InputDigest:
+    ) -> _InputDigest:
         if is_list or name.endswith(_REQUIREMENTS):
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
             if text is not None:
                 # Credentials change more often than what an index serves.
                 public = without_users(text)
-                found = self._lines[name] = read_requirements(public)
+                found = self._lines[name] = _read_requirements(public)
                 text = found.text if is_list else public
-                return bytes_digest(text.encode("utf-8", "surrogateescape"))
+                return _bytes_digest(text.encode("utf-8", "surrogateescape"))
         if limit_bytes is not None:
             self._guessed_bytes += path.stat().st_size
-            if self._guessed_bytes > GUESSED_BYTES_MAX:
+            if self._guessed_bytes > _GUESSED_BYTES_MAX:
                 limit_bytes = 0
-        return file_digest(path, limit_bytes=limit_bytes)
+        return _file_digest(path, limit_bytes=limit_bytes)
 
     def _text(self, name: str, bytes_max: int) -> str | None:
         """A file's text; None where it is none, too large, or cannot be read."""
@@ -829,7 +829,7 @@ class _Collector:
                     found += [f"{before}{one}{after}" for one in each[1].split(",")]
         return found
 
-    def _follow_list(self, name: str, found: Requirements, *, is_indexed: bool) -> None:
+    def _follow_list(self, name: str, found: _Requirements, *, is_indexed: bool) -> None:
         """Add the files that a requirements file includes. Any text file may pass: no errors."""
         is_indexed = is_indexed and found.uses_index
         self._constraints += found.requirements
@@ -839,7 +839,7 @@ class _Collector:
         directory = name.rpartition("/")[0]
         for included, is_constraint in found.includes:
             # pip takes these relative to the including file,
-            included = local_path(included)
+            included = _local_path(included)
             path = included if included.startswith("/") else os.path.join(directory, included)
             self._opaque += [included] if "://" in included else []
             self.add(path, is_list=True, is_indexed=is_indexed and not is_constraint)
@@ -874,7 +874,7 @@ class _Collector:
         if "://" in name or "\0" in name or name in self._parts:
             return
         try:
-            digest = wheels_digest(self._place.host(name))
+            digest = _wheels_digest(self._place.host(name))
         except (OSError, InvalidInputError):
             return  # pip says what is wrong with it
         self._parts[name] = Part(f"wheels {name}", digest.value)
@@ -885,5 +885,5 @@ class _Collector:
 def _requirement_path(word: str) -> str:
     """The path in a requirement of a command line, if it is one of this host; else any text."""
     if match := _FILE_URL.search(word):
-        word = local_path(match[1])
+        word = _local_path(match[1])
     return _EXTRAS.sub("", word)

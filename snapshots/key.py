@@ -201,8 +201,8 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
     """
     if not request.command:
         raise InvalidInputError("there is no set-up command; write it behind --")
-    check_declared(request.inputs)
-    check_variables(request.variables)
+    _check_declared(request.inputs)
+    _check_variables(request.variables)
     environ = os.environ if request.environ is None else request.environ
     directory = working_directory(request)
     place = Place(request.root, directory)
@@ -335,7 +335,7 @@ def _with_values(hints: Hints, environ: Mapping[str, str]) -> Hints:
     )
 
 
-def check_variables(names: Iterable[str]) -> None:
+def _check_variables(names: Iterable[str]) -> None:
     """Raises: InvalidInputError for what no environment variable is called."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -345,7 +345,7 @@ def check_variables(names: Iterable[str]) -> None:
             )
 
 
-def check_declared(names: Iterable[str]) -> None:
+def _check_declared(names: Iterable[str]) -> None:
     """Raises: InvalidInputError for a name that no file can have."""
     for name in names:
         if not name or "\0" in name:

@@ -67,7 +67,7 @@ WHITEOUT = Written(stat.S_IFCHR, 0, 0, 0, 0)
 """The name is gone. Overlayfs makes all of these one file, which any of them changes."""
 
 
-def check_directory(upper: bytes) -> None:
+def _check_directory(upper: bytes) -> None:
     """Check that names missing in an upper directory show from the lower directory of the same
     path.
 
@@ -157,7 +157,7 @@ def scan_before(layers: Layers | None, target: Path) -> Scan:
     """
     if layers is not None and layers.tree is not None:
         try:
-            known = scan_tree(layers.tree(), _below(layers, target))
+            known = _scan_tree(layers.tree(), _below(layers, target))
             return _layered(layers, target, known)
         except (CannotTellError, BootseerError, OSError) as error:
             logger.info("scanning %s: %s", target, error)
@@ -217,7 +217,7 @@ def _below(layers: Layers, target: Path) -> bytes:
 
 
 # ---- the lower tree ---------------------------------------------------------------------------
-def scan_tree(tree: Tree, directory: bytes) -> Scan:
+def _scan_tree(tree: Tree, directory: bytes) -> Scan:
     """Return a scan of a directory of a served tree: paths, types, sizes, modes and times.
 
     Empty if there is no such directory. Pure, but for the loading of the tree.
@@ -277,7 +277,7 @@ def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
     _check_mounts(layers, below)
     upper = os.fsencode(layers.upper)
     for part in below.split(b"/") if below else ():
-        check_directory(upper)
+        _check_directory(upper)
         upper = os.path.join(upper, part)
         try:
             if not stat.S_ISDIR(os.lstat(upper).st_mode):
@@ -288,7 +288,7 @@ def _layered(layers: Layers, target: Path, known: Scan) -> Scan:
                 raise CannotTellError(f"nothing is known of {target}") from None
             return known
     touched = _look(target, upper)
-    return merge_scans(known, touched.seen, touched.listed)
+    return _merge_scans(known, touched.seen, touched.listed)
 
 
 def _check_mounts(layers: Layers, below: bytes) -> None:
@@ -326,7 +326,7 @@ def _look_into(
     touched: _Touched, fd: int, directory: bytes, upper: bytes, device: int
 ) -> list[bytes]:
     """The directories in this one in which something was written."""
-    check_directory(upper)
+    _check_directory(upper)
     # In this order: what is copied up between the two has been written.
     shown = [os.fsencode(name) for name in os.listdir(fd)]
     written = set(os.listdir(upper))
@@ -350,7 +350,7 @@ def _look_into(
     return found
 
 
-def merge_scans(
+def _merge_scans(
     known: Scan, seen: Mapping[bytes, Entry], listed: Mapping[bytes, Sequence[bytes]]
 ) -> Scan:
     """Return the contents of a directory from an earlier scan and the written names. Pure.

@@ -92,7 +92,7 @@ class Mounted(Struct, frozen=True):
 _FORM: Form[Mounted] = Form(type=Mounted, versions=(1,), size_max=64 * 1024)
 
 
-class MountedTree(Struct, frozen=True):
+class _MountedTree(Struct, frozen=True):
     """A tree that is mounted or linked, ready to be shown on a target by an overlay.
 
     The process behind `state_dir` keeps the tree for as long as the overlay is there.
@@ -105,8 +105,8 @@ class MountedTree(Struct, frozen=True):
     """The name for BOOTSEER_READY_SOCKETS, where a start is recorded."""
 
 
-def cover_all(
-    work: Restoration, trees: Sequence[MountedTree], *, mode: str, until_exit: bool
+def _cover_all(
+    work: Restoration, trees: Sequence[_MountedTree], *, mode: str, until_exit: bool
 ) -> None:
     """Show `trees` on the targets of a restore. On an error nothing is mounted.
 
@@ -119,13 +119,13 @@ def cover_all(
                 target=str(item.path),
                 fingerprint=work.manifest.fingerprint,
                 base=work.bases[item.target.path],
-                scratch=str(scratch_of(work.settings, one.state_dir)),
+                scratch=str(_scratch_of(work.settings, one.state_dir)),
                 file_count=item.target.file_count,
                 mode=mode,
                 ready_name=one.ready_name,
             )
 
-            def note(one: MountedTree = one, record: Mounted = record) -> None:
+            def note(one: _MountedTree = one, record: Mounted = record) -> None:
                 # By now a process lives that will remove the folder.
                 write_private_file(one.state_dir / _RECORD, _FORM.encode(record))
 
@@ -137,7 +137,7 @@ def cover_all(
         undo.pop_all()
 
 
-def scratch_of(settings: Settings, state_dir: Path) -> Path:
+def _scratch_of(settings: Settings, state_dir: Path) -> Path:
     """Return the folder that takes the writes to a mount."""
     return settings.cache_dir / "containers" / state_dir.name
 
@@ -335,7 +335,7 @@ def name_of(target: bytes) -> str:
 def mount_snapshot(
     work: Restoration, *, until_exit: bool, process: processes.Process | None = None
 ) -> MountOutcome:
-    """Mount all targets of a snapshot; they work when this returns. See `cover_all`.
+    """Mount all targets of a snapshot; they work when this returns. See `_cover_all`.
 
     `process`, if one was begun, serves one of them.
     """
@@ -356,10 +356,10 @@ def mount_snapshot(
         for serving in all_serving:
             serving.wait()
         served = [
-            MountedTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
+            _MountedTree(one.plan.state_dir, Path(one.plan.state.directory), one.plan.ready_name)
             for one in all_serving
         ]
-        cover_all(work, served, mode=MOUNT, until_exit=until_exit)
+        _cover_all(work, served, mode=MOUNT, until_exit=until_exit)
         undo.pop_all()
     for one in served:
         # The overlay has a mount of its own by now.
@@ -409,7 +409,7 @@ def _begin_serving(settings: Settings, item: Placed, process: processes.Process 
         tree,
         ServeOptions(
             purpose=ENVIRONMENT,
-            scratch=str(scratch_of(settings, state_dir)),
+            scratch=str(_scratch_of(settings, state_dir)),
             watch_pid=os.getpid(),
             checks_index=False,
         ),
@@ -454,18 +454,18 @@ def kept_tree(work: Restoration, target: Target, build: Build) -> Iterator[tuple
 
 
 def link_snapshot(work: Restoration, build: Build, *, until_exit: bool) -> None:
-    """Show all targets of a snapshot from extracted trees. See `cover_all`.
+    """Show all targets of a snapshot from extracted trees. See `_cover_all`.
 
     `build` makes the trees that are missing.
     """
-    served: list[MountedTree] = []
+    served: list[_MountedTree] = []
     with ExitStack() as undo:
         for item in work.placed:
             with kept_tree(work, item.target, build) as (source, _):
                 state_dir = hold(work.settings, item.path, item.target)
-            served.append(MountedTree(state_dir, source))
+            served.append(_MountedTree(state_dir, source))
             undo.callback(give_up, state_dir, 0)
-        cover_all(work, served, mode=LINK, until_exit=until_exit)
+        _cover_all(work, served, mode=LINK, until_exit=until_exit)
         undo.pop_all()
 
 
@@ -486,7 +486,7 @@ def hold(settings: Settings, path: Path, target: Target | None = None) -> Path:
         pid=0,
         started_ns=time.time_ns(),
         purpose=HOLDER,
-        scratch=str(scratch_of(settings, state_dir)),
+        scratch=str(_scratch_of(settings, state_dir)),
     )
     process = processes.start(processes.HOLDER, settings.run_dir, identity=state_dir.name)
     from bootseer.snapshots.holder import HolderPlan
@@ -574,7 +574,7 @@ def _cover_own(settings: Settings, target: Path) -> None:
 
     is_mounted = _take_off_used(settings, target)
     state_dir = hold(settings, target)
-    scratch = scratch_of(settings, state_dir)
+    scratch = _scratch_of(settings, state_dir)
     make_private_directory(scratch)
     lower = target
     if not is_mounted and was_empty(settings.cache_dir, target):

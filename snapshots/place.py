@@ -52,7 +52,7 @@ from bootseer.store import Store
 logger = logging.getLogger(__name__)
 
 
-def is_mount_point(target: Path) -> bool:
+def _is_mount_point(target: Path) -> bool:
     """Whether nothing can be renamed from beside `target` into it."""
     if not target.is_dir():
         return False
@@ -138,7 +138,7 @@ _POINTER: Form[_Committed] = Form(type=_Committed, size_max=1 << 30, value_count
 _COMMIT: Form[list[Path]] = Form(type=list[Path], size_max=1 << 24)
 
 
-class Staging(Struct, frozen=True):
+class _Staging(Struct, frozen=True):
     """The working directory for one target (a host path without symbolic links)."""
 
     target: Path
@@ -163,12 +163,12 @@ def _places(target: Path) -> tuple[Path, Path]:
     return target.parent / _name(target), target / _name(target)
 
 
-def make_staging(target: Path) -> Staging:
+def _make_staging(target: Path) -> _Staging:
     """A new, empty working directory on the target's file system. Raises: BootseerError."""
     beside, inside = _places(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Staging(target, inside if is_mount_point(target) else beside)
+        staging = _Staging(target, inside if _is_mount_point(target) else beside)
         staging.directory.mkdir(mode=0o700)
     except FileExistsError as error:
         raise BusyError(f"{staging.directory} is in the way; remove it") from error
@@ -177,9 +177,9 @@ def make_staging(target: Path) -> Staging:
     return staging
 
 
-def write_plan(
-    staging: Staging,
-    first: Staging,
+def _write_plan(
+    staging: _Staging,
+    first: _Staging,
     *,
     fingerprint: str,
     base: str,
@@ -195,7 +195,7 @@ def write_plan(
         raise from_oserror(error, f"write the plan in {staging.directory}") from error
 
 
-def commit(stagings: Sequence[Staging]) -> None:
+def commit(stagings: Sequence[_Staging]) -> None:
     """Commit: from here on the restore of all planned targets is finished, also after a crash."""
     file = stagings[0].directory / "commit"
     try:
@@ -206,7 +206,7 @@ def commit(stagings: Sequence[Staging]) -> None:
         raise from_oserror(error, f"write the commit {file}") from error
 
 
-def is_committed(stagings: Sequence[Staging]) -> bool:
+def _are_committed(stagings: Sequence[_Staging]) -> bool:
     """Whether `commit` took place, and the rest was not removed yet."""
     return bool(stagings) and (stagings[0].directory / "commit").exists()
 
@@ -217,28 +217,28 @@ def abandon_targets(targets: Sequence[Path]) -> None:
         for directory in _places(target):
             with contextlib.suppress(OSError):
                 if os.lstat(directory).st_uid == os.geteuid():
-                    remove_stagings([Staging(target, directory)])
+                    _remove_stagings([_Staging(target, directory)])
 
 
-def complete_stagings(
-    stagings: Sequence[Staging], fingerprints: Sequence[str], on_finished: OnFinished
+def _complete_stagings(
+    stagings: Sequence[_Staging], fingerprints: Sequence[str], on_finished: OnFinished
 ) -> None:
     """Carry out committed plans. `fingerprints`: the tree fingerprint of each staged
     tree, or an empty string.
     Raises: BootseerError; the next `recover` goes on."""
     for staging, tree_fingerprint in zip(stagings, fingerprints, strict=True):
         _finish(staging, tree_fingerprint, on_finished)
-    remove_stagings(stagings)
+    _remove_stagings(stagings)
 
 
-def _finish(staging: Staging, tree_fingerprint: str, on_finished: OnFinished) -> None:
+def _finish(staging: _Staging, tree_fingerprint: str, on_finished: OnFinished) -> None:
     """Carry out a plan: first or again."""
     plan = _read_plan(staging)
     is_all = _carry_out(staging, plan)
     on_finished(staging.target, plan.fingerprint, plan.base, tree_fingerprint if is_all else "")
 
 
-def _carry_out(staging: Staging, plan: _Plan) -> bool:
+def _carry_out(staging: _Staging, plan: _Plan) -> bool:
     """Whether the target is now the staged tree, and nothing else."""
     try:
         # A process whose working directory is the target, such as the shell that started us,
@@ -255,8 +255,8 @@ def _carry_out(staging: Staging, plan: _Plan) -> bool:
                     move_into(staged, target)
                 finally:
                     os.close(staged)
-            delete_paths(target, plan.deletions)
-            set_directories(target, tree)
+            _delete_paths(target, plan.deletions)
+            _set_directories(target, tree)
         finally:
             os.close(target)
     except OSError as error:
@@ -264,7 +264,7 @@ def _carry_out(staging: Staging, plan: _Plan) -> bool:
     return False
 
 
-def _rename_whole(staging: Staging) -> bool:
+def _rename_whole(staging: _Staging) -> bool:
     """Put the staged tree in the place of a missing or empty target, in one step."""
     try:
         # rename(2) replaces an empty directory and nothing else.
@@ -277,7 +277,7 @@ def _rename_whole(staging: Staging) -> bool:
     return True
 
 
-def _read_plan(staging: Staging) -> _Plan:
+def _read_plan(staging: _Staging) -> _Plan:
     try:
         plan = _PLAN.decode((staging.directory / "plan").read_bytes(), "its plan")
     except OSError as error:
@@ -289,12 +289,12 @@ def _read_plan(staging: Staging) -> _Plan:
     return plan
 
 
-def _read_tree(staging: Staging) -> Tree:
+def _read_tree(staging: _Staging) -> Tree:
     """Only where directories are merged: to decode a large one takes a tenth of a second."""
     return index.decode((staging.directory / "index").read_bytes())
 
 
-def remove_stagings(stagings: Sequence[Staging]) -> None:
+def _remove_stagings(stagings: Sequence[_Staging]) -> None:
     """Throw working directories away: they are finished, or were never committed."""
     for staging in stagings:
         # Without these nothing of it is ever carried out again.
@@ -304,7 +304,7 @@ def remove_stagings(stagings: Sequence[Staging]) -> None:
         _throw_away(staging)
 
 
-def _throw_away(staging: Staging) -> None:
+def _throw_away(staging: _Staging) -> None:
     """Remove the directory; a target that it lies in keeps its time."""
     with contextlib.suppress(OSError):
         kept = os.stat(staging.directory.parent)
@@ -320,7 +320,7 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
     Raises: PermissionDeniedError for a working directory that is not ours; BootseerError where it
     cannot be finished.
     """
-    committed: list[Staging] = []
+    committed: list[_Staging] = []
     for target in targets:
         for directory in _places(target):
             try:
@@ -331,7 +331,7 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
                 raise PermissionDeniedError(
                     f"{directory} belongs to somebody else; remove it, it is in the way"
                 )
-            staging = Staging(target, directory)
+            staging = _Staging(target, directory)
             if _is_committed(staging):
                 committed.append(staging)
             elif not _others(staging):
@@ -347,7 +347,7 @@ def recover_targets(targets: Sequence[Path], on_finished: OnFinished) -> None:
             _throw_away(staging)
 
 
-def _others(staging: Staging) -> bool:
+def _others(staging: _Staging) -> bool:
     """Whether targets that are not ours to lock now still need this working directory's commit."""
     try:
         data = (staging.directory / "commit").read_bytes()
@@ -357,7 +357,7 @@ def _others(staging: Staging) -> bool:
         return False
 
 
-def _is_committed(staging: Staging) -> bool:
+def _is_committed(staging: _Staging) -> bool:
     plan = read_private_file(staging.directory / "plan", _POINTER)
     return plan is not None and plan.commit.is_file()
 
@@ -417,7 +417,7 @@ def _move(name: bytes, staged: int, target: int) -> bool:
     return False
 
 
-def delete_paths(target: int, paths: Iterable[bytes]) -> None:
+def _delete_paths(target: int, paths: Iterable[bytes]) -> None:
     """Remove relative `paths` below the directory `target`; missing ones are no error.
 
     A directory goes with everything that appeared in it since: bytecode that was not there when the
@@ -453,7 +453,7 @@ def _below(top: int, path: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-def set_directories(target: int, tree: Tree) -> None:
+def _set_directories(target: int, tree: Tree) -> None:
     """Give every directory of `tree` its attributes, deepest first; the last step of a merge,
     since every move into a directory changes its times. Missing ones are left out."""
     directories = [
@@ -567,15 +567,15 @@ def put_in_place(work: Restoration, fill: Fill, on_finished: OnFinished) -> None
     PermissionDeniedError: nothing has changed, unless the message says that a restore could not be
     *finished*; the next run goes on with it.
     """
-    stagings: list[Staging] = []
+    stagings: list[_Staging] = []
     fingerprints: list[str] = []
     try:
         for item in work.placed:
             tree, encoded = work.load(item.target)
-            staging = make_staging(item.path)
+            staging = _make_staging(item.path)
             stagings.append(staging)
             fingerprints.append(fill(item.target, tree, staging.tree))
-            write_plan(
+            _write_plan(
                 staging,
                 stagings[0],
                 fingerprint=work.manifest.fingerprint,
@@ -584,10 +584,10 @@ def put_in_place(work: Restoration, fill: Fill, on_finished: OnFinished) -> None
                 deletions=item.target.deletions,
             )
         commit(stagings)
-        complete_stagings(stagings, fingerprints, on_finished)
+        _complete_stagings(stagings, fingerprints, on_finished)
     except BaseException:
-        if not is_committed(stagings):
-            remove_stagings(stagings)
+        if not _are_committed(stagings):
+            _remove_stagings(stagings)
         raise
 
 

@@ -166,25 +166,25 @@ class Placeholder(Struct, frozen=True):
     """Length of the prefix that the package was built with."""
 
 
-class Written(Struct, frozen=True):
+class _Written(Struct, frozen=True):
     """A file that relocation has changed."""
 
     sha256: bytes
     size_bytes: int
 
 
-def written(content: bytes) -> Written:
+def written(content: bytes) -> _Written:
     """Return the record of a file of this content."""
-    return Written(hashlib.sha256(content).digest(), len(content))
+    return _Written(hashlib.sha256(content).digest(), len(content))
 
 
-def is_record(path: bytes) -> bool:
+def _is_record(path: bytes) -> bool:
     """Return whether the file lists the files of a wheel."""
     folder, _, name = path.rpartition(b"/")
     return name == b"RECORD" and folder.endswith(b".dist-info")
 
 
-def is_conda_record(path: bytes) -> bool:
+def _is_conda_record(path: bytes) -> bool:
     """Whether the file describes an installed conda package."""
     return path.startswith(b"conda-meta/") and path.endswith(b".json") and path.count(b"/") == 1
 
@@ -205,14 +205,14 @@ def _path_of(record: bytes, name: str) -> bytes:
     return posixpath.normpath(posixpath.join(base, name.encode("utf-8", "surrogateescape")))
 
 
-def files_of_record(record: bytes, data: bytes) -> set[bytes]:
+def _files_of_record(record: bytes, data: bytes) -> set[bytes]:
     """The files that the RECORD at the path `record` lists."""
     lines = data.decode("utf-8", "surrogateescape").splitlines()
     return {_path_of(record, fields[0]) for fields in map(_listed, lines) if fields}
 
 
 def relocated_record(
-    record: bytes, data: bytes, changed: Mapping[bytes, Written], removed: Set[bytes]
+    record: bytes, data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
 ) -> bytes:
     """The RECORD with the hashes and sizes of `changed` files, and without the lines of
     `removed` ones."""
@@ -269,7 +269,7 @@ def placeholders_of(data: bytes) -> dict[bytes, Placeholder | None]:
 
 
 def relocated_conda_record(
-    data: bytes, changed: Mapping[bytes, Written], removed: Set[bytes]
+    data: bytes, changed: Mapping[bytes, _Written], removed: Set[bytes]
 ) -> bytes:
     """A conda package's description with the hashes of `changed` files, without `removed` ones."""
     document = _decoded(data)
@@ -311,7 +311,7 @@ class Brought(Struct, frozen=True):
     by_conda: Mapping[bytes, Placeholder | None]
 
 
-def is_bytecode(path: bytes) -> bool:
+def _is_bytecode(path: bytes) -> bool:
     """Whether a file is compiled Python. It names its source only for tracebacks, which look it up
     by the module's real path, and stays valid as long as the source has its size and time."""
     return path.endswith(b".pyc")
@@ -337,7 +337,7 @@ def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) ->
     if b"\0" in data:
         return None
     is_brought = path in brought.by_wheels or path in brought.by_conda
-    if is_brought and not is_written(path):
+    if is_brought and not _is_written(path):
         # The first line of a script that pip has put elsewhere than in "bin".
         line, end, rest = data.partition(b"\n")
         if not line.startswith(b"#!") or not prefix.is_in(line):
@@ -347,7 +347,7 @@ def relocate_file(path: bytes, data: bytes, prefix: Prefix, brought: Brought) ->
     return prefix.script(data)
 
 
-def is_written(path: bytes) -> bool:
+def _is_written(path: bytes) -> bool:
     """Whether installers write the prefix into this file, also where a package lists it."""
     first, slash, _ = path.partition(b"/")
     return bool(slash and first in _SCRIPT_DIRECTORIES) or _WRITTEN.fullmatch(path) is not None
@@ -367,7 +367,7 @@ def stale_bytecode(sources: Iterable[bytes], paths: Set[bytes]) -> set[bytes]:
     return {
         path
         for path in paths
-        if is_bytecode(path)
+        if _is_bytecode(path)
         and posixpath.basename(path).partition(b".")[0] in stems.get(posixpath.dirname(path), ())
     }
 
@@ -473,26 +473,26 @@ def _relocate(tree: Tree, top: bytes, prefix: Prefix) -> Relocation:
         if sizes[number] <= _TEXT_BYTES_MAX
         for path in names
     )
-    records = [path for path in readable if is_record(path)]
-    conda_records = [path for path in readable if is_conda_record(path)]
+    records = [path for path in readable if _is_record(path)]
+    conda_records = [path for path in readable if _is_conda_record(path)]
     last = {*records, *conda_records}
 
     def read(path: bytes) -> bytes:
         return Path(os.fsdecode(top + b"/" + path)).read_bytes()
 
     brought = Brought(
-        {file for path in records for file in files_of_record(path, read(path))},
+        {file for path in records for file in _files_of_record(path, read(path))},
         {
             file: placeholder
             for path in conda_records
             for file, placeholder in placeholders_of(read(path)).items()
         },
     )
-    changed: dict[bytes, Written] = {}
+    changed: dict[bytes, _Written] = {}
     left: list[bytes] = []
     needles = list(prefix.forms)
     for names in files.values():
-        if is_bytecode(names[0]) or not last.isdisjoint(names):
+        if _is_bytecode(names[0]) or not last.isdisjoint(names):
             continue
         size_bytes = _size_with(top + b"/" + names[0], needles)
         if not size_bytes:

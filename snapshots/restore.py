@@ -66,7 +66,7 @@ REFLINK = "reflink"
 # Below both of these an extraction ends before the server of a mount could be started: 0.3 s of
 # one processor.
 SMALL_BYTES = 16 * 1024 * 1024
-SMALL_COUNT = 1000
+_SMALL_COUNT = 1000
 # Each mounted target has a server of its own.
 TARGETS_MAX = 8
 
@@ -179,7 +179,7 @@ def _said(method: str) -> str:
 
 
 def _automatic(facts: Facts) -> Choice:
-    is_small = facts.content_bytes < SMALL_BYTES and facts.file_count < SMALL_COUNT
+    is_small = facts.content_bytes < SMALL_BYTES and facts.file_count < _SMALL_COUNT
     # An image's root is another one then, while the node keeps a tree for it.
     is_kept = facts.has_trees or (facts.lingers and facts.is_container)
     if is_small and not is_kept:
@@ -268,7 +268,7 @@ def restore_by_choice(
 ) -> Restored:
     """Put all targets of a snapshot in place, or change nothing. Raises: as `put_in_place`."""
     try:
-        facts = find_facts(work, is_container=wish.is_container)
+        facts = _find_facts(work, is_container=wish.is_container)
         if wish.is_container and wish.scratch is None:
             facts = replace(facts, may_mount=False)
     except OSError as error:
@@ -321,13 +321,13 @@ def _link(work: Restoration, wish: Wish, choice: Choice, on_finished: OnFinished
     return Restored(choice, extraction.moved_bytes, was_here=extraction.was_here)
 
 
-def find_facts(work: Restoration, *, is_container: bool) -> Facts:
+def _find_facts(work: Restoration, *, is_container: bool) -> Facts:
     """Return the facts that choose the way of a restore. Raises: OSError."""
     trees = NodeTrees(work.settings)
     table = mount_table.mount_points()
     placed, manifest = work.placed, work.manifest
     paths = [item.path for item in placed]
-    places = [existing_parent(path) for path in paths]
+    places = [_existing_parent(path) for path in paths]
     return Facts(
         may_mount=can_mount_directly() and not is_in_user_namespace(),
         has_fuse=os.access(DEVICE, os.R_OK | os.W_OK),
@@ -347,7 +347,7 @@ def find_facts(work: Restoration, *, is_container: bool) -> Facts:
     )
 
 
-def existing_parent(path: Path) -> Path:
+def _existing_parent(path: Path) -> Path:
     """The nearest directory at or above `path` that exists."""
     while not path.is_dir():
         path = path.parent
@@ -389,7 +389,7 @@ def restore_snapshot(
     *,
     relocates: bool = False,
     allows_system: bool = False,
-    report: "Report" = lambda sentence: None,
+    report: Report = lambda sentence: None,
     process: Process | None = None,
 ) -> Manifest:
     """Put a snapshot in place, or a plain one into `directory`, and return its manifest.
@@ -440,7 +440,7 @@ def restore_snapshot(
     return manifest
 
 
-def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
+def _check_targets(key: str, placed: Sequence[Placed]) -> None:
     """Raises: InvalidInputError where a target, or where it leads, is of the system."""
     for item in placed:
         for path in (Path(os.fsdecode(item.target.path)), item.path):
@@ -452,7 +452,7 @@ def _check_targets(key: str, placed: "Sequence[Placed]") -> None:
 
 
 def _restore_relocated(
-    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: "Report"
+    settings: Settings, store: Store, manifest: Manifest, directory: Path, report: Report
 ) -> None:
     from bootseer.snapshots.relocation import restore_relocated
 

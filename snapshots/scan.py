@@ -72,7 +72,7 @@ def target_path(text: str, directory: str) -> bytes:
 # Names that restores use beside or inside a target; never part of a snapshot.
 STAGING_PREFIX = b".bootseer-"
 # A tree of more is not an environment; the bound keeps memory finite (about 500 bytes each).
-ENTRIES_MAX = 5_000_000
+_ENTRIES_MAX = 5_000_000
 NOTHING = "nothing"
 """The `base_digest` of a directory that is missing or empty."""
 
@@ -169,8 +169,10 @@ def _scan_into(found: dict[bytes, Entry], top: int, prefix: bytes, device: int) 
         finally:
             if fd != top:
                 os.close(fd)
-        if len(found) > ENTRIES_MAX:
-            raise NoSpaceError(f"more than {ENTRIES_MAX} names in one target; choose a smaller one")
+        if len(found) > _ENTRIES_MAX:
+            raise NoSpaceError(
+                f"more than {_ENTRIES_MAX} names in one target; choose a smaller one"
+            )
 
 
 def open_below(top: int, path: bytes) -> int:

@@ -37,7 +37,7 @@ _COMPARING_S = 5.0
 _KIND = ("interpreter", "platform", "machine", "libc", "kind")
 _READ_BYTES = 1 << 20
 _THREADS_MAX = 4
-BYTECODE_HEAD_BYTES = 16
+_BYTECODE_HEAD_BYTES = 16
 """The head of a `.pyc` file, before the code itself (PEP 552)."""
 
 Place = tuple[int, int, int, int]
@@ -92,7 +92,7 @@ def choose_blobs(
     return kept if is_worth_it else frozenset()
 
 
-def may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest) -> bool:
+def _may_share(parts: Sequence[Part], paths: Iterable[bytes], manifest: Manifest) -> bool:
     """Whether a snapshot is of the same directories, or of one as this one is, on the same kind of
     machine: one project's environment holds what another's does. Pure."""
     wanted, found = set(paths), {target.path for target in manifest.targets}
@@ -118,7 +118,7 @@ def find_base(
     earlier: Iterable[Manifest], parts: Sequence[Part], paths: Sequence[bytes]
 ) -> Manifest | None:
     """Return the earlier snapshot that has most in common, told by the parts of the keys. Pure."""
-    return nearest(parts, (one for one in earlier if may_share(parts, paths, one)))
+    return nearest(parts, (one for one in earlier if _may_share(parts, paths, one)))
 
 
 def find_others(
@@ -217,7 +217,7 @@ def _match(base: Tree, known: Mapping[bytes, int], path: bytes, host: bytes) -> 
     number = known.get(content_digest(then)) if then else None
     if number is None:
         return None
-    return _Match(number, digest, status, content[:BYTECODE_HEAD_BYTES])
+    return _Match(number, digest, status, content[:_BYTECODE_HEAD_BYTES])
 
 
 def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
@@ -230,7 +230,7 @@ def bytecode_then(base: Tree, path: bytes, content: bytes) -> bytes:
     """
     folder, _, name = path.rpartition(b"/")
     above = folder.rpartition(b"/")
-    if above[2] != b"__pycache__" or len(content) <= BYTECODE_HEAD_BYTES or any(content[4:8]):
+    if above[2] != b"__pycache__" or len(content) <= _BYTECODE_HEAD_BYTES or any(content[4:8]):
         return b""
     source = base.resolve((above[0] + b"/" if above[0] else b"") + name.partition(b".")[0] + b".py")
     if source is None:

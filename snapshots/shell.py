@@ -20,7 +20,7 @@ _MARK = re.compile(r"\x01([^\x01-\x03]*)(?:\x03([^\x01-\x03]*))?\x02")
 # Longer ones first.
 _OPERATOR_LIST = "&>> <<- <<< ;;& && || ;; ;& |& &> >> >& >| <& <> << ; & | ( ) < >"
 _OPERATORS = _OPERATOR_LIST.split()
-REDIRECTIONS = frozenset(one for one in _OPERATORS if "<" in one or ">" in one)
+_REDIRECTIONS = frozenset(one for one in _OPERATORS if "<" in one or ">" in one)
 _TOKENS_MAX = 20_000
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`\x01-\x03]+")
@@ -461,7 +461,7 @@ class _Parser:
 
     def _take_operator(self, token: Token, following: Token | None, at: int) -> int:
         operator = token.text
-        if operator in REDIRECTIONS:
+        if operator in _REDIRECTIONS:
             self._redirection = operator
         elif operator == "(":
             words = self._current.words

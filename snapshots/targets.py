@@ -159,7 +159,7 @@ _TELL_S = 2.0
 _FD_MIN = 40
 
 
-def record_path(run_dir: Path, target: Path) -> Path:
+def _record_path(run_dir: Path, target: Path) -> Path:
     """Returns the path, without suffix, of this node's records of a target (a host path)."""
     return run_dir / _FOLDER / hashlib.sha256(os.fsencode(target)).hexdigest()[:32]
 
@@ -192,7 +192,7 @@ def locked(
         # Always in the same order, so that two with overlapping targets cannot wait in a circle.
         for target in sorted(above.union(targets)):
             is_shared = target not in targets
-            path = record_path(run_dir, target).with_suffix(".lock")
+            path = _record_path(run_dir, target).with_suffix(".lock")
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as error:
@@ -337,8 +337,8 @@ def other_users(run_dir: Path, targets: Iterable[Path]) -> dict[Path, int]:
     users = {}
     ours = own_line()
     used = {}
-    for name in notes(record_path(run_dir, Path()).parent):
-        folder = record_path(run_dir, Path()).with_name(name)
+    for name in notes(_record_path(run_dir, Path()).parent):
+        folder = _record_path(run_dir, Path()).with_name(name)
         if folder.suffix == _SUFFIX:
             with contextlib.suppress(OSError):
                 used[Path(os.readlink(folder / _TARGET))] = folder
@@ -361,7 +361,7 @@ def check_unused(run_dir: Path, targets: Iterable[Path]) -> None:
 
 
 def _folder(run_dir: Path, target: Path) -> Path:
-    return record_path(run_dir, target).with_suffix(_SUFFIX)
+    return _record_path(run_dir, target).with_suffix(_SUFFIX)
 
 
 def _forget_ended(folder: Path) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _GONE = ".gone-"
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KIND = stat.S_IFMT(0o177777)
-FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
+_FICLONE = 0x40049409  # _IOW(0x94, 9, int), linux/fs.h
 # Steps in which file systems keep times: most; SMB and NTFS; old NFS servers; exFAT; ext4 with
 # inodes of 128 bytes; FAT.
 _GRANULARITIES_NS = (1, 100, 1000, 10**6, 10**7, 10**9, 2 * 10**9)
@@ -54,11 +54,11 @@ class FileTimes:
         if found_ns == wanted_ns:
             return True
         if not self._granularity_ns:
-            self._granularity_ns = granularity_ns(self._directory)
+            self._granularity_ns = _granularity_ns(self._directory)
         return found_ns == wanted_ns - wanted_ns % self._granularity_ns
 
 
-def granularity_ns(directory: Path) -> int:
+def _granularity_ns(directory: Path) -> int:
     """Return the step in which the file system of `directory`, in which we may write, keeps times.
     It is 1 where that cannot be told."""
     path = directory / f".times-{os.getpid()}-{threading.get_ident()}"
@@ -266,14 +266,14 @@ def _is_as_in(
     for i in range(first, end):
         name, number = names[i], inodes[i]
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if found.st_dev != device or not is_same_file(found, tree, number, times):
+        if found.st_dev != device or not _is_same_file(found, tree, number, times):
             return None
         if stat.S_ISDIR(found.st_mode):
             directories.append((name, number))
     return directories
 
 
-def is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes) -> bool:
+def _is_same_file(found: os.stat_result, tree: Tree, inode: int, times: FileTimes) -> bool:
     """Return whether a status matches the tree: the kind, and of a file also size and time."""
     c = tree.columns
     kind = c.mode[inode] & _KIND
@@ -293,10 +293,10 @@ def _size_of(path: Path) -> int:
         return 0
 
 
-def clone(source: int, target: int) -> None:
+def _clone(source: int, target: int) -> None:
     """Make the empty file `target` share all of `source` (both descriptors), until one of them is
     written: ioctl_ficlone(2), which XFS, btrfs and bcachefs have. Raises: OSError."""
-    fcntl.ioctl(target, FICLONE, source)
+    fcntl.ioctl(target, _FICLONE, source)
 
 
 def can_reflink(directory: Path) -> bool:
@@ -310,7 +310,7 @@ def can_reflink(directory: Path) -> bool:
         ):
             one.write(b"x" * 4096)
             one.flush()
-            clone(one.fileno(), other.fileno())
+            _clone(one.fileno(), other.fileno())
     except OSError:
         return False
     return True
@@ -366,7 +366,7 @@ class _Copy:
             os.link(first, path, follow_symlinks=False)
         for path in reversed(directories):
             original = os.path.join(self._source, path)
-            copy_attributes(original, os.path.join(self._target, path), os.lstat(original))
+            _copy_attributes(original, os.path.join(self._target, path), os.lstat(original))
 
     def _copy_all(self, work: Iterable[tuple[bytes, list[os.DirEntry[bytes]]]]) -> None:
         for directory, entries in work:
@@ -390,7 +390,7 @@ class _Copy:
             os.symlink(os.readlink(original), name)
         else:
             os.mknod(name, kind | 0o600, status.st_rdev)
-        copy_attributes(original, name, status)
+        _copy_attributes(original, name, status)
 
     @staticmethod
     def _clone(original: bytes, name: bytes) -> None:
@@ -400,10 +400,10 @@ class _Copy:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             target = os.open(name, flags, 0o600)
             stack.callback(os.close, target)
-            clone(source, target)
+            _clone(source, target)
 
 
-def copy_attributes(original: bytes, name: bytes, status: os.stat_result) -> None:
+def _copy_attributes(original: bytes, name: bytes, status: os.stat_result) -> None:
     """Copy all attributes of `original`, whose status is `status`, to `name`; times last.
 
     Raises: OSError.
