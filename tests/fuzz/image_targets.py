@@ -1,10 +1,12 @@
 """What the store, a registry or the node's cache gives for images."""
 
+import contextlib
 import hashlib
 import io
 import shutil
 import struct
 import tempfile
+import zlib
 from array import array
 from contextlib import closing
 from itertools import pairwise
@@ -13,9 +15,12 @@ from pathlib import Path
 import zstandard
 from hypothesis import strategies as st
 
+from bootseer.base.content_digest import content_digest
+from bootseer.blob import seek_points
 from bootseer.blob.index import codec as index
 from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import verify
+from bootseer.blob.tree import Frame
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -222,8 +227,37 @@ def _read_cached(data: bytes) -> None:
 _HINTS = b"# list\nusr/bin/x\n/usr/lib/y\t0\t4096\nusr/z 4096 10\n"
 _RECORDS = b'{"path":"usr/bin/x","manifestDigest":"sha256:0","layerIndex":1}\n{"path":"y"}\n'
 
+# ---- seek points ------------------------------------------------------------------------------
+
+
+def _layer() -> tuple[tuple[bytes, bytes], seek_points.SeekPoints]:
+    """Two spans of a gzip file, and how each is read."""
+    text = bytes(range(256)) * 40
+    compressor = zlib.compressobj(wbits=31)
+    first = compressor.compress(text) + compressor.flush(zlib.Z_SYNC_FLUSH)
+    second = compressor.compress(text) + compressor.flush()
+    points = (
+        seek_points.SeekPoint(True, 0, 0, 0, b""),
+        seek_points.SeekPoint(False, 0, 0, 0, zstandard.compress(text)),
+    )
+    size_bytes = len(first) + len(second)
+    return (first, second), seek_points.SeekPoints(f"sha256:{'00' * 32}", size_bytes, points)
+
+
+_SPANS, _POINTS = _layer()
+
+
+def _read_points(data: bytes) -> None:
+    points = seek_points.decode(data)
+    for number, span in enumerate(_SPANS[: len(points.points)]):
+        frame = Frame(0, len(span), 0, 10_240, content_digest(span))
+        with contextlib.suppress(CorruptError):
+            assert len(points.decode_frame(number, frame, span)) == frame.stream_length
+
+
 IMAGE_TARGETS = (
     Target("blob-index", _indexes(), _read_index, _DAMAGED),
+    Target("seek-points", mutated((seek_points.encode(_POINTS),)), _read_points, _DAMAGED),
     Target("bundle", _bundles(), _read_bundle, _DAMAGED),
     Target("trace", mutated((_expanded(trace.encode(samples.trace())),)), _read_trace, _DAMAGED),
     Target("hot-set", mutated((_hotset(),)), _read_hotset, _DAMAGED),
