@@ -203,11 +203,12 @@ def _with_options(settings: Settings, options: Mapping[str, Any]) -> Settings:
 
 def _directories(kept: tuple[str, ...]) -> tuple[str, ...]:
     """Those that `--keep` names. Raises: InvalidInputError."""
-    from bootseer.snapshots.scan import target_path
-
     directories = tuple(text for text in kept if text not in ("auto", "off"))
-    for text in directories:
-        target_path(text, os.getcwd())
+    if directories:
+        from bootseer.snapshots.scan import target_path
+
+        for text in directories:
+            target_path(text, os.getcwd())
     return directories
 
 
