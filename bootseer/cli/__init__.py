@@ -17,7 +17,6 @@ from bootseer.base.redact import redact
 from bootseer.cli.lazy_group import LazyGroup
 from bootseer.cli.output import SettingsSource, one_line, printable, setting_options
 from bootseer.errors import EXIT_FAILURE, EXIT_OK, BootseerError, exit_code_of, missing_package
-from bootseer.linux.standard_files import open_standard_files
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ def cli(ctx: click.Context, /, verbose: int, **flags: str | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, translate errors, exit."""
-    open_standard_files()
+    _open_standard_files()
     code = _run(arguments)
     # Here, since the interpreter's own flush at exit can only complain.
     try:
@@ -189,3 +188,17 @@ class _RedactingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         # A traceback has lines.
         return redact("\n".join(map(printable, super().format(record).split("\n"))))
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null in the place of standard files that are closed (`bootseer ... >&-`): else the
+    next file that is opened, a lock or a cache, would be what prints go to."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
