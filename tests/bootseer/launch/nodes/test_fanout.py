@@ -52,16 +52,18 @@ class Site:
         hosts = [f"127.0.0.{number + 2}" for number in range(COUNT)]
         self.variables = {
             TEST_NETWORK: "bootseer.demo.limited",
-            "BOOTSEER_FANOUT_HOSTS": ",".join(hosts),
+            # As srun gives them to each task of a step.
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "127.0.0.[1-9]",
+            "SLURM_STEP_NODELIST": f"127.0.0.[2-{COUNT + 1}]",
             "BOOTSEER_FANOUT_PORT": str(free_port()),
             "BOOTSEER_FANOUT_KEY": secrets.token_hex(32),
-            "BOOTSEER_SUBMISSION": "7",
             "BOOTSEER_FILL": "0",
         }
         url = f"limit+{self.store.as_uri()}?tally={self.tally}"
         self.nodes = [
             stack.enter_context(
-                node_at(base / host, url, variables={**self.variables, "BOOTSEER_NODE": host})
+                node_at(base / host, url, variables={**self.variables, "SLURMD_NODENAME": host})
             )
             for host in hosts
         ]
@@ -111,6 +113,7 @@ def test_image_and_environment_leave_the_store_once(
     came = [int(one["bootseer.bytes"]) for one in figures]
     assert min(came) > 4_000_000  # a bundle, and an environment that nothing compresses
     assert {one["bootseer.fanout.nodes"] for one in figures} == {str(COUNT)}
+    assert {one["bootseer.fanout.list_from"] for one in figures} == {"Slurm"}
     stored = sum(int(one["bootseer.fanout.store_bytes"]) for one in figures)
     assert stored < 2 * max(came)
     # Everything that four nodes read: names, indexes and faults as well.
@@ -142,7 +145,7 @@ def test_nodes_that_cannot_reach_each_other_read_the_store(
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"BOOTSEER_NODE": "n9"}, "does not name this node"),
+        ({"SLURMD_NODENAME": "n9"}, "does not name this node"),
         ({"BOOTSEER_FANOUT_HOSTS": "a,b,b,127.0.0.2"}, "names the node 'b' twice"),
         ({"BOOTSEER_FANOUT_KEY": "secret"}, "BOOTSEER_FANOUT_KEY is no key"),
         ({}, "which another job of this node may use"),
