@@ -6,13 +6,14 @@ and for clients; each client has a thread, which tells it how far its object has
 
 import array
 import contextlib
+import errno
 import logging
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -31,7 +32,7 @@ from bootseer.fanout.local import (
     decode_request,
 )
 from bootseer.fanout.objects import ChunkList, chunk_list
-from bootseer.fanout.trees import STORE, Trees
+from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
 from bootseer.linux.private_files import private_directory
 from bootseer.served.control import is_trusted_peer
 from bootseer.served.ready_socket import ReadySocket
@@ -49,6 +50,7 @@ _REQUEST_S = 5.0
 _TELL_S = 2.0
 """How long a client may take no update before it is hung up on."""
 _LOOK_S = 0.2
+_PROBES_MAX, _PROBE_S = 6, 0.7
 _STORE_THREADS = 4
 _SOURCES_MAX = 8
 _SPARE_SHARE = 0.5
@@ -71,12 +73,46 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
             )
         )
         objects = _Objects(plan, exchange, stack)
+        probe = threading.Thread(target=_give_up_alone, args=(plan, objects), daemon=True)
+        probe.start()
         _wait_for_end(plan, ours, objects)
-        _note(plan, exchange.fed())
+        _note(plan, exchange.fed(), is_alone=objects.has_given_up)
+
+
+def _give_up_alone(plan: HostPlan, objects: "_Objects") -> None:
+    """End the fan-out of this node where the port of others is blocked: a packet that nobody
+    answers costs each object seconds, a refusal costs nothing."""
+    members, own = plan.membership.members, plan.membership.own
+    trees = Trees(len(members), [one.place for one in members])
+    found = [node for tree in range(TREE_COUNT) for node in trees.ancestors(tree, own)[:2]]
+    found += [node for tree in range(TREE_COUNT) for node in trees.children(tree, own)]
+    addresses = [(members[node].host, members[node].port) for node in dict.fromkeys(found)]
+    if are_silent(addresses[:_PROBES_MAX], _PROBE_S):
+        objects.give_up()
+
+
+def are_silent(addresses: Sequence[tuple[str, int]], limit_s: float) -> bool:
+    """Return whether none of these addresses accepts or refuses a connection within the time."""
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for address in addresses:
+            try:
+                family, kind, number, _, place = socket.getaddrinfo(
+                    *address, type=socket.SOCK_STREAM
+                )[0]
+                sock = stack.enter_context(socket.socket(family, kind, number))
+                sock.setblocking(False)
+                if sock.connect_ex(place) != errno.EINPROGRESS:
+                    return False
+            except OSError:
+                return False
+            selector.register(sock, selectors.EVENT_WRITE)
+        return bool(addresses) and not selector.select(limit_s)
 
 
 def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> None:
-    """Take clients until the start is ready, or the job or the window has ended."""
+    """Take clients until the start is ready, the job or the window has ended, or nothing more is
+    brought."""
     until_s = time.monotonic() + _WINDOW_S
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -88,11 +124,11 @@ def _wait_for_end(plan: HostPlan, ours: socket.socket, objects: "_Objects") -> N
             return
         stack.callback(os.close, user)
         ours.setblocking(False)
-        for source in (ours, ready, user):
+        for source in (ours, ready, user, objects.given_up):
             selector.register(source, selectors.EVENT_READ)
         while (left_s := until_s - time.monotonic()) > 0:
             found = {key.fileobj for key, _ in selector.select(left_s)}
-            if user in found or (ready in found and ready.take()):
+            if {user, objects.given_up} & found or (ready in found and ready.take()):
                 return
             if ours in found:
                 with contextlib.suppress(OSError):
@@ -139,6 +175,10 @@ class _Objects:
         self._fetchers: dict[str, ChunkFetcher] = {}
         self._lock = threading.Lock()
         self._clients = threading.BoundedSemaphore(_CLIENTS_MAX)
+        self._has_given_up = threading.Event()
+        self.given_up = os.eventfd(0, os.EFD_CLOEXEC)
+        """Readable once nothing more is brought. Open as long as the process lives: a thread may
+        still write to it at the end."""
 
     def take(self, connection: socket.socket) -> None:
         """Answer a client, in a thread of its own."""
@@ -146,6 +186,16 @@ class _Objects:
             connection.close()
             return
         threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether clients are sent to the store."""
+        return self._has_given_up.is_set()
+
+    def give_up(self) -> None:
+        """Bring nothing more: clients read the store."""
+        self._has_given_up.set()
+        os.eventfd_write(self.given_up, 1)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -180,7 +230,7 @@ class _Objects:
         counts: tuple[int, ...] = (-1, -1)
         while True:
             found, is_over = self._exchange.progress(one.name, counts, _LOOK_S)
-            if is_over:
+            if is_over or self._has_given_up.is_set():
                 yield (IS_OVER, *found)
                 return
             if found != counts:
@@ -194,6 +244,8 @@ class _Objects:
             [one.length for one in wanted.chunks], [one.digest or b"" for one in wanted.chunks]
         )
         name = chunks.name
+        if self._has_given_up.is_set():
+            return None
         if not wanted.is_wanted:
             self._exchange.decline(name)
             return None
@@ -239,7 +291,7 @@ class _Objects:
 # ---- the timeline -----------------------------------------------------------------------------
 
 
-def _note(plan: HostPlan, fed: list[Fed]) -> None:
+def _note(plan: HostPlan, fed: list[Fed], *, is_alone: bool) -> None:
     """Note on the timeline of the start who fed this node."""
     membership = plan.membership
     names = [one.name for one in membership.members]
@@ -248,7 +300,7 @@ def _note(plan: HostPlan, fed: list[Fed]) -> None:
     stored_bytes = sum(one.byte_count for one in fed if one.source == STORE)
     left = [one for one in fed if one.left_because and one.source != STORE]
     fallback = ""
-    if came_bytes and stored_bytes == came_bytes:
+    if stored_bytes == came_bytes and (came_bytes or is_alone):
         fallback = f"no other node could be used: port {own.port} may be blocked"
         _log.warning("warning: %s", fallback)
     elif left:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bootseer.demo.limited import Account, read_account
+from bootseer.fanout.hosting import are_silent
 from bootseer.store import TEST_NETWORK
 from testbed.node import Node, node_at
 from testbed.paths import REPOSITORY
@@ -140,6 +141,23 @@ def test_nodes_that_cannot_reach_each_other_read_the_store(
     assert "warning" not in done.stderr
     first.wait_clean()
     assert "may be blocked" in _figures(first)["bootseer.fallback"]
+
+
+def test_a_blocked_port_is_told_from_a_node_that_is_not_up_yet() -> None:
+    with contextlib.ExitStack() as stack:
+        # Two wait to be accepted; the kernel drops what comes then, as a firewall does.
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        blocked = ("127.0.0.1", full.getsockname()[1])
+        assert are_silent([blocked], 0.2)
+        assert not are_silent([blocked, ("127.0.0.1", free_port())], 5)
+        open_one = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        assert not are_silent([blocked, ("127.0.0.1", open_one.getsockname()[1])], 5)
+        assert not are_silent([("no-such-host.invalid", 1)], 5)
+        assert not are_silent([], 0)
 
 
 @pytest.mark.parametrize(
