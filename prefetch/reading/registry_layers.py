@@ -34,7 +34,7 @@ class LayerReader:
     def __init__(
         self, settings: Settings, store: Store, reference: str, blobs: Sequence[Blob]
     ) -> None:
-        """Nothing is asked. `reference` is what the image is called in `store`."""
+        """Make a reader; no server is asked. `reference`: name of the image in `store`."""
         self._settings = settings
         self._store = store
         self._reference = reference

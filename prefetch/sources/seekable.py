@@ -197,8 +197,11 @@ def _parsed(export: bytes) -> list[_Block]:
 def _cut(
     file: BinaryIO, blocks: list[_Block], span_bytes: int
 ) -> tuple[FrameTable, list[SeekPoint]]:
-    """Return the frames that the blocks, of which the last is the end, make of the file, and their
-    seek points. Members of a file of many, such as eStargz, may be shorter than a span."""
+    """Return the frames of the file, and their seek points.
+
+    `blocks` ends with the end of the file. Frames are `span_bytes` of output long or more, also
+    where members of the file, as in eStargz, are shorter.
+    """
     size_bytes, stream_length = blocks[-1].offset, blocks[-1].stream_offset
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     # The first block lies behind the file's header, which is a part of its span.
