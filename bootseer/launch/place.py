@@ -239,7 +239,7 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
         from bootseer.prefetch.container.container import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
         from bootseer.prefetch.container.process import arguments_of
-        from bootseer.prefetch.resolve.resolve import resolve_image
+        from bootseer.prefetch.resolve.find import resolve_image
 
         resolved = resolve_image(settings, job.image, say=say, timeline=timeline.below(span))
         try:

@@ -41,7 +41,7 @@ from bootseer.prefetch.container.process import (
 from bootseer.prefetch.container.root import Bind, furnish, mount_overlay, parse_bind
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.resolve.found_image import publish_later
+from bootseer.prefetch.resolve.find import publish_later
 from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.control import ask

@@ -39,7 +39,7 @@ from bootseer.prefetch.container.container import CHROOT, Container
 from bootseer.prefetch.container.root import parse_bind
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.found_image import publish_later
+from bootseer.prefetch.resolve.find import publish_later
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
 from bootseer.store import open_store

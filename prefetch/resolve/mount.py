@@ -19,8 +19,7 @@ from bootseer.fuse.kernel.unmount import unmount
 from bootseer.linux import mount_table
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.found_image import publish_later
-from bootseer.prefetch.resolve.resolve import resolve_image
+from bootseer.prefetch.resolve.find import publish_later, resolve_image
 from bootseer.prefetch.serve.plan import (
     DEFAULTS,
     SUBTYPE,

@@ -41,7 +41,7 @@ from bootseer.prefetch.index.records import ImageRecord, LayerRecord
 from bootseer.prefetch.index.source_names import REGISTRY
 from bootseer.prefetch.publish.indexing import change_time_ns, describe_image
 from bootseer.prefetch.publish.layer_packing import stored_layer
-from bootseer.prefetch.resolve.found_image import (
+from bootseer.prefetch.resolve.find import (
     Say,
     image_by_name,
     image_on_node,
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 def resolve_from_source(
     settings: Settings, image: str, say: Say, timeline: Timeline | None
 ) -> FoundImage:
-    """The image that the source `image` holds. As `obtain.resolve_image`, which calls this."""
+    """The image that the source `image` holds. As `find.resolve_image`, which calls this."""
     return _Start(settings, image, say, timeline).obtain()
 
 

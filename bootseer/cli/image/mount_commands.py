@@ -79,8 +79,7 @@ def fetch(reference: str, as_json: bool) -> None:
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
     from bootseer.prefetch.reading.fill import fetch_tree
-    from bootseer.prefetch.resolve.found_image import image_on_node, publish_later
-    from bootseer.prefetch.resolve.resolve import resolve_image
+    from bootseer.prefetch.resolve.find import image_on_node, publish_later, resolve_image
 
     settings = current_settings()
     resolved = resolve_image(settings, reference)

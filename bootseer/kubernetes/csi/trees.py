@@ -16,8 +16,7 @@ from bootseer.linux import mount_table
 from bootseer.linux.private_files import private_directory
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.prefetch.resolve.found_image import image_by_name, publish_later
-from bootseer.prefetch.resolve.resolve import resolve_image
+from bootseer.prefetch.resolve.find import image_by_name, publish_later, resolve_image
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.folders import VOLUME

@@ -11,7 +11,7 @@ from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
-from bootseer.prefetch.resolve.resolve import resolve_image
+from bootseer.prefetch.resolve.find import resolve_image
 from bootseer.prefetch.sources import open_source
 from bootseer.settings.config import Settings
 from bootseer.store import open_store

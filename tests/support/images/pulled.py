@@ -11,7 +11,7 @@ from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
 from bootseer.prefetch.cache.stream_keys import store_hex
 from bootseer.prefetch.index.node_catalogue import FoundImage, vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.resolve.resolve import resolve_image
+from bootseer.prefetch.resolve.find import resolve_image
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import settings_at

@@ -1,11 +1,14 @@
-"""An image that can be mounted, found by its name: in the store, or on this node.
+"""An image that can be mounted, found by its name, in the store or on this node, or by its source.
 
-The store is asked first. What this node remembers (`node_catalogue`) serves while the store cannot
-be used, and until what was pulled here is published. Thread-safe: functions and frozen values.
+An image that is given by its source is `resolve_source`'s, which loads all that pulling takes. For
+a name the store is asked first. What this node remembers (`node_catalogue`) serves while the store
+cannot be used, and until what was pulled here is published. Thread-safe: functions and frozen
+values.
 """
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -21,14 +24,38 @@ from bootseer.prefetch.cache.stream_keys import is_stored
 from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
 from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.index.source_names import is_source
 from bootseer.prefetch.publish.publishing import start_image_publisher
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_own_store
+
+if TYPE_CHECKING:
+    from bootseer.timeline.recorder import Timeline
 
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 """Gets one sentence for people at a time."""
+
+
+def resolve_image(
+    settings: Settings,
+    image: str,
+    *,
+    say: Say = _log.warning,
+    timeline: "Timeline | None" = None,
+) -> FoundImage:
+    """Find the image called `image` in the store, or the image that the source `image` holds, whose
+    layers are pulled unless the store or this node has them.
+
+    `say` gets what people may want to know, warnings beginning with "warning:"; `timeline` a span
+    for what is pulled. Raises: BootseerError where the image cannot be had at all.
+    """
+    if not is_source(image):
+        return image_by_name(settings, image, say)
+    from bootseer.prefetch.resolve.resolve_source import resolve_from_source
+
+    return resolve_from_source(settings, image, say, timeline)
 
 
 def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
