@@ -65,3 +65,17 @@ def test_what_the_page_names_is_there(node: Node, image: Image, tmp_path: Path) 
         assert process.returncode == 0, errors
         second.wait_clean()
         assert any((second.base / "timeline/job/0").rglob("*.jsonl"))
+
+
+def test_the_files_are_reached_in_the_order_that_the_page_gives() -> None:
+    rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| (\d*) \|", PAGE, re.M)
+    assert 20 < len(rows) <= 30
+    files = [file for _, file, _ in rows]
+    assert [int(number) for number, _, _ in rows] == [*range(1, len(rows) + 1)]
+    for number, file, reached_from in rows[1:]:
+        assert int(reached_from) < int(number)
+        text = (REPOSITORY / files[int(reached_from) - 1]).read_text(encoding="utf-8")
+        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        package, _, name = f"bootseer.{module.removeprefix('bootseer.')}".rpartition(".")
+        said = (f"{package}.{name}", f"from {package} import", f'"{name}"')
+        assert any(one in text for one in said), f"{files[int(reached_from) - 1]} names no {file}"
