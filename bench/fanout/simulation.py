@@ -41,6 +41,8 @@ class World:
     lost: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
     slow: tuple[int, ...] = ()
+    hostile: tuple[int, ...] = ()
+    """Nodes that claim to have everything, and send wrong bytes, nothing or a drip by turns."""
     fault_s: float = 2.0
     joined_s: dict[int, float] = field(default_factory=dict)
     """When a node begins, where that is not 0."""
@@ -76,6 +78,7 @@ class _Stream:
     """The chunk of the tree that is sent next."""
     reads_store: bool
     is_open: bool = True
+    is_dripping: bool = False
     is_busy: bool = False
     is_stuck: bool = False
     """Whether the child is gone, and what was sent last lies in buffers."""
@@ -135,7 +138,7 @@ class Simulation:
         self.nodes = [_Node(n, world.rate, world.joined_s.get(n, 0.0)) for n in range(world.nodes)]
         self.store = _Node(STORE, world.store_rate or world.rate, 0.0)
         self.store.count = list(self._lengths)
-        self.store_bytes = 0
+        self.store_bytes = self._turn = 0
         self.done_s: dict[int, float] = {}
         self.moves: list[tuple[float, int, int, Take]] = []
 
@@ -148,7 +151,10 @@ class Simulation:
             else:
                 self._at(node.start_s, self._begin, node)
         self._at(world.fault_s, self._break)
-        sound = set(range(world.nodes)) - {*world.lost, *world.frozen, *world.slow, *world.absent}
+        for number in world.hostile:
+            self.nodes[number].fault = "hostile"
+        faulty = {*world.lost, *world.frozen, *world.slow, *world.absent, *world.hostile}
+        sound = set(range(world.nodes)) - faulty
         while self._done_count(sound) < len(sound):
             if not self._events or self.now_s > limit_s:
                 late = sorted(sound - self.done_s.keys())
@@ -203,6 +209,8 @@ class Simulation:
                 plan.alive(self.now_s, int((node.count[tree] + part) * self.world.chunk_bytes))
             elif stream.source is not self.store:
                 plan.heard(self.now_s, self._offer(stream.source, tree))
+        elif stream is not None and stream.is_dripping:
+            plan.heard(self.now_s, self._offer(stream.source, tree))
         self._do(node, tree, plan.step(self.now_s))
         self._at(self.now_s + self.world.tick_s, self._tick, node, tree)
 
@@ -219,10 +227,13 @@ class Simulation:
     def _answer(self, node: _Node, tree: int, asked: list[_Node]) -> None:
         if node.fault:
             return
-        offers = [self._offer(one, tree) for one in asked if one.plans and not one.fault]
+        there = [one for one in asked if one.fault == "hostile" or (one.plans and not one.fault)]
+        offers = [self._offer(one, tree) for one in there]
         self._do(node, tree, node.plans[tree].answered(self.now_s, offers))
 
     def _offer(self, node: _Node, tree: int) -> Offer:
+        if node.fault == "hostile":
+            return Offer(node.number, self._lengths[tree], 0, (STORE,))
         return node.plans[tree].offer(node.streams(self.now_s))
 
     def _lost(self, stream: _Stream, reason: Reason) -> None:
@@ -248,6 +259,11 @@ class Simulation:
             return
         if source is self.store:
             self._feed(stream)
+        elif source.fault == "hostile":
+            self._turn = (self._turn + 1) % 3
+            stream.is_dripping = self._turn == 2
+            if self._turn == 0:
+                self._at(self.now_s + 0.1, self._lost, stream, Reason.WRONG)
         elif source.fault == "absent" or not source.plans:
             self._lost(stream, Reason.REFUSED)
         elif source.fault:

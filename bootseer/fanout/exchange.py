@@ -39,7 +39,7 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.fanout import protocol
-from bootseer.fanout.links import Link, connect, welcome
+from bootseer.fanout.links import Link, connect, settle, welcome
 from bootseer.fanout.objects import ChunkList, decode_list
 from bootseer.fanout.plan import (
     ASK_S,
@@ -126,8 +126,8 @@ class _Share:
         """When bytes came last."""
         self.plans: list[SourcePlan] = []
         self.streams: set[_Stream] = set()
-        self.more = asyncio.Event()
-        """Set, and replaced, whenever there is more to send."""
+        self.waiting: list[set[asyncio.Future[bool]]] = [set() for _ in range(TREE_COUNT)]
+        """Streams of each tree that wait for more to send."""
 
     def joined(self, origin: Origin, file: int) -> None:
         """Begin: the file is written from now on."""
@@ -148,7 +148,7 @@ class _Share:
                 self.chunks = chunks
             for plan in self.plans:
                 plan.chunk_bytes = chunks.offsets[-1] / len(chunks.lengths)
-            self._tell()
+            self._tell(*range(TREE_COUNT))
 
     def accept(self, index: int, data: bytes | memoryview) -> None:
         """Verify and write a chunk. Raises: CorruptError; OSError of the disk."""
@@ -170,19 +170,33 @@ class _Share:
                 self.counts[tree] += 1
                 at += TREE_COUNT
             self.moved_s = time.monotonic()
-        self._tell()
+        self._tell(tree)
 
     def fail(self, error: BootseerError) -> None:
         """End: nothing more is written or sent."""
         with self.lock:
             self.error = self.error or error
-        self._tell()
+        self._tell(*range(TREE_COUNT))
 
-    def _tell(self) -> None:
+    def _tell(self, *trees: int) -> None:
+        """Wake who waits for chunks here, and the streams of these trees."""
         with self.lock:
             self.lock.notify_all()
-        self.more.set()
-        self.more = asyncio.Event()
+        for tree in trees:
+            for stream in self.waiting[tree]:
+                settle(stream, True)
+
+    async def more(self, tree: int, limit_s: float) -> bool:
+        """Wait until there is more to send; False: there was nothing for `limit_s`."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(limit_s, settle, ready, False)
+        self.waiting[tree].add(ready)
+        try:
+            return await ready
+        finally:
+            timer.cancel()
+            self.waiting[tree].discard(ready)
 
     def offer(self, own: int, tree: int) -> Offer:
         """Return what this node says of itself."""
@@ -641,7 +655,7 @@ class Exchange(Closing):
         share.streams.add(stream)
         try:
             while share.error is None:
-                more, chunks = share.more, share.chunks
+                chunks = share.chunks
                 stream.sending_s = self._loop.time()
                 if chunks is not None and needs_list:
                     data, needs_list = chunks.encode(), False
@@ -661,17 +675,11 @@ class Exchange(Closing):
                     return
                 else:
                     stream.sending_s = None
-                    await self._beat(link, share, tree, more)
+                    if not await share.more(tree, HEARTBEAT_S):
+                        beat = protocol.encode_frame(protocol.BEAT, 0, share.offer(self._own, tree))
+                        await link.send(beat, _STALLED_S)
         finally:
             share.streams.discard(stream)
-
-    async def _beat(self, link: Link, share: _Share, tree: int, more: asyncio.Event) -> None:
-        """Wait until there is more; say that nothing is, when it takes long."""
-        try:
-            await asyncio.wait_for(more.wait(), HEARTBEAT_S)
-        except TimeoutError:
-            offer = share.offer(self._own, tree)
-            await link.send(protocol.encode_frame(protocol.BEAT, 0, offer), _STALLED_S)
 
     async def _awaited(self, link: Link, name: bytes) -> _Share:
         """Wait until this node joins an object. Raises: TimeoutError, ConnectionError."""
@@ -694,9 +702,7 @@ async def _cancelled(task: "asyncio.Task[Any] | None") -> None:
 
 def _listen(port: int) -> socket.socket:
     """Return a socket that listens at all addresses, IPv4 and IPv6 where there is one."""
-    try:
-        sock = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    except (OSError, ValueError):
-        sock = socket.create_server(("", port))
-    sock.setblocking(False)
-    return sock
+    with contextlib.suppress(ValueError):
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

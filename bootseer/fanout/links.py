@@ -101,13 +101,13 @@ class Link:
         if file < 0:
             raise ConnectionAbortedError("the connection was closed here")
         ready = loop.create_future()
-        timer = loop.call_later(wait_s, _settle, ready, False)
+        timer = loop.call_later(wait_s, settle, ready, False)
         add, remove = (
             (loop.add_writer, loop.remove_writer)
             if is_write
             else (loop.add_reader, loop.remove_reader)
         )
-        add(file, _settle, ready, True)
+        add(file, settle, ready, True)
         try:
             return bool(await ready)
         finally:
@@ -124,7 +124,8 @@ def _room(length: int) -> memoryview:
     return memoryview(bytearray(length))
 
 
-def _settle(future: "asyncio.Future[bool]", value: bool) -> None:
+def settle(future: "asyncio.Future[bool]", value: bool) -> None:
+    """Set a future's result if nobody has yet."""
     if not future.done():
         future.set_result(value)
 

@@ -12,7 +12,8 @@ A node begins with its parent in the tree. It leaves its source
   its source, that one's own source and some others. The source is to blame when it has chunks and
   does not send them, or its own source has chunks that it does not have. Otherwise somebody nearer
   to the store is to blame, and the children of that node move; those below wait for `STARVED_S`;
-- when the source feeds more than two, and another node that is not behind feeds fewer.
+- when the source is not its parent, and the parent is there again, or the source feeds more than
+  two and another node that is not behind feeds fewer.
 
 A node without a source takes one that is as far as itself; of those it takes one that feeds few.
 The store is the last resort, since its line is everybody's: nodes nearest to the root go first, and
@@ -49,6 +50,8 @@ STREAMS_MAX, HOME_STREAMS_MAX = 3, 5
 PATH_MAX = 32
 """Nodes of a path that are told: trees over 10,000 nodes are half as deep."""
 
+_FIRST_S = 0.6
+"""How long a source that says that it has chunks may take to send the first bytes of one."""
 _WINDOW_S = 0.6
 """Over which a rate is measured: some round trips, and much less than a start."""
 _LOW_SHARE, _OTHER_SHARE = 0.4, 0.6
@@ -64,11 +67,15 @@ node with a slow line to see that it is behind: they move, and it stays."""
 _REPAIR_S = 0.5
 """How long a source that has just moved is given to catch up."""
 _ASK_PAUSE_S, _CROWDED_PAUSE_S, _STORE_PAUSE_S, _RETRY_S = 0.3, 0.5, 0.5, 0.15
+_HOME_PAUSE_S, _HOME_BEHIND_S = 0.5, 1.5
+"""How often a node that its parent does not feed asks the parent, and how far behind that may be:
+only where each is fed by its parent, nobody feeds more than two."""
 _PATIENCE_MAX, _CROWDED_FACTOR = 8.0, 1.5
 _FULL_S = 1.5
 """How long a node without a source waits for room at those that are ahead."""
-_TURN_S = 0.25
-"""How much later the nodes of the next level go to the store."""
+_TURN_S, _ALONE_S = 0.25, 0.3
+"""How much later the nodes of the next level go to the store; how long a node that begins before
+its parent waits for others."""
 _TRICKLE_SHARE, _TRICKLE_DEPTH = 0.25, 3
 _JOINED_S = 1.5
 _RANDOM_COUNT, _LAST_ASK_COUNT, _READERS_MAX = 6, 16, 4
@@ -86,16 +93,17 @@ class Reason(Enum):
     STARVED = "nothing came to it"
     CROWDED = "another one feeds fewer"
     AHEAD = "another node is ahead"
+    HOME = "the own parent is there again"
     CIRCLE = "it is fed by this node"
 
 
 _BAN_S = {
     Reason.WRONG: math.inf,
-    Reason.SILENT: 2.0,
+    Reason.SILENT: 10.0,
     Reason.CLOSED: 1.0,
-    Reason.REFUSED: 1.0,
+    Reason.REFUSED: 0.5,
     Reason.BUSY: 0.5,
-    Reason.SLOW: 3.0,
+    Reason.SLOW: 10.0,
     Reason.STARVED: 3.0,
     Reason.CIRCLE: 1.0,
 }
@@ -303,7 +311,10 @@ class SourcePlan:
         if self._patience > 1 and now_s - self._since_s > 2.0 and not self._meter.is_low:
             self._patience = 1.0
         is_fed_by_node = self.source is not None and self.source != STORE
-        if is_fed_by_node and now_s - self._alive_s > SILENCE_S:
+        # It has chunks, and sends none: not a sign of life is enough at the beginning.
+        is_idle = self._told.count > self.count and self._meter.arrived_s < self._since_s
+        silence_s = now_s - (self._since_s if is_idle else self._alive_s)
+        if is_fed_by_node and silence_s > (_FIRST_S if is_idle else SILENCE_S):
             self.lost(now_s, Reason.SILENT)
         if self._round < 0:
             self._round = 0
@@ -322,9 +333,14 @@ class SourcePlan:
             return None
         if self._meter.is_low:
             return self._ask(now_s, self._known(), _ASK_PAUSE_S)
+        if self.source == self._home:
+            return None
         if self._told.streams > FAIR_STREAMS and self._told.count > self.count + 1:
             pause_s = _CROWDED_PAUSE_S * self._crowded_patience * (0.5 + self._dice())
             return self._ask(now_s, self._known(), pause_s)
+        if self._home != STORE and not self._bans.has(now_s, self._home):
+            self._ask_s, self._asked = now_s + _HOME_PAUSE_S * (0.5 + self._dice()), (self._home,)
+            return Ask(self._asked)
         return None
 
     def answered(self, now_s: float, offers: Iterable[Offer]) -> Take | None:
@@ -339,10 +355,22 @@ class SourcePlan:
         if self.source is None:
             return self._take_first(now_s, by_node)
         if self.source == STORE:
-            best = self._best(now_s, by_node.values(), self.count + 2)
+            # A root does not believe a single one: all are below it.
+            ahead = [one for one in by_node.values() if one.count >= self.count + 2]
+            is_believed = len(ahead) > (self._home == STORE)
+            best = self._best(now_s, ahead, 0) if is_believed else None
             return None if best is None else self._take(now_s, best, Reason.AHEAD)
         if self._meter.is_low:
             return self._get_round(now_s, by_node)
+        home = by_node.get(self._home)
+        behind = math.ceil(_HOME_BEHIND_S * self._meter.best / self.chunk_bytes)
+        if (
+            home is not None
+            and not home.is_low
+            and self._may_take(now_s, home)
+            and home.count >= self.count - behind
+        ):
+            return self._take(now_s, self._home, Reason.HOME)
         room = self._told.streams - 1
         fewer = [one for one in by_node.values() if not one.is_low and one.streams < room]
         best = self._best(now_s, fewer, self.count)
@@ -399,9 +427,12 @@ class SourcePlan:
             # The one that is nearest to the root goes first; the others find it ahead.
             others = [n for n, one in offers.items() if self._node not in one.path]
             is_first = all(self._rank(self._node) < self._rank(n) for n in others)
-            is_turn = is_last_round and (is_first or idle_s > _TURN_S * (1 + self._idle_depth))
+            wait_s = 0.0 if is_first else _TURN_S * (1 + self._idle_depth)
+            if self.count == 0 and self._home != STORE:
+                wait_s = max(wait_s, _ALONE_S * (1 + 0.3 * len(self._ancestors)))
+            is_turn = is_last_round and idle_s > wait_s
         else:
-            is_turn = is_last_round
+            is_turn = is_last_round and idle_s > _ALONE_S * (1 + 0.3 * len(self._ancestors))
         if is_turn:
             return self._take(now_s, STORE, self._reason)
         self._round = 0 if is_last_round else 1
@@ -426,9 +457,12 @@ class SourcePlan:
         return has_place and not self._bans.has(now_s, offer.node)
 
     def _best(self, now_s: float, offers: Iterable[Offer], least_count: int) -> int | None:
-        """Return a node that has so many chunks: one that feeds few, and of these the furthest."""
+        """Return a node that has so many chunks: one that feeds few.
+
+        Not the one that is furthest: a member who lies would be everybody's choice.
+        """
         fit = [
-            (one.is_low, max(one.streams, 1), -one.count, self._dice(), one.node)
+            (one.is_low, max(one.streams, 1), self._dice(), one.node)
             for one in offers
             if one.count >= least_count and self._may_take(now_s, one)
         ]

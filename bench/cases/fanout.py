@@ -1,0 +1,236 @@
+"""Fan-out: how long the slowest of N nodes takes for an object, and what the store sends of it."""
+
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from bench.fanout.lab import Report, Scenario, cpu_s_per_gb, measure
+from bench.fanout.simulation import Simulation, World
+from bench.machine.tmpfs import tmpfs
+from bench.model import (
+    Case,
+    Column,
+    Ratio,
+    Sample,
+    Variant,
+    Workspace,
+    at_least,
+    at_most,
+    ratio_of,
+    variant,
+)
+from bootseer.fanout.trees import Trees
+
+_COUNTS = (2, 4, 8, 16, 32, 64)
+_FORETOLD = (16, 32, 64)
+_FAULTY, _JOINED, _MANY = 32, 32, 10_000
+_SEED = 1
+_ONE, _CPU = "1 node", "4 nodes, CPU"
+_FAULTS, _LATE, _HOSTILE, _RACKS = "32, 6 faulty", "32, late", "32, hostile", "16 in two racks"
+_LARGE, _LARGE_FAULTS = "10,000 simulated", "10,000 simulated, 1 % faulty"
+_MEMORY_BYTES = 2 << 30
+
+
+@contextlib.contextmanager
+def _prepare(workspace: Workspace) -> Iterator[None]:
+    with tmpfs(workspace.directory, _MEMORY_BYTES) as memory:
+        workspace.shared["memory"] = memory
+        workspace.shared["notes"] = [
+            "An object of 16 MiB in chunks of 64 KiB; nodes and the store are network namespaces "
+            "on this machine, whose lines carry 16 Mbit/s each way. 6 faulty: after 2 s two die, "
+            "one freezes and three drop to a tenth. Late: joined over 10 s, a quarter never. "
+            "Hostile: the child of a root has the key, and sends wrong bytes, nothing and drips by "
+            "turns. "
+            "Times are those of the slowest sound node, from its own beginning",
+            "CPU: an object of 256 MiB in chunks of 1 MiB, lines without limit; per node and GB, "
+            "which it receives and sends on",
+        ]
+        yield
+
+
+def _scenario(workspace: Workspace, scenario: Scenario) -> Sample:
+    with tempfile.TemporaryDirectory(dir=workspace.shared["memory"]) as folder:
+        report = measure(scenario, Path(folder))
+    for line in report.fed:
+        if not line.endswith("; "):
+            workspace.say(line)
+    if report.unfinished or report.wrong:
+        raise RuntimeError(
+            f"{report.unfinished} nodes not finished, {report.wrong} with wrong bytes"
+        )
+    return _sample(scenario, report)
+
+
+def _sample(scenario: Scenario, report: Report) -> Sample:
+    return Sample(
+        max(report.took_s.values()),
+        moved_bytes=scenario.size * len(report.took_s),
+        figures={
+            "copies": report.copies,
+            "uplink_copies": report.uplink_copies,
+            "first_s": max(report.first_s.values()),
+            "cpu_s_per_gb": cpu_s_per_gb(report, scenario.size),
+            "one": 1.0,
+        },
+    )
+
+
+def _real(name: str, description: str, scenario: Callable[[], Scenario]) -> Variant:
+    def take(workspace: Workspace) -> Sample:
+        made = scenario()
+        if workspace.is_smoke:
+            made = replace(made, size=1 << 20, fault_s=0.1, joined_s={})
+        return _scenario(workspace, made)
+
+    return variant(name, description, take)
+
+
+def _with_faults() -> Scenario:
+    hit = random.Random(_SEED).sample(range(_FAULTY), 6)
+    return Scenario(_FAULTY, lost=hit[:2], frozen=hit[2:3], slow=hit[3:])
+
+
+def _late(count: int) -> tuple[tuple[int, ...], dict[int, float]]:
+    """Return who never comes, and when the others do."""
+    dice = random.Random(_SEED)
+    absent = tuple(sorted(dice.sample(range(count), count // 4)))
+    return absent, {n: 10 * dice.random() for n in range(count) if n not in absent}
+
+
+def _joined() -> Scenario:
+    absent, joined_s = _late(_JOINED)
+    return Scenario(_JOINED, absent=absent, joined_s=joined_s)
+
+
+def _hostile() -> Scenario:
+    trees = Trees(_FAULTY)
+    return Scenario(_FAULTY, hostile=[trees.children(0, trees.root(0))[0]])
+
+
+# Simulated
+
+
+def _six_of_32() -> World:
+    made = _with_faults()
+    return World(
+        _FAULTY, lost=tuple(made.lost), frozen=tuple(made.frozen), slow=tuple(made.slow), seed=_SEED
+    )
+
+
+def _late_of_32() -> World:
+    absent, joined_s = _late(_JOINED)
+    return World(_JOINED, absent=absent, joined_s=joined_s, seed=_SEED)
+
+
+def _large(faults: bool) -> World:
+    """A start of 10,000 nodes: 1 GiB over lines of 10 Gbit/s, of which a node uses a tenth."""
+    dice = random.Random(_SEED)
+    hit = dice.sample(range(_MANY), _MANY // 100) if faults else []
+    third = len(hit) // 3
+    return World(
+        _MANY,
+        chunks=256,
+        chunk_bytes=4 << 20,
+        rate=125e6,
+        hop_s=0.001,
+        tick_s=0.25,
+        lost=tuple(hit[:third]),
+        frozen=tuple(hit[third : third + third // 2]),
+        slow=tuple(hit[third + third // 2 :]),
+        joined_s={n: dice.random() for n in range(_MANY)} if faults else {},
+        seed=_SEED,
+    )
+
+
+def _simulated(name: str, description: str, world: Callable[[], World]) -> Variant:
+    def take(workspace: Workspace) -> Sample:
+        made = world()
+        if workspace.is_smoke and made.nodes > _FAULTY:
+            made = World(_FAULTY)
+        began_s = time.process_time()
+        outcome = Simulation(made).run()
+        return Sample(
+            max(outcome.took_s.values()),
+            cpu_s={"simulation": time.process_time() - began_s},
+            figures={
+                "copies": outcome.copies,
+                "first_s": max(outcome.first_s.values()),
+                "times_alone": outcome.ratio,
+                "one": 1.0,
+            },
+        )
+
+    return variant(name, description, take)
+
+
+def _times(name: str, limit: float) -> Ratio:
+    return ratio_of(f"{name} / {_ONE}", (name, "wall_s"), (_ONE, "wall_s"), at_most(limit))
+
+
+def _at_most(name: str, figure: str, what: str, limit: float) -> Ratio:
+    return ratio_of(f"{name}, {what}", (name, figure), (name, "one"), at_most(limit))
+
+
+def _foretold(name: str, measured: str) -> Iterator[Ratio]:
+    for target in (at_most(1.1), at_least(0.9)):
+        yield ratio_of(f"{name} / measured", (name, "wall_s"), (measured, "wall_s"), target)
+
+
+def _named(count: int) -> str:
+    return f"{count} nodes"
+
+
+CASE = Case(
+    name="fanout",
+    description="An object for all nodes of a job: the slowest node, and what the store sends.",
+    prepare=_prepare,
+    variants=(
+        _real(_ONE, "reads the store by itself", lambda: Scenario(1)),
+        *(_real(_named(count), "all begin at once", partial(Scenario, count)) for count in _COUNTS),
+        _real(_FAULTS, "2 die, 1 freezes, 3 at a tenth", _with_faults),
+        _real(_LATE, "joined over 10 s, a quarter never", _joined),
+        _real(_HOSTILE, "one member lies", _hostile),
+        _real(_RACKS, "an uplink of 16 Mbit/s each", lambda: Scenario(16, racks=2)),
+        _real(_CPU, "fast lines", lambda: Scenario(4, 256 << 20, chunk_bytes=1 << 20, mbit=None)),
+        *(
+            _simulated(f"{count} simulated", "the same plan", partial(World, count))
+            for count in _FORETOLD
+        ),
+        _simulated(f"{_FAULTS}, simulated", "the same plan", _six_of_32),
+        _simulated(f"{_LATE}, simulated", "the same plan", _late_of_32),
+        _simulated(_LARGE, "1 GiB at 1 Gbit/s", lambda: _large(False)),
+        _simulated(
+            _LARGE_FAULTS, "1 % lost, frozen or slow; begun within 1 s", lambda: _large(True)
+        ),
+    ),
+    ratios=(
+        *(_times(_named(count), 1.2) for count in _COUNTS),
+        *(_at_most(_named(count), "copies", "copies from the store", 1.2) for count in _COUNTS),
+        _at_most(_named(64), "first_s", "seconds until the first chunk", 1.0),
+        _times(_FAULTS, 1.6),
+        _times(_LATE, 1.5),
+        _times(_HOSTILE, 1.3),
+        _at_most(_RACKS, "uplink_copies", "copies by an uplink", 2.0),
+        _at_most(_CPU, "cpu_s_per_gb", "CPU s/GB", 1.0),
+        *(one for count in _FORETOLD for one in _foretold(f"{count} simulated", _named(count))),
+        _at_most(_LARGE, "times_alone", "times one node", 1.3),
+        _at_most(_LARGE_FAULTS, "times_alone", "times one node", 1.3),
+    ),
+    columns=(
+        Column("slowest s", "wall_s"),
+        Column("copies", "copies"),
+        Column("copies by an uplink", "uplink_copies"),
+        Column("first chunk s", "first_s"),
+        Column("CPU s/GB", "cpu_s_per_gb"),
+        Column("times one node", "times_alone"),
+    ),
+    runs=1,
+    quick_runs=1,
+    warmups=0,
+    audience="reader",
+)
