@@ -11,6 +11,7 @@ from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
+from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.prefetch.resolve.find import resolve_image
 from bootseer.prefetch.sources import open_source
 from bootseer.settings.config import Settings
@@ -178,3 +179,18 @@ def test_an_image_from_elsewhere_has_its_layers_copied(
     ):
         record = index_image(source, store, work_dir, reference="mine:v1")
     assert all(layer.blob_digest.startswith("blake3:") for layer in record.layers)
+
+
+@pytest.mark.needs("fuse")
+def test_a_start_is_recorded_and_replayed(
+    registry: Registry, settings: Settings, tmp_path: Path
+) -> None:
+    where = f"{registry.host}/{_push(registry, tmp_path)}"
+    _index(settings, where)
+    with mounted(settings, where, tmp_path / "mnt") as image:
+        assert checksums_outside([image.directory / "b"]) == _sums()[1:2]
+        image.ready()
+        assert wait_published(settings, 60)
+    assert list((tmp_path / "store/bundles").iterdir())
+    other = replace(settings, cache_dir=tmp_path / "cache-2", run_dir=tmp_path / "run-2")
+    assert _read(other, where, tmp_path / "mnt") == _sums()
