@@ -17,8 +17,8 @@ from bench.model import (
     ratio_of,
     variant,
 )
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.peers import as_its_peers
+from bootseer.report.explain import StartModel
+from bootseer.report.peers import as_its_peers
 from testbed.starts.experiment import FAULTS, Experiment, Scale
 from testbed.starts.nodes import nodes
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.graph import StartGraph
+from bootseer.report.explain import StartModel
+from bootseer.report.graph import StartGraph
 from testbed.starts.generate import Recipe, Start
 
 

@@ -23,7 +23,7 @@ from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.mount_table import mount_points
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.profile.files import Folder, read_start
+from bootseer.report.sources import Folder, read_start
 from bootseer.settings.config import load_settings
 from bootseer.store import TEST_NETWORK, open_store
 from bootseer.timeline.otlp import Stage

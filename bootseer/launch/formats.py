@@ -3,8 +3,8 @@
 from bootseer.launch.preloading import FOLDER as PRELOAD
 from bootseer.prefetch.bundle.links import CONTENT as BUNDLES
 from bootseer.prefetch.bundle.links import FORMATS as IMAGES
-from bootseer.profile.stored import FOLDER as STARTS
-from bootseer.profile.stored import start_of
+from bootseer.report.sources import FOLDER as STARTS
+from bootseer.report.sources import start_of
 from bootseer.snapshots.catalogue import FORMATS as SNAPSHOTS
 from bootseer.store.objects.records import TREES, USES, Format
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bootseer.errors import BootseerError
-from bootseer.profile.decoding import decode
+from bootseer.report.decoding import decode
 from bootseer.served.folders import CHECKPOINT, RUN
 from bootseer.served.status import Known
 from bootseer.settings.config import Settings

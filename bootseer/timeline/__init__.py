@@ -2,7 +2,7 @@
 
 `stage` and `ready` are what training code uses (as `bootseer.stage`, `bootseer.ready`). They cost
 nothing when no timeline is being written, never raise, and import nothing heavy. The file format
-is docs/format/timeline.md; `bootseer.profile` reads it, and says where the time went.
+is docs/format/timeline.md; `bootseer.report` reads it, and says where the time went.
 """
 
 from bootseer.timeline.recorder import Span, Timeline, current, ready, stage

@@ -1,4 +1,4 @@
-"""Stages as OTLP-JSON lines; `bootseer.profile.decoding` reads them. Pure (no I/O).
+"""Stages as OTLP-JSON lines; `bootseer.report.decoding` reads them. Pure (no I/O).
 
 Each line is one export request as the OpenTelemetry Collector's file exporter writes it, so its
 `otlpjsonfile` receiver reads our files. OTLP has no record for a span that has only begun; the

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from bootseer.profile.files import Folder, find_start
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.reading import read_graph
+from bootseer.report.explain import StartModel
+from bootseer.report.read import read_graph
+from bootseer.report.sources import Folder, find_start
 from testbed.paths import REPOSITORY
 from testbed.starts.nodes import Node, Nodes
 from testbed.waiting import pause

@@ -15,7 +15,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from bootseer.profile.model.tracks import Span, Track
+from bootseer.report.graph import Span, Track
 
 Cause = Literal[
     "slow disk",

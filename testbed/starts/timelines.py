@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.profile.model.tracks import Track
+from bootseer.report.graph import Track
 from bootseer.timeline.otlp import (
     BARRIER,
     PARENT,

@@ -9,19 +9,17 @@ import msgspec
 from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError
-from bootseer.profile.adapters.placing import Placement
-from bootseer.profile.adapters.registry import ADAPTERS
-from bootseer.profile.breakdown import break_down
-from bootseer.profile.files import Folder
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.graph import StartGraph
-from bootseer.profile.pods import WithPods
-from bootseer.profile.views.document import analysis_document
+from bootseer.report.explain import StartModel, break_down
+from bootseer.report.export import analysis_document
+from bootseer.report.graph import StartGraph
+from bootseer.report.others.kubernetes import WithPods
+from bootseer.report.others.placing import ADAPTERS, Placement
+from bootseer.report.sources import Folder
 from bootseer.timeline import otlp
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes
 
-_SAMPLES = Path(__file__).parents[1] / "bootseer/profile/adapters/samples"
+_SAMPLES = Path(__file__).parents[1] / "bootseer/report/others/samples"
 _KUBERNETES = json.loads((_SAMPLES / "kubernetes-v1.json").read_bytes())
 _SLURM = {
     "jobs": [

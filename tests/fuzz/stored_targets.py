@@ -14,13 +14,11 @@ from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
 from bootseer.prefetch.bundle import bundle_reuse, hot_store
 from bootseer.prefetch.index import chains, records
-from bootseer.profile.breakdown import break_down
-from bootseer.profile.decoding import decode
-from bootseer.profile.files import BYTES_MAX
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.graph import StartGraph
-from bootseer.profile.stored import pack, unpack
-from bootseer.profile.views.document import analysis_document
+from bootseer.report.decoding import decode
+from bootseer.report.explain import StartModel, break_down
+from bootseer.report.export import analysis_document
+from bootseer.report.graph import StartGraph
+from bootseer.report.sources import BYTES_MAX, pack, unpack
 from bootseer.snapshots import manifest as manifests
 from bootseer.snapshots.manifest import Manifest, Outside, Stored
 from bootseer.snapshots.manifest import Target as SnapshotTarget

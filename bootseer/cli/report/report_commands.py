@@ -24,14 +24,13 @@ from bootseer.cli.report.report_output import (
     title_of,
 )
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
-from bootseer.profile.adapters.known import Known
-from bootseer.profile.adapters.placing import Placement
-from bootseer.profile.adapters.registry import ADAPTERS, ask_slurm, read_other
-from bootseer.profile.export import to_rows, to_trace
-from bootseer.profile.files import Source, StartFiles, find_start, list_starts
-from bootseer.profile.pods import WithPods
-from bootseer.profile.reading import read_events
-from bootseer.profile.views.page import imports_of, to_page
+from bootseer.report.export import to_rows, to_trace
+from bootseer.report.others.known import Known
+from bootseer.report.others.kubernetes import WithPods
+from bootseer.report.others.placing import ADAPTERS, Placement, ask_slurm, read_other
+from bootseer.report.page import imports_of, to_page
+from bootseer.report.read import read_events
+from bootseer.report.sources import Source, StartFiles, find_start, list_starts
 from bootseer.timeline.otlp import IMPORTS_EVENT
 
 _F = TypeVar("_F", bound=Callable[..., Any])

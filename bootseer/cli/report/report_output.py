@@ -10,16 +10,21 @@ from msgspec import Struct, to_builtins
 from bootseer.base.redact import public_url
 from bootseer.cli.output import current_settings, emit_json, emit_table, human_bytes, printable
 from bootseer.errors import NotFoundError
-from bootseer.profile.adapters.placing import Placement
-from bootseer.profile.breakdown import Breakdown, StageRow, break_down
-from bootseer.profile.files import Folder, Merged, Source, StartFiles, list_starts
-from bootseer.profile.model.analysis import Analysis, StartModel, Summary
-from bootseer.profile.model.history import compare_starts, look_back
-from bootseer.profile.parallel import in_order
-from bootseer.profile.reading import read_graph
-from bootseer.profile.stored import Stored
-from bootseer.profile.views.document import analysis_document
-from bootseer.profile.views.text import explain, headline
+from bootseer.report.explain import (
+    Analysis,
+    Breakdown,
+    StageRow,
+    StartModel,
+    Summary,
+    break_down,
+    compare_starts,
+    look_back,
+)
+from bootseer.report.export import analysis_document
+from bootseer.report.others.placing import Placement
+from bootseer.report.read import in_order, read_graph
+from bootseer.report.sources import Folder, Merged, Source, StartFiles, Stored, list_starts
+from bootseer.report.text import explain, headline
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
 

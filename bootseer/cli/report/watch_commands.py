@@ -17,9 +17,9 @@ from bootseer.cli.output import (
 )
 from bootseer.cli.report.report_output import current_timelines, explained
 from bootseer.errors import NotFoundError
-from bootseer.profile.files import Source, find_start, list_starts
-from bootseer.profile.model.progress import Progress, progress
-from bootseer.profile.model.tracks import node_of
+from bootseer.report.explain import Progress, progress
+from bootseer.report.graph import node_of
+from bootseer.report.sources import Source, find_start, list_starts
 from bootseer.timeline.otlp import START, Stage
 
 _EARLIER_MAX = 5

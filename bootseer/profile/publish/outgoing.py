@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bootseer.base.redact import redact
-from bootseer.profile.files import BYTES_MAX
+from bootseer.report.sources import BYTES_MAX
 
 _LINE_BYTES_MAX = 1024 * 1024
 _redact = lru_cache(4096)(redact)

@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 
 from bootseer.errors import BootseerError
-from bootseer.profile.decoding import decode
 from bootseer.profile.publish.collector import send
 from bootseer.profile.publish.endpoints import endpoints
 from bootseer.profile.publish.note import Note, Round, is_stored
 from bootseer.profile.publish.outgoing import Line, encode, outgoing
 from bootseer.profile.publish.start_figures import render_start
-from bootseer.profile.stored import key_of, pack
+from bootseer.report.decoding import decode
+from bootseer.report.sources import key_of, pack
 from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.store import open_own_store
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bootseer.kubernetes.pod_start import of_volume
 from bootseer.kubernetes.timelines import noted
-from bootseer.profile.stored import Stored
+from bootseer.report.sources import Stored
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import settings_at
 from testbed.waiting import wait_for

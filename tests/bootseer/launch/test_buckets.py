@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.profile.files import list_starts
-from bootseer.profile.stored import Stored
+from bootseer.report.sources import Stored, list_starts
 from bootseer.store import open_store
 from testbed import waiting
 from testbed.node import Node, attribute, node_at

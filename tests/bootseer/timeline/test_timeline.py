@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bootseer
-from bootseer.profile.decoding import decode
+from bootseer.report.decoding import decode
 from bootseer.timeline import Timeline, otlp
 
 

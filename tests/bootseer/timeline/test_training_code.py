@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.profile.decoding import decode
+from bootseer.report.decoding import decode
 from testbed.paths import REPOSITORY
 
 # What a training program does, while whatever is imported must be of the standard library.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bootseer.profile.adapters.slurm import parse_slurm
+from bootseer.report.others.slurm import parse_slurm
 from testbed.slurm.cluster import running_cluster
 from testbed.waiting import wait_for
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bootseer.profile.stored import Stored
+from bootseer.report.sources import Stored
 from bootseer.store import open_store
 from bootseer.timeline.otlp import Stage
 from testbed.containers.containerd_images import layers, shell_layer

@@ -10,8 +10,7 @@ import grpc
 import pytest
 
 from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
-from bootseer.profile.files import Folder, Merged
-from bootseer.profile.stored import Stored
+from bootseer.report.sources import Folder, Merged, Stored
 from bootseer.served.status import entry_of, known_servers
 from bootseer.store import open_own_store
 from bootseer.timeline import Timeline

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.profile.files import list_starts
-from bootseer.profile.stored import Stored
+from bootseer.report.sources import Stored, list_starts
 from bootseer.store import open_store
 from testbed import waiting
 from testbed.containers.containerd_images import shell_layer

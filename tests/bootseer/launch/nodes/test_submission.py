@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bootseer.profile.breakdown import break_down
-from bootseer.profile.decoding import decode
-from bootseer.profile.files import Folder, list_starts
-from bootseer.profile.reading import read_graph
+from bootseer.report.decoding import decode
+from bootseer.report.explain import break_down
+from bootseer.report.read import read_graph
+from bootseer.report.sources import Folder, list_starts
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects.lease import agree
 from bootseer.timeline.otlp import Stage

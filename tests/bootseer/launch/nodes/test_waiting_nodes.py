@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.profile.decoding import decode
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.graph import StartGraph
-from bootseer.profile.model.tracks import tracks_of
+from bootseer.report.decoding import decode
+from bootseer.report.explain import StartModel
+from bootseer.report.graph import StartGraph, tracks_of
 from bootseer.timeline.otlp import WAITED_FOR, Stage
 from testbed.node import Node
 from testbed.waiting import wait_for

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.profile.decoding import decode
-from bootseer.profile.model.tracks import Track, tracks_of
+from bootseer.report.decoding import decode
+from bootseer.report.graph import Track, tracks_of
 from bootseer.timeline.otlp import Stage
 
 

@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from bootseer.profile.model.analysis import StartModel
-from bootseer.profile.model.graph import StartGraph
-from bootseer.profile.model.tracks import LAUNCHER, tracks_of
+from bootseer.report.explain import StartModel
+from bootseer.report.graph import LAUNCHER, StartGraph, tracks_of
 from bootseer.timeline.otlp import READY
 from tests.bootseer.profile.collect.conftest import ProgramFolder
 

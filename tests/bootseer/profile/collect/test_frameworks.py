@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bootseer.profile.model.tracks import Span, tracks_of
+from bootseer.report.graph import Span, tracks_of
 from testbed.needs import MissingError
 from tests.bootseer.profile.collect.conftest import ProgramFolder
 

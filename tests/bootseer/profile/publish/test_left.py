@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.profile.files import read_start
-from bootseer.profile.stored import Stored
+from bootseer.report.sources import Stored, read_start
 from bootseer.store import open_store
 from testbed.node import Completed, Node, node_at
 from testbed.waiting import wait_for

@@ -19,11 +19,21 @@ from bootseer.cli import cli
 from bootseer.errors import CorruptError
 from bootseer.gc.retention import DAY_S, Rules
 from bootseer.linux.processes import ProcessId
-from bootseer.profile.files import BYTES_MAX, Folder, Merged, list_starts, read_start
 from bootseer.profile.publish.duty import TimelineDuty
 from bootseer.profile.publish.note import Note
 from bootseer.profile.publish.schedule import Schedule
-from bootseer.profile.stored import OBJECT_BYTES_MAX, Stored, key_of, pack, unpack
+from bootseer.report.sources import (
+    BYTES_MAX,
+    OBJECT_BYTES_MAX,
+    Folder,
+    Merged,
+    Stored,
+    key_of,
+    list_starts,
+    pack,
+    read_start,
+    unpack,
+)
 from bootseer.store import Store, open_store
 from bootseer.timeline import Timeline
 from testbed.mounts.image_mounts import settings_at

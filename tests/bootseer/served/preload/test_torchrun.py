@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.profile.decoding import decode
+from bootseer.report.decoding import decode
 from bootseer.timeline.otlp import READY, ROLE
 
 pytestmark = pytest.mark.needs(modules=["torch"])

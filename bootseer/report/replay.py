@@ -1,0 +1,242 @@
+"""Computes when each event of a start would have come had some pieces of time been others. Pure.
+
+The replay of the unchanged graph gives back the measured times; how far it does not is the error
+that is printed beside each what-if. Events are computed column by column, each group as far as the
+barrier that it waits at; a barrier is left when its last process has arrived.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import add, sub
+from typing import NamedTuple
+
+from bootseer.report.graph import (
+    BEFORE_LAUNCHER,
+    LAUNCHER,
+    ORIGIN,
+    Group,
+    Label,
+    StartGraph,
+    end_of,
+)
+from bootseer.timeline.otlp import READY, START
+
+
+class Arrivals:
+    """Who has arrived at which barrier, and which stages that others wait for have ended."""
+
+    def __init__(self, graph: StartGraph) -> None:
+        self._graph = graph
+        self._missing: dict[str, int] = {}
+        for _, _, keys in graph.barriers():
+            for key in keys:
+                self._missing[key] = self._missing.get(key, 0) + 1
+        self._last: dict[str, tuple[float, float]] = {}
+        """The last arrival at each barrier: as measured, and in the replay."""
+        self._ended: dict[tuple[str, str], tuple[float, float]] = {}
+        self._leaders = {
+            (node, parent)
+            for group in graph.groups
+            for span, nodes in group.waited_for.items()
+            for parent in [group.shape.waited_stage(span)]
+            for node in nodes
+        }
+        self._moved = False
+        self._gave_up = False
+
+    def has_moved(self) -> bool:
+        moved, self._moved = self._moved, False
+        return moved
+
+    def give_up(self) -> None:
+        self._gave_up = True
+
+    def arrive(
+        self, group: Group, span: int, measured: Sequence[float], replayed: Sequence[float]
+    ) -> None:
+        for key, one, other in zip(group.barriers.get(span, ()), measured, replayed, strict=False):
+            known = self._last.get(key, (one, other))
+            self._last[key] = max(known[0], one), max(known[1], other)
+            self._missing[key] -= 1
+            self._moved = True
+
+    def end(self, group: Group, span: int, replayed: Sequence[float]) -> None:
+        if group.role != LAUNCHER:
+            return
+        name = group.shape.names[span]
+        for row, node in enumerate(group.nodes):
+            if (node, name) in self._leaders:
+                measured = group.times[end_of(span)][row]
+                self._ended.setdefault((node, name), (measured, replayed[row]))
+                self._moved = True
+
+    def released(
+        self, group: Group, span: int, arrived: Sequence[float], ready: Sequence[float]
+    ) -> "tuple[array[float], array[float]] | None":
+        """When each process could go on, as measured and in the replay; None: not known yet."""
+        if span in group.barriers:
+            keys = group.barriers[span]
+            if not self._gave_up and any(self._missing[key] for key in keys):
+                return None
+            pairs = [self._last[key] for key in keys]
+        else:
+            stage = group.shape.waited_stage(span)
+            leaders = [(node, stage) for node in group.waited_for[span]]
+            missing = [node for node, stage in leaders if (node, stage) not in self._ended]
+            if not self._gave_up and any(map(self._graph.launcher, missing)):
+                return None
+            nothing = (float("-inf"), float("-inf"))
+            pairs = [
+                (max(begin, found[0]), max(now, found[1]))
+                for begin, now, one in zip(arrived, ready, leaders, strict=True)
+                for found in [self._ended.get(one, nothing)]
+            ]
+        return array("d", [one for one, _ in pairs]), array("d", [other for _, other in pairs])
+
+
+Change = Callable[["Piece"], "array[float] | None"]
+"""Gets one piece of time of the processes of a group; returns other seconds, or None to leave
+them."""
+
+
+class Piece(NamedTuple):
+    """The time between an event and the one before it, in all processes of a group.
+
+    Time spent waiting for other processes is no piece: it is computed.
+    """
+
+    label: Label
+    group: Group
+    event: int
+    seconds: "array[float]"
+
+
+def pieces_of(graph: StartGraph) -> dict[tuple[Group, int], Piece]:
+    """All pieces of time of a start, by group and event."""
+    found = {}
+    for group in graph.groups:
+        for step in group.shape.steps:
+            span, is_end = divmod(step.event, 2)
+            if is_end and (span in group.barriers or span in group.waited_for):
+                continue
+            before = started(graph, group) if step.after == ORIGIN else group.times[step.after]
+            seconds = _minus(group.times[step.event], before)
+            found[group, step.event] = Piece(step.label, group, step.event, seconds)
+    return found
+
+
+class Replay:
+    """The times of all events of a start, as measured or as they would have been."""
+
+    def __init__(
+        self,
+        graph: StartGraph,
+        pieces: Mapping[tuple[Group, int], Piece],
+        change: Change | None = None,
+    ) -> None:
+        self.graph = graph
+        self._pieces = pieces
+        self._change = change
+        self.times: dict[Group, list[array[float]]] = {}
+        self._arrivals = Arrivals(graph)
+        running = {group: self._run(group) for group in graph.groups}
+        while running:
+            blocked = {group: steps for group, steps in running.items() if next(steps, False)}
+            if len(blocked) == len(running) and not self._arrivals.has_moved():
+                # Processes wait for each other in a circle, or for one that never arrived.
+                self._arrivals.give_up()
+            running = blocked
+
+    def _run(self, group: Group) -> Iterator[bool]:
+        """Compute all events of a group; yields where it must wait for another one."""
+        measured = group.times
+        found: list[array[float]] = [array("d")] * len(measured)
+        self.times[group] = found
+        for step in group.shape.steps:
+            if step.after == ORIGIN:
+                while not self._are_started(group):
+                    yield True
+                start = started(self.graph, group, self.times)
+            else:
+                start = found[step.after]
+            # What was measured against the one event before; against others it may wait.
+            start = _latest(start, [found[event] for event in step.others])
+            span, is_end = divmod(step.event, 2)
+            piece = self._pieces.get((group, step.event))
+            if piece is not None:
+                found[step.event] = _plus(start, self._changed(piece))
+            else:
+                arrived = measured[step.after]
+                self._arrivals.arrive(group, span, arrived, start)
+                while (released := self._arrivals.released(group, span, arrived, start)) is None:
+                    yield True
+                latency = _minus(measured[step.event], released[0])
+                found[step.event] = _plus(released[1], latency)
+            if is_end:
+                self._arrivals.end(group, span, found[step.event])
+
+    def _are_started(self, group: Group) -> bool:
+        places = self.graph.started_by(group)
+        needed = {(one[0].group, one[1]) for one in places if one is not None}
+        return all(other in self.times and self.times[other][event] for other, event in needed)
+
+    def _changed(self, piece: Piece) -> "array[float]":
+        if self._change is None:
+            return piece.seconds
+        return self._change(piece) or piece.seconds
+
+    def ready_s(self) -> float:
+        """As `ready_s` of the module, by the times of this replay."""
+        return ready_s(self.graph, self.times)
+
+
+def ready_spans(graph: StartGraph) -> list[tuple[Group, int]]:
+    """The spans that end a start: `ready` where a process said so; else all that the processes
+    below the launchers noted; else the launchers' starts of their command."""
+    if found := graph.spans(READY):
+        return found
+    below = [group for group in graph.groups if group.role not in (LAUNCHER, *BEFORE_LAUNCHER)]
+    if not below and (found := graph.spans(START)):
+        return found
+    return [
+        (group, span) for group in below or graph.groups for span in range(len(group.shape.names))
+    ]
+
+
+def ready_s(graph: StartGraph, times: "dict[Group, list[array[float]]] | None" = None) -> float:
+    """When the last of `ready_spans` ended, by the measured times or by others; 0 of no start."""
+    return max(
+        (max(_columns(group, times)[end_of(span)]) for group, span in ready_spans(graph)),
+        default=0.0,
+    )
+
+
+def started(
+    graph: StartGraph,
+    group: Group,
+    times: "dict[Group, list[array[float]]] | None" = None,
+) -> "array[float]":
+    """When each process of a group could begin, by the measured times or by others."""
+    return array(
+        "d",
+        [
+            0.0 if one is None else _columns(one[0].group, times)[one[1]][one[0].row]
+            for one in graph.started_by(group)
+        ],
+    )
+
+
+def _columns(group: Group, times: "dict[Group, list[array[float]]] | None") -> "list[array[float]]":
+    return group.times if times is None else times[group]
+
+
+def _minus(later: Sequence[float], earlier: Sequence[float]) -> "array[float]":
+    return array("d", map(sub, later, earlier))
+
+
+def _plus(time: Sequence[float], seconds: Sequence[float]) -> "array[float]":
+    return array("d", map(add, time, seconds))
+
+
+def _latest(column: "array[float]", others: "list[array[float]]") -> "array[float]":
+    return array("d", map(max, column, *others)) if others else column

@@ -1,0 +1,116 @@
+"""A start is read by several processes as by one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.report.sources import Folder, find_start
+from testbed.starts.generate import Recipe, some_faults
+from testbed.starts.timelines import write_timelines
+from testbed.waiting import wait_for
+
+_READ = """
+import os, pathlib, sys
+import msgspec
+from bootseer.report.explain import break_down
+from bootseer.report.sources import Folder, find_start
+from bootseer.report.explain import StartModel
+from bootseer.report.read import read_graph
+from bootseer.report.export import analysis_document
+from bootseer.report.page import to_page
+forks = 0
+def count():
+    global forks
+    forks += 1
+os.register_at_fork(after_in_parent=count)
+graph = read_graph(find_start(Folder(pathlib.Path(sys.argv[1])), "j"), int(sys.argv[2]))
+found = break_down(graph)
+model = StartModel(graph)
+analysis = model.analyse()
+sys.stdout.buffer.write(msgspec.json.encode([found, analysis_document(analysis)]))
+print(to_page("", model, analysis))
+print("forks:", forks, file=sys.stderr)
+"""
+
+
+def _read(folder: Path, process_count: int) -> "subprocess.CompletedProcess[bytes]":
+    """In a process of its own: this one has threads, and cannot be copied."""
+    command = [sys.executable, "-c", _READ, str(folder), str(process_count)]
+    return subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    faults = tuple(some_faults(5, 300, severity=2.5))
+    write_timelines(tmp_path, Recipe(300, 1, faults), job="j", submission="s")
+    one, two = _read(tmp_path, 1), _read(tmp_path, 2)
+    assert one.stderr == b"forks: 0\n"
+    assert two.stderr == b"forks: 2\n"
+    assert one.stdout == two.stdout
+    assert len(one.stdout) > 10_000
+
+
+def test_parts_of_a_start_are_whole_nodes(tmp_path: Path) -> None:
+    write_timelines(tmp_path, Recipe(10, 1), job="j", submission="s")
+    files = find_start(Folder(tmp_path), "j")
+    parts = files.parts(4)
+    assert [len(part.files) for part in parts] == [4, 4, 2]
+    names = [file.name for part in parts for file in part.files]
+    assert names == sorted(file.name for file in files.files)
+
+
+_IN_ORDER = """
+import os, signal, sys
+from bootseer.report.read import in_order
+def square(number):
+    if number == 7 and sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 7 and sys.argv[1] == "raises":
+        raise ValueError("seven")
+    return number, number * number * b"x", os.getpid()
+try:
+    for number, squared, pid in in_order(square, range(30), 3):
+        assert len(squared) == number * number and pid != os.getpid()
+        print(number, end=" ")
+except Exception as error:
+    print(type(error).__name__, error)
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no children")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("ends", " 28 29 no children"),
+        ("raises", " 5 6 ValueError seven\nno children"),
+        ("killed", " 5 6 BootseerError a process that this one had started was killed"),
+    ],
+)
+def test_results_come_in_order_and_no_process_is_left(what: str, said: str) -> None:
+    command = [sys.executable, "-c", _IN_ORDER, what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert said in done.stdout
+    assert "no children" in done.stdout
+
+
+_KILLED = """
+import os, time
+from bootseer.report.read import in_order
+found = in_order(lambda number: (os.getpid(), bytes(10**7)), range(1000), 2)
+print(next(found)[0], next(found)[0], flush=True)
+time.sleep(60)
+"""
+
+
+def test_of_a_killed_report_no_process_is_left() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = process.stdout.readline().split()
+    assert len(set(pids)) == 2
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the ends")
