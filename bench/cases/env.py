@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bench.env.measure import take, take_many
 from bench.env.recipe import IMPORTS, REQUIREMENTS
-from bench.env.site import RATE_MBIT, Site, open_site
+from bench.env.site import RATE_MBIT, EnvironmentSite, open_site
 from bench.env.ways import ALL, EXTRACT, IMPORT, MOUNT, UV_LINE, Way, first_start
 from bench.machine.environment import file_system_of
 from bench.model import (
@@ -49,10 +49,10 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
         yield
 
 
-def _session(way: Way, take_one: Callable[[Site, Way], Sample]) -> Session:
+def _session(way: Way, take_one: Callable[[EnvironmentSite, Way], Sample]) -> Session:
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
-        site: Site = workspace.shared["site"]
+        site: EnvironmentSite = workspace.shared["site"]
         site.line.set_rate(None)
         try:
             way.prepare(site)
@@ -63,12 +63,12 @@ def _session(way: Way, take_one: Callable[[Site, Way], Sample]) -> Session:
     return session
 
 
-def _take_eight(site: Site, way: Way) -> Sample:
+def _take_eight(site: EnvironmentSite, way: Way) -> Sample:
     return take_many(site, lambda node: [way.restore(site, node), IMPORT], _NODE_COUNT)
 
 
 def _take_first(workspace: Workspace) -> Sample:
-    site: Site = workspace.shared["site"]
+    site: EnvironmentSite = workspace.shared["site"]
     commands, ran = first_start(site)
     taken = take_many(site, lambda node: commands, _NODE_COUNT)
     count = float(len(ran.read_text().splitlines()))

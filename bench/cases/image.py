@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from bench.containers.measure import session
-from bench.containers.site import Peer, Site, open_site
+from bench.containers.site import Peer, PeersSite, open_site
 from bench.model import (
     Case,
     Column,
@@ -109,7 +109,7 @@ def _prepare(
 def _session(peer: Peer) -> Session:
     @contextlib.contextmanager
     def variant(workspace: Workspace) -> Iterator[TakeSample]:
-        site: Site = workspace.shared["site"]
+        site: PeersSite = workspace.shared["site"]
         with session(site, peer) as take:
             yield take
 

@@ -24,7 +24,7 @@ from bench.model import (
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.images import bootseer_image, trainer_image
 from testbed.kubernetes.installation import Installation
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
 from testbed.kubernetes.starts import REPLAY, TRAIN, index, said, start, wait_said
 
@@ -147,12 +147,12 @@ class _Bed:
         return found
 
 
-def _spent(node: Node) -> tuple[int, int]:
+def _spent(node: ClusterNode) -> tuple[int, int]:
     cpu_ns, received = map(int, node.run("sh", "-c", _SPENT).stdout.split())
     return cpu_ns, received
 
 
-def _shares(node: Node) -> dict[str, tuple[int, int]]:
+def _shares(node: ClusterNode) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for line in node.run("sh", "-c", _SHARES).stdout.splitlines():
         memory, ticks, command = line.split(" ", 2)

@@ -24,7 +24,7 @@ from bench.model import (
     at_most,
     ratio_of,
 )
-from bench.restart.job import WORKERS, Job
+from bench.restart.job import WORKERS, RestartedJob
 from bench.site import assemble_hdfs
 from testbed.needs import MissingError
 
@@ -104,7 +104,7 @@ def _plain(workspace: Workspace) -> Iterator[TakeSample]:
     wrapper = ("sh", "-c", f'{fetch} && exec "$@"', "sh")
     cache = str(node / "inductor")
     folder = str(node / "checkpoint")
-    job = Job(node, wrapper, folder, _layers(workspace), TORCHINDUCTOR_CACHE_DIR=cache)
+    job = RestartedJob(node, wrapper, folder, _layers(workspace), TORCHINDUCTOR_CACHE_DIR=cache)
 
     def take() -> Sample:
         job.clear()
@@ -147,7 +147,7 @@ def _bootseer(
         mount = node / "checkpoint"
         prepared = ("--checkpoint", f"{cluster.url}/striped:{mount}")
         bootseer = (sys.executable, "-m", "bootseer")
-        job = Job(
+        job = RestartedJob(
             node,
             (*bootseer, "run", *options, *prepared, "--"),
             str(mount / _STEP),

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from bench.containers.site import Peer, Site
+from bench.containers.site import Peer, PeersSite
 from bench.machine.page_cache import evict_everything
 from bench.model import Sample, TakeSample
 from testbed.needs import MissingError
@@ -13,7 +13,7 @@ START_DEADLINE_S = 300.0
 
 
 @contextlib.contextmanager
-def session(site: Site, peer: Peer) -> Iterator[TakeSample]:
+def session(site: PeersSite, peer: Peer) -> Iterator[TakeSample]:
     """Prepares the peer once; each sample is a start on a new node. Raises: MissingError."""
     if peer.name in site.missing:
         raise MissingError(f"not available: {site.missing[peer.name]}")
@@ -25,7 +25,7 @@ def session(site: Site, peer: Peer) -> Iterator[TakeSample]:
     yield lambda: take(site, peer)
 
 
-def take(site: Site, peer: Peer) -> Sample:
+def take(site: PeersSite, peer: Peer) -> Sample:
     """From the command to its end. Bytes are all that crossed the line until then; CPU is that of
     the node: of the client, its daemons and the container.
 

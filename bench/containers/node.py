@@ -41,7 +41,7 @@ HOST = "registry.bench"
 """Another name of 127.0.0.1 on every node, for programs that treat that one in a way of its own."""
 
 
-class Node:
+class EmptyNode:
     """Starts when entered; `folder` is its disk, empty at first and removed at the end."""
 
     def __init__(self, folder: Path) -> None:

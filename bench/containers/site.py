@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.containers.node import HOST, Node
+from bench.containers.node import HOST, EmptyNode
 from bench.model import Workspace
 from bench.site import FarSide, far_side, listening
 from testbed.images.torch_image import TAGS
@@ -34,7 +34,7 @@ _TLS = ", tls: {{certificate: {certificate}, key: {key}}}"
 
 
 @dataclass(slots=True)
-class Site:
+class PeersSite:
     """All that peers share."""
 
     directory: Path
@@ -74,9 +74,9 @@ class Site:
         """Put something into registry or store if nothing was prepared under this name."""
         self.far.once(name, prepare)
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> EmptyNode:
         """A new node, to be entered."""
-        return Node(self.directory / f"node-{name}")
+        return EmptyNode(self.directory / f"node-{name}")
 
 
 class Peer(Protocol):
@@ -88,16 +88,16 @@ class Peer(Protocol):
     def fetch(self, packages: Packages) -> None:
         """Have what comes from outside, which later cannot be reached. Raises: MissingError."""
 
-    def prepare(self, site: Site) -> None:
+    def prepare(self, site: PeersSite) -> None:
         """What is done once and not timed, as to index. Raises: MissingError, RuntimeError."""
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         """Start the daemons that a node has running before anyone asks for the image."""
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         """The command that gets the image and runs the workload, which is timed."""
 
-    def settle(self, site: Site, node: Node) -> dict[str, float]:
+    def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
         """After the timed command: wait for what goes on behind it. Further figures."""
 
 
@@ -108,7 +108,7 @@ def open_site(
     workload: Workload,
     rate_mbit: int,
     peers: Sequence[Peer],
-) -> Iterator[Site]:
+) -> Iterator[PeersSite]:
     """A registry with the images of `layout`, and an empty store. Raises: MissingError."""
     require("root", programs=("openssl", "skopeo", "nsenter", "setpriv", "unshare", "runc"))
     # All that comes from outside comes now: the network of its own leads nowhere.
@@ -130,7 +130,7 @@ def open_site(
             config.write_text(_REGISTRY_CONFIG.format(folder=content, port=port, tls=secrets))
             serve, log = [str(registry), "serve", str(config)], config.with_suffix(".log")
             stack.enter_context(listening(serve, log, port, "the registry"))
-        site = Site(workspace.directory, packages, layout, far, workload, rate_mbit, missing)
+        site = PeersSite(workspace.directory, packages, layout, far, workload, rate_mbit, missing)
         for tag in TAGS:
             copy_image(f"oci:{layout}:{tag}", f"docker://{site.reference(tag)}")
         yield site

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.containers.node import Node
-from bench.env.site import RATE_MBIT, Site
+from bench.containers.node import EmptyNode
+from bench.env.site import RATE_MBIT, EnvironmentSite
 from bench.env.ways import DEADLINE_S, IMPORT, Way
 from bench.machine.page_cache import evict_everything
 from bench.model import Sample
@@ -15,7 +15,7 @@ from bench.model import Sample
 _TICKS_PER_S = 100
 
 
-def take(site: Site, way: Way) -> Sample:
+def take(site: EnvironmentSite, way: Way) -> Sample:
     """The restore and then the import, both timed. Bytes are all that crossed the line by then;
     CPU is the node's. Raises: RuntimeError.
     """
@@ -43,7 +43,7 @@ def take(site: Site, way: Way) -> Sample:
 
 
 def take_many(
-    site: Site, commands_of: Callable[[Node], Sequence[Sequence[str]]], count: int
+    site: EnvironmentSite, commands_of: Callable[[EmptyNode], Sequence[Sequence[str]]], count: int
 ) -> Sample:
     """Commands, one after the other, on `count` nodes at once, until the last node is through. CPU
     is the whole machine's, the store's included. Raises: RuntimeError.
@@ -57,7 +57,7 @@ def take_many(
         before_bytes, before_cpu_s = site.line.received_bytes(), _machine_cpu_s()
         started_s = time.monotonic()
 
-        def one(node: Node, commands: Sequence[Sequence[str]]) -> float:
+        def one(node: EmptyNode, commands: Sequence[Sequence[str]]) -> float:
             for command in commands:
                 node.run(command, timeout_s=DEADLINE_S)
             return time.monotonic() - started_s
@@ -69,7 +69,7 @@ def take_many(
     return Sample(ended_s[-1], {"machine": cpu_s}, moved_bytes, {"first_s": ended_s[0]})
 
 
-def run_timed(node: Node, command: Sequence[str], output: str = "") -> float:
+def run_timed(node: EmptyNode, command: Sequence[str], output: str = "") -> float:
     """Seconds. Raises: RuntimeError when it prints something else than `output`, if given."""
     started_s = time.monotonic()
     printed = node.run(command, timeout_s=DEADLINE_S)
@@ -79,7 +79,7 @@ def run_timed(node: Node, command: Sequence[str], output: str = "") -> float:
     return wall_s
 
 
-def _make_cold(site: Site) -> None:
+def _make_cold(site: EnvironmentSite) -> None:
     if evict_everything([]) != "drop_caches":
         raise RuntimeError("the page cache cannot be dropped, so no node is cold")
     site.line.set_rate(RATE_MBIT)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.containers.node import Node
+from bench.containers.node import EmptyNode
 from testbed.needs import MissingError
 
 REQUIREMENTS = (
@@ -85,9 +85,9 @@ def uv() -> str:
 
 
 @contextlib.contextmanager
-def node_at(folder: Path, tree: Path | None = None) -> Iterator[Node]:
+def node_at(folder: Path, tree: Path | None = None) -> Iterator[EmptyNode]:
     """A new node, whose folder is PLACE there; `tree` is its environment, if given."""
-    with Node(folder) as node:
+    with EmptyNode(folder) as node:
         node.run(["mount", "--bind", str(folder), str(PLACE)], timeout_s=20.0)
         if tree is not None:
             (folder / ENVIRONMENT.name).mkdir()
@@ -152,7 +152,7 @@ def uv_install(links: Path | str, requirements: Path) -> str:
     )
 
 
-def _in_node(node: Node, command: list[str]) -> None:
+def _in_node(node: EmptyNode, command: list[str]) -> None:
     node.run(command, timeout_s=_STEP_DEADLINE_S)
 
 

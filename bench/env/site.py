@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.containers.node import Node
+from bench.containers.node import EmptyNode
 from bench.env.recipe import CACHE, PLACE, SNAPSHOT, Kept, environment, node_at
 from bench.machine.disk import new_disk
 from bench.model import Workspace
@@ -35,7 +35,7 @@ _PIECE_BYTES = 2**23
 
 
 @dataclass(slots=True)
-class Site:
+class EnvironmentSite:
     """All that ways of restoring share."""
 
     kept: Kept
@@ -72,7 +72,7 @@ class Site:
         self.far.once(name, prepare)
 
     @contextlib.contextmanager
-    def node(self, name: str, tree: Path | None = None) -> Iterator[Node]:
+    def node(self, name: str, tree: Path | None = None) -> Iterator[EmptyNode]:
         """A new node, whose environment is `tree`, or nothing yet."""
         with (
             new_disk(self.scratch / f"disk-{name}", _DISK_BYTES) as disk,
@@ -94,7 +94,7 @@ def bootseer(store: str, *arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def open_site(workspace: Workspace) -> Iterator[Site]:
+def open_site(workspace: Workspace) -> Iterator[EnvironmentSite]:
     """Everything in its place. Raises: MissingError."""
     require("root", programs=("nsenter", "setpriv", "unshare", "zstd"))
     workspace.kept.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def open_site(workspace: Workspace) -> Iterator[Site]:
         _copy_store(kept.store, far.store_url)
         stored_bytes = target.blob.size_bytes
         packages = Packages(workspace.kept / "packages")
-        yield Site(kept, packages, near, Path(scratch), far, tree, blob, stored_bytes)
+        yield EnvironmentSite(kept, packages, near, Path(scratch), far, tree, blob, stored_bytes)
 
 
 def _copy_store(folder: Path, url: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.containers.node import Node
+from bench.containers.node import EmptyNode
 from bench.env.floor import compile_floor, write_plan
 from bench.env.recipe import (
     ENVIRONMENT,
@@ -16,7 +16,7 @@ from bench.env.recipe import (
     UV_CACHE,
     uv_install,
 )
-from bench.env.site import Site, bootseer
+from bench.env.site import EnvironmentSite, bootseer
 from bootseer.blob.pack.frame_writer import usable_cpus
 
 WORKLOAD = "import"
@@ -24,11 +24,11 @@ IMPORT = [str(ENVIRONMENT / "bin/python"), "-c", IMPORTS]
 DEADLINE_S = 600.0
 
 
-def _nothing(site: Site) -> None:
+def _nothing(site: EnvironmentSite) -> None:
     pass
 
 
-def _nothing_on(site: Site, node: Node) -> None:
+def _nothing_on(site: EnvironmentSite, node: EmptyNode) -> None:
     pass
 
 
@@ -38,13 +38,13 @@ class Way:
 
     name: str
     description: str
-    restore: Callable[[Site, Node], list[str]]
+    restore: Callable[[EnvironmentSite, EmptyNode], list[str]]
     """What is timed, before the import."""
-    prepare: Callable[[Site], None] = _nothing
+    prepare: Callable[[EnvironmentSite], None] = _nothing
     """Once, not timed."""
-    start: Callable[[Site, Node], None] = _nothing_on
+    start: Callable[[EnvironmentSite, EmptyNode], None] = _nothing_on
     """What a node has done before; not timed."""
-    tree: Callable[[Site], Path | None] = lambda site: None
+    tree: Callable[[EnvironmentSite], Path | None] = lambda site: None
     """What the node has there from the beginning."""
 
 
@@ -52,22 +52,22 @@ def _shell(script: str) -> list[str]:
     return ["sh", "-ec", script]
 
 
-def _pip(site: Site, node: Node) -> list[str]:
+def _pip(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     pip = f"{ENVIRONMENT}/bin/python -m pip --quiet --isolated --disable-pip-version-check"
     links = f"--no-index --find-links {site.near / 'wheels'} -r {site.kept.requirements}"
     install = f"PIP_CONFIG_FILE=/dev/null {pip} install --no-cache-dir {links}"
     return _shell(f"{PYTHON} -m venv {ENVIRONMENT} && {install}")
 
 
-def _uv(site: Site, node: Node) -> list[str]:
+def _uv(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     return _shell(uv_install(site.near / "wheels", site.kept.requirements))
 
 
-def _uv_over_line(site: Site, node: Node) -> list[str]:
+def _uv_over_line(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     return _shell(uv_install(site.wheels_url, site.kept.requirements))
 
 
-def _fill_uv_cache(site: Site) -> None:
+def _fill_uv_cache(site: EnvironmentSite) -> None:
     def fill() -> None:
         with site.node("uv-fill") as node:
             node.run(_uv(site, node), timeout_s=DEADLINE_S)
@@ -76,33 +76,33 @@ def _fill_uv_cache(site: Site) -> None:
     site.once("uv cache", fill)
 
 
-def _have_uv_cache(site: Site, node: Node) -> None:
+def _have_uv_cache(site: EnvironmentSite, node: EmptyNode) -> None:
     _copy_tree(site.scratch / UV_CACHE.name, node.folder / UV_CACHE.name)
 
 
-def _uv_warm(link_mode: str) -> Callable[[Site, Node], list[str]]:
+def _uv_warm(link_mode: str) -> Callable[[EnvironmentSite, EmptyNode], list[str]]:
     return lambda site, node: _shell(f"{_uv(site, node)[-1]} --link-mode {link_mode}")
 
 
-def _tar_zst(site: Site, node: Node) -> list[str]:
+def _tar_zst(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     archive = site.near / site.kept.tar.name
     return _shell(f"zstd -qdc {archive} | tar -xf - -C {PLACE}")
 
 
-def _venv_pack(site: Site, node: Node) -> list[str]:
+def _venv_pack(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     archive = site.near / site.kept.packed.name
     return _shell(f"mkdir {ENVIRONMENT} && tar -xzf {archive} -C {ENVIRONMENT}")
 
 
-def _copy(site: Site, node: Node) -> list[str]:
+def _copy(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     return ["cp", "-a", str(site.kept.tree), str(ENVIRONMENT)]
 
 
-def _have_copy(site: Site, node: Node) -> None:
+def _have_copy(site: EnvironmentSite, node: EmptyNode) -> None:
     _copy_tree(site.kept.tree, node.folder / "tree")
 
 
-def _copy_links(site: Site, node: Node) -> list[str]:
+def _copy_links(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     return ["cp", "-al", str(PLACE / "tree"), str(ENVIRONMENT)]
 
 
@@ -110,12 +110,12 @@ def _copy_tree(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-a", str(source), str(target)], timeout=DEADLINE_S, check=True)
 
 
-def _prepare_floor(site: Site) -> None:
+def _prepare_floor(site: EnvironmentSite) -> None:
     compile_floor(site.packages, site.near / "floor")
     write_plan(site.tree, site.near / "plan")
 
 
-def _floor(site: Site, node: Node) -> list[str]:
+def _floor(site: EnvironmentSite, node: EmptyNode) -> list[str]:
     inputs = [str(site.near / "plan"), str(site.blob)]
     return [str(site.near / "floor"), *inputs, str(ENVIRONMENT), str(usable_cpus())]
 
@@ -124,18 +124,18 @@ def _restore(store: str, mode: str) -> list[str]:
     return bootseer(store, "--workload", WORKLOAD, "snapshot", "restore", SNAPSHOT, "--mode", mode)
 
 
-def _restore_near(mode: str) -> Callable[[Site, Node], list[str]]:
+def _restore_near(mode: str) -> Callable[[EnvironmentSite, EmptyNode], list[str]]:
     return lambda site, node: _restore(str(site.near_store), mode)
 
 
-def _restore_over_line(mode: str) -> Callable[[Site, Node], list[str]]:
+def _restore_over_line(mode: str) -> Callable[[EnvironmentSite, EmptyNode], list[str]]:
     return lambda site, node: _restore(site.store_url, mode)
 
 
-def _have_tree(mode: str) -> Callable[[Site, Node], None]:
+def _have_tree(mode: str) -> Callable[[EnvironmentSite, EmptyNode], None]:
     """An earlier job of the node has linked to the snapshot."""
 
-    def start(site: Site, node: Node) -> None:
+    def start(site: EnvironmentSite, node: EmptyNode) -> None:
         node.run(_restore(str(site.near_store), mode), timeout_s=DEADLINE_S)
         if mode == "link":
             node.run(bootseer("", "unmount", str(ENVIRONMENT)), timeout_s=DEADLINE_S)
@@ -145,7 +145,7 @@ def _have_tree(mode: str) -> Callable[[Site, Node], None]:
     return start
 
 
-def _record(site: Site) -> None:
+def _record(site: EnvironmentSite) -> None:
     """An earlier job, on another node, has mounted the snapshot."""
 
     def record() -> None:
@@ -199,7 +199,7 @@ ALL = (
 )  # fmt: skip
 
 
-def first_start(site: Site) -> tuple[list[list[str]], Path]:
+def first_start(site: EnvironmentSite) -> tuple[list[list[str]], Path]:
     """Commands for nodes that all find a store without the environment; and the file that gets a
     line for each set-up that is run."""
     number = sum(1 for _ in site.scratch.glob("ran-*"))

@@ -4,8 +4,8 @@ The pull is `ctr-remote image rpull`, which, as Kubernetes does, asks the snapsh
 before it fetches it; containerd 1.6's own `ctr image pull` fetches first.
 """
 
-from bench.containers.node import Node
-from bench.containers.site import Site
+from bench.containers.node import EmptyNode
+from bench.containers.site import PeersSite
 from bench.peers.bootseer_image import Bootseer, Mode, settings
 from bench.peers.containerd import NAMESPACE, programs, run, shell, start_containerd
 from testbed.packages import Packages
@@ -27,7 +27,7 @@ class BootseerSnapshotter(Bootseer):
         packages.unpacked(self._suite, "containerd")
         packages.unpacked(_CLIENT_SUITE, "stargz-snapshotter")
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         environment = {**settings(site, node), "BOOTSEER_WORKLOAD": site.workload.name}
         root = node.folder / "snapshotter"
         command = ["-m", "bootseer", "snapshotter", "--address", _SOCKET, "--root", str(root)]
@@ -38,7 +38,7 @@ class BootseerSnapshotter(Bootseer):
         )
         start_containerd(site, node, self._suite, {"bootseer": _SOCKET})
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         folder = site.packages.unpacked(_CLIENT_SUITE, "stargz-snapshotter") / "usr/bin"
         client = f"{folder / 'ctr-remote'} --namespace {NAMESPACE}"
         pull = f"{client} image rpull --plain-http --snapshotter bootseer {site.reference()}"

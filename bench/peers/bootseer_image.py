@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 
-from bench.containers.node import Node
-from bench.containers.site import Site
+from bench.containers.node import EmptyNode
+from bench.containers.site import PeersSite
 from testbed.images.torch_image import TAGS
 from testbed.needs import require
 from testbed.packages import Packages
@@ -47,7 +47,7 @@ class Bootseer:
             # Without it the layers would be copied.
             require(modules=["indexed_gzip"])
 
-    def prepare(self, site: Site) -> None:
+    def prepare(self, site: PeersSite) -> None:
         if self._mode is Mode.SEEK_POINTS:
             site.once("bootseer seek points", lambda: _find_seek_points(site))
         elif self._mode is not Mode.UNINDEXED:
@@ -57,12 +57,12 @@ class Bootseer:
         if self._mode is Mode.REBUILT:
             site.once("bootseer index rebuilt", lambda: _index(site, _REBUILT))
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         if self._mode is Mode.LOCAL:
             command = _command(settings(site, node), "image", "fetch", _name(_V1))
             node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         tag, workload, switches = _V1, site.workload.name, {"BOOTSEER_RECORD": "never"}
         if self._mode is Mode.RECORD:
             # A name that has no record yet.
@@ -84,14 +84,14 @@ class Bootseer:
         script = f'for i in $(seq {self._count}); do "$@" & all="$all $!"; done'
         return ["sh", "-ec", f'{script}; for one in $all; do wait "$one"; done', "sh", *one]
 
-    def _launch_unindexed(self, site: Site, node: Node) -> list[str]:
+    def _launch_unindexed(self, site: PeersSite, node: EmptyNode) -> list[str]:
         # A store that knows nothing yet.
         self._records += 1
         store = {"BOOTSEER_STORE": f"{site.store_url}-unindexed-{self._records}"}
         image = f"registry://{site.reference()}"
         return _run(site, node, image, site.workload.name, store)
 
-    def settle(self, site: Site, node: Node) -> dict[str, float]:
+    def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
         if self._mode is Mode.RECORD:
             _wait_published(site, node)
         return {}
@@ -101,7 +101,7 @@ def _name(tag: str) -> str:
     return f"bench-torch:{tag}"
 
 
-def settings(site: Site, node: Node) -> dict[str, str]:
+def settings(site: PeersSite, node: EmptyNode) -> dict[str, str]:
     """Bootseer's variables on a node."""
     return {
         "BOOTSEER_STORE": site.store_url,
@@ -118,26 +118,26 @@ def _command(variables_of: Mapping[str, str], *arguments: str) -> list[str]:
 
 
 def _run(
-    site: Site, node: Node, image: str, workload: str, switches: Mapping[str, str]
+    site: PeersSite, node: EmptyNode, image: str, workload: str, switches: Mapping[str, str]
 ) -> list[str]:
     start = ["--workload", workload, "run", "--image", image, "--runtime", "runc"]
     variables = {**settings(site, node), **switches}
     return _command(variables, *start, "--", *site.workload.command)
 
 
-def _index(site: Site, tag: str) -> None:
+def _index(site: PeersSite, tag: str) -> None:
     with site.node("bootseer-index") as node:
         source = f"oci:{site.layout}:{tag}"
         command = _command(settings(site, node), "image", "index", source, "--name", _name(tag))
         node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
 
-def _points_store(site: Site) -> str:
+def _points_store(site: PeersSite) -> str:
     """Store in which only seek points are."""
     return f"{site.store_url}-points"
 
 
-def _find_seek_points(site: Site) -> None:
+def _find_seek_points(site: PeersSite) -> None:
     with site.node("bootseer-points") as node:
         variables = {
             **settings(site, node),
@@ -148,7 +148,7 @@ def _find_seek_points(site: Site) -> None:
         node.run(command, timeout_s=_INDEX_DEADLINE_S)
 
 
-def _record(site: Site) -> None:
+def _record(site: PeersSite) -> None:
     with site.node("bootseer-record") as node:
         always = {"BOOTSEER_RECORD": "always"}
         run = _run(site, node, _name(_V1), site.workload.name, always)
@@ -156,6 +156,6 @@ def _record(site: Site) -> None:
         _wait_published(site, node)
 
 
-def _wait_published(site: Site, node: Node) -> None:
+def _wait_published(site: PeersSite, node: EmptyNode) -> None:
     wait = _command(settings(site, node), "status", "--wait", f"{_WAIT_DEADLINE_S:g}")
     node.run(wait, timeout_s=_WAIT_DEADLINE_S + 10)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.containers.node import CGROUP, Node
-from bench.containers.site import Site
+from bench.containers.node import CGROUP, EmptyNode
+from bench.containers.site import PeersSite
 from testbed.packages import Packages
 
 NAMESPACE = "bench"
@@ -29,7 +29,7 @@ _PROXY = """[proxy_plugins.{name}]
 """
 
 
-def programs(site: Site, suite: str) -> Path:
+def programs(site: PeersSite, suite: str) -> Path:
     """The folder of containerd's programs. Raises: MissingError."""
     return site.packages.unpacked(suite, "containerd") / "usr/bin"
 
@@ -40,7 +40,7 @@ def path(*folders: Path) -> dict[str, str]:
 
 
 def start_containerd(
-    site: Site, node: Node, suite: str, proxies: Mapping[str, str] | None = None
+    site: PeersSite, node: EmptyNode, suite: str, proxies: Mapping[str, str] | None = None
 ) -> None:
     """Start containerd with the proxy snapshotters `proxies` (socket by name).
 
@@ -64,12 +64,12 @@ def ctr(folder: Path) -> str:
     return f"{folder / 'ctr'} --namespace {NAMESPACE}"
 
 
-def pull(site: Site, folder: Path) -> str:
+def pull(site: PeersSite, folder: Path) -> str:
     """A line of shell."""
     return f"{ctr(folder)} image pull --plain-http {site.reference()}"
 
 
-def run(site: Site, folder: Path, *options: str, image: str = "") -> str:
+def run(site: PeersSite, folder: Path, *options: str, image: str = "") -> str:
     """A line of shell; `image` is by default the image itself."""
     image = image or site.reference()
     words = ["run", "--rm", f"--cgroup=/{CGROUP}/torch", *options, image, "torch"]
@@ -93,17 +93,17 @@ class Containerd:
     def fetch(self, packages: Packages) -> None:
         packages.unpacked(self._suite, "containerd")
 
-    def prepare(self, site: Site) -> None:
+    def prepare(self, site: PeersSite) -> None:
         pass
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         start_containerd(site, node, self._suite)
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         folder = programs(site, self._suite)
         return shell(pull(site, folder), run(site, folder))
 
-    def settle(self, site: Site, node: Node) -> dict[str, float]:
+    def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
         return {}
 
 
@@ -114,10 +114,10 @@ class LocalContainerd(Containerd):
         super().__init__(name, suite)
         self.description = "ctr run, the image pulled and unpacked before; the page cache is cold"
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         super().start(site, node)
         folder = programs(site, self._suite)
         node.run(shell(pull(site, folder), "true"), timeout_s=PULL_DEADLINE_S)
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         return shell(run(site, programs(site, self._suite)))

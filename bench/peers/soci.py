@@ -7,8 +7,8 @@ themselves come from the plain one, named as its mirror, as they do for everyone
 
 from pathlib import Path
 
-from bench.containers.node import Node
-from bench.containers.site import Site, copy_image
+from bench.containers.node import EmptyNode
+from bench.containers.site import PeersSite, copy_image
 from bench.peers.containerd import (
     NAMESPACE,
     PULL_DEADLINE_S,
@@ -46,14 +46,14 @@ class Soci:
         packages.unpacked(self._suite, "containerd")
         packages.unpacked(_SUITE, "soci-snapshotter")
 
-    def prepare(self, site: Site) -> None:
+    def prepare(self, site: PeersSite) -> None:
         if self._is_indexed:
             site.once("soci index", lambda: self._push_index(site))
         else:
             target = f"docker://{site.reference(repository=self._repository)}"
             site.once("no index", lambda: copy_image(f"docker://{site.reference()}", target))
 
-    def _push_index(self, site: Site) -> None:
+    def _push_index(self, site: PeersSite) -> None:
         containerd = programs(site, self._suite)
         client = _client(site)
         with site.node("soci-index") as node:
@@ -66,7 +66,7 @@ class Soci:
             )
             node.run(command, timeout_s=PULL_DEADLINE_S)
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         start_containerd(site, node, self._suite, {"soci": _SOCKET})
         config = node.folder / "soci.toml"
         config.write_text(
@@ -80,20 +80,20 @@ class Soci:
             {**path(programs(site, self._suite)), "SSL_CERT_FILE": str(site.certificate)},
         )
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         trust = f"export SSL_CERT_FILE={site.certificate}"
         image = site.reference(secure=True, repository=self._repository)
         rpull = f"{_client(site)} image rpull {image}"
         start = run(site, programs(site, self._suite), "--snapshotter=soci", image=image)
         return shell(trust, rpull, start)
 
-    def settle(self, site: Site, node: Node) -> dict[str, float]:
+    def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
         return {}
 
 
-def _programs(site: Site) -> Path:
+def _programs(site: PeersSite) -> Path:
     return site.packages.unpacked(_SUITE, "soci-snapshotter") / "usr/bin"
 
 
-def _client(site: Site) -> str:
+def _client(site: PeersSite) -> str:
     return f"{_programs(site) / 'soci'} --namespace {NAMESPACE}"

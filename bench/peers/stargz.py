@@ -10,8 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench.containers.node import Node
-from bench.containers.site import Site, copy_image
+from bench.containers.node import EmptyNode
+from bench.containers.site import PeersSite, copy_image
 from bench.peers.containerd import NAMESPACE, ctr, programs, pull, run, shell, start_containerd
 from testbed.needs import MissingError
 from testbed.packages import Packages
@@ -39,10 +39,10 @@ class Stargz:
         packages.unpacked(_SUITE, "stargz-snapshotter")
         _snapshotter(packages)
 
-    def prepare(self, site: Site) -> None:
+    def prepare(self, site: PeersSite) -> None:
         site.once(_TAG, lambda: self._convert(site))
 
-    def _convert(self, site: Site) -> None:
+    def _convert(self, site: PeersSite) -> None:
         # Kept beside the image, since this takes minutes.
         kept = site.layout.with_name(f"{site.layout.name}-{_TAG}")
         here, there = f"oci:{kept}:{_TAG}", f"docker://{site.reference(_TAG)}"
@@ -63,7 +63,7 @@ class Stargz:
         copy_image(there, f"oci:{partial}:{_TAG}")
         partial.rename(kept)
 
-    def start(self, site: Site, node: Node) -> None:
+    def start(self, site: PeersSite, node: EmptyNode) -> None:
         start_containerd(site, node, self._suite, {"stargz": _SOCKET})
         node.run(["mkdir", "-p", str(Path(_SOCKET).parent)], timeout_s=10)
         node.start(
@@ -71,17 +71,17 @@ class Stargz:
             lambda: node.succeeds(["test", "-S", _SOCKET]),
         )
 
-    def launch(self, site: Site, node: Node) -> list[str]:
+    def launch(self, site: PeersSite, node: EmptyNode) -> list[str]:
         image = site.reference(_TAG)
         rpull = f"{_client(site)} image rpull --plain-http {image}"
         start = run(site, programs(site, self._suite), "--snapshotter=stargz", image=image)
         return shell(rpull, start)
 
-    def settle(self, site: Site, node: Node) -> dict[str, float]:
+    def settle(self, site: PeersSite, node: EmptyNode) -> dict[str, float]:
         return {}
 
 
-def _client(site: Site) -> str:
+def _client(site: PeersSite) -> str:
     folder = site.packages.unpacked(_SUITE, "stargz-snapshotter") / "usr/bin"
     return f"{folder / 'ctr-remote'} --namespace {NAMESPACE}"
 

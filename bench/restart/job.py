@@ -24,7 +24,7 @@ _END_S = 30.0
 _POLL_S = 0.01
 
 
-class Job:
+class RestartedJob:
     """A node, whose paths are the same each time it is a new one, and the job that it starts."""
 
     def __init__(

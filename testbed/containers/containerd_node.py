@@ -51,7 +51,7 @@ def programs() -> Path:
     return Path(found) if named else Path(found).parent
 
 
-class Node(Closing):
+class ContainerdNode(Closing):
     """A machine with the snapshotter, and with containerd unless told otherwise, until closed."""
 
     def __init__(
@@ -391,7 +391,7 @@ class Node(Closing):
 class Pod(Closing):
     """A pod with one container, until closed."""
 
-    def __init__(self, node: Node, identity: str, container: str) -> None:
+    def __init__(self, node: ContainerdNode, identity: str, container: str) -> None:
         self._node = node
         self._identity = identity
         self._container = container

@@ -23,8 +23,8 @@ from testbed.kubernetes.machine import (
     ADDRESS,
     CGROUPS,
     GROUP,
+    ClusterNode,
     Lan,
-    Node,
     hierarchies,
     remove_folder,
     remove_group,
@@ -85,7 +85,7 @@ class Cluster(Closing):
         init = self.programs / "init"
         self.lan = Lan("lan", self.folder / "lan", init)
         self.nodes = [
-            Node(self.lan, number, self.folder / f"node{number}", init)
+            ClusterNode(self.lan, number, self.folder / f"node{number}", init)
             for number in range(1, node_count + 1)
         ]
         self._hdfs: MiniHdfs | None = None
@@ -122,7 +122,7 @@ class Cluster(Closing):
     def _control(self, name: str, command: Sequence[str]) -> None:
         self.lan.daemon(name, *command, env=self.environment)
 
-    def power_on(self, node: Node) -> None:
+    def power_on(self, node: ClusterNode) -> None:
         """Switch a node on; its kubelet comes by itself. `wait_ready` waits for it."""
         settings.write_node_files(node, self.programs)
         node.start([other for other in self.nodes if other is not node])
@@ -139,11 +139,11 @@ class Cluster(Closing):
         """Major and minor number of one of the cluster's programs."""
         return release(program, self.environment["PATH"])
 
-    def power_off(self, node: Node) -> None:
+    def power_off(self, node: ClusterNode) -> None:
         """As if the power failed: nothing on the node does another step."""
         node.kill()
 
-    def wipe(self, node: Node) -> None:
+    def wipe(self, node: ClusterNode) -> None:
         """Replace a node by a new one of the same name, with an empty disk, and wait for it."""
         node.kill()
         node.wipe()
@@ -156,7 +156,7 @@ class Cluster(Closing):
         on = [node for node in self.nodes if node.is_on]
         self._wait("all nodes ready", lambda: all(map(self.is_ready, on)))
 
-    def is_ready(self, node: Node) -> bool:
+    def is_ready(self, node: ClusterNode) -> bool:
         """Whether the API server takes the node for ready."""
         done = self.try_kubectl("get", "node", node.name, "--output", "json")
         if done.returncode != 0:
@@ -260,7 +260,7 @@ class Cluster(Closing):
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
-    def ctr(self, node: Node, *arguments: str) -> str:
+    def ctr(self, node: ClusterNode, *arguments: str) -> str:
         """What containerd's own client prints on a node, of what Kubernetes has there."""
         return node.run("ctr", "-n", "k8s.io", *arguments, env=self.environment).stdout
 

@@ -8,7 +8,7 @@ from typing import Any
 from testbed.containers.chart import CHART, NAMESPACE
 from testbed.containers.helm import helm_program
 from testbed.kubernetes.cluster import Cluster
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.waiting import wait_for
 
 _DEADLINE_S = 300.0
@@ -73,7 +73,7 @@ class Installation:
                 found.append(f"{name}: {ready} of {wanted}")
         return found
 
-    def pod_of(self, component: str, node: Node | None = None) -> str:
+    def pod_of(self, component: str, node: ClusterNode | None = None) -> str:
         """The name of a pod of ours, on a node."""
         label = f"--selector=app.kubernetes.io/component={component}"
         for pod in self.cluster.list("pods", label, "--namespace", NAMESPACE):
@@ -103,7 +103,7 @@ class Installation:
             look_s=0.5,
         )
 
-    def mounts(self, node: Node) -> list[str]:
+    def mounts(self, node: ClusterNode) -> list[str]:
         """Mount points on the node that are ours, or that ours left dead."""
         shown = node.run("cat", "/proc/self/mountinfo").stdout
         found = []

@@ -203,7 +203,7 @@ class Lan(Machine):
         self._start([*new, "sh", "-c", _LAN_SCRIPT, "sh", str(self._init)], {})
 
 
-class Node(Machine):
+class ClusterNode(Machine):
     """A machine on the bridge, with the address 10.77.0.(10 + number), whose pods have addresses
     of 10.88.(number).0/24."""
 
@@ -216,7 +216,7 @@ class Node(Machine):
         self.address = f"10.77.0.{10 + number}"
         self.pods = f"10.88.{number}.0/24"
 
-    def start(self, others: Sequence["Node"]) -> None:
+    def start(self, others: Sequence["ClusterNode"]) -> None:
         """Switch the machine on, with routes to the pods of the others, and theirs to its own."""
         own = ["unshare", "--mount", "--pid", "--net", "--cgroup", "--uts", "--fork"]
         own += ["--kill-child", "--propagation", "private"]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from testbed.kubernetes.machine import ADDRESS, Node
+from testbed.kubernetes.machine import ADDRESS, ClusterNode
 
 REGISTRY = f"{ADDRESS}:5000"
 PAUSE_IMAGE = f"{REGISTRY}/pause:1"
@@ -45,7 +45,7 @@ def kubeconfig(folder: Path, user: str) -> Path:
     return path
 
 
-def write_tokens(path: Path, nodes: list[Node]) -> None:
+def write_tokens(path: Path, nodes: list[ClusterNode]) -> None:
     """Who may log in, with which groups; RBAC says what they may do."""
     users = {**_USERS, **{f"system:node:{node.name}": ("system:nodes",) for node in nodes}}
     lines = [f'token-{user},{user},{user},"{",".join(of)}"\n' for user, of in users.items()]
@@ -91,7 +91,7 @@ def scheduler(folder: Path) -> list[str]:
     return ["kube-scheduler", f"--kubeconfig={config}", "--leader-elect=false"]
 
 
-def proxy(folder: Path, node: Node, release: tuple[int, int]) -> list[str]:
+def proxy(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[str]:
     """Cluster addresses of services, without the machine's own limits of connections."""
     # What API servers of all releases serve; one of 1.25 or newer lacks the slices of its time.
     older = ["--feature-gates=EndpointSliceProxying=false"]
@@ -104,7 +104,7 @@ def proxy(folder: Path, node: Node, release: tuple[int, int]) -> list[str]:
     ]  # fmt: skip
 
 
-def kubelet(folder: Path, node: Node, release: tuple[int, int]) -> list[str]:
+def kubelet(folder: Path, node: ClusterNode, release: tuple[int, int]) -> list[str]:
     """All that it keeps lies on the node's own disk."""
     path = folder / f"{node.name}.kubelet"
     document: dict[str, Any] = {
@@ -131,7 +131,7 @@ def kubelet(folder: Path, node: Node, release: tuple[int, int]) -> list[str]:
     ]  # fmt: skip
 
 
-def write_node_files(node: Node, programs: Path) -> None:
+def write_node_files(node: ClusterNode, programs: Path) -> None:
     """What an administrator has put into /etc of a node."""
     network = {
         "cniVersion": "0.4.0", "name": "pods",

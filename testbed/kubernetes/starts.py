@@ -12,7 +12,7 @@ from typing import Any
 from testbed.containers.chart import NAMESPACE
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.installation import Installation
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
 from testbed.processes import ending_with_us
 from testbed.waiting import wait_for
@@ -41,7 +41,7 @@ class Start:
     first_line_s: float
 
 
-def start(cluster: Cluster, name: str, image: str, node: Node, **given: Any) -> Start:
+def start(cluster: Cluster, name: str, image: str, node: ClusterNode, **given: Any) -> Start:
     """Run a trainer once on a node."""
     began_s = time()
     cluster.apply(pod(name, image, TRAIN, node=node.name, **given))
@@ -89,7 +89,9 @@ def wait_saved(path: Path, count: int) -> None:
     wait_for(lambda: len(saved(path)) >= goal, f"{goal} steps saved", timeout_s=180, look_s=0.2)
 
 
-def checked(cluster: Cluster, name: str, image: str, source: str, node: Node) -> dict[str, str]:
+def checked(
+    cluster: Cluster, name: str, image: str, source: str, node: ClusterNode
+) -> dict[str, str]:
     """Each file of a folder of checkpoints as a pod on a node reads it: "whole" or "broken"."""
     script = f"python3 -c '{CHECK.replace(chr(39), chr(34))}' /mnt/checkpoints"
     given = pod(name, image, script, node=node.name)
@@ -118,7 +120,7 @@ def assert_nothing_lost(files: dict[str, str], steps: Sequence[int]) -> None:
     assert not missing, (missing, files)
 
 
-def assert_nothing_on_the_disk(node: Node) -> None:
+def assert_nothing_on_the_disk(node: ClusterNode) -> None:
     """No checkpoint lies on a node's own disk, below any folder of its pods."""
     kept = node.disk / "lib"
     assert not list(kept.glob("kubelet/pods/*/volumes/**/step-*"))
@@ -128,12 +130,12 @@ def assert_nothing_on_the_disk(node: Node) -> None:
     assert not found.stdout, found.stdout
 
 
-def said(node: Node) -> str:
+def said(node: ClusterNode) -> str:
     """What the servers of images on a node have said."""
     return node.run("sh", "-c", "cat /run/bootseer/logs/*", check=False).stdout
 
 
-def wait_said(node: Node, what: str, count: int) -> None:
+def wait_said(node: ClusterNode, what: str, count: int) -> None:
     """Wait until servers of a node have said so."""
     wait_for(
         lambda: said(node).count(what) >= count, f"{what!r} on {node.name}",

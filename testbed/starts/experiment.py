@@ -18,7 +18,7 @@ from bootseer.report.explain import StartModel
 from bootseer.report.read import read_graph
 from bootseer.report.sources import Folder, find_start
 from testbed.paths import REPOSITORY
-from testbed.starts.nodes import Node, Nodes
+from testbed.starts.nodes import NamespaceNode, Nodes
 from testbed.waiting import pause
 
 LATE, DISK, LINE = "late", "slow disk", "slow line"
@@ -129,7 +129,7 @@ class Experiment:
         files = find_start(Folder(self._folder / "timelines"), "j")
         return StartModel(read_graph(files, 0))
 
-    def _run(self, node: Node) -> "subprocess.Popen[bytes]":
+    def _run(self, node: NamespaceNode) -> "subprocess.Popen[bytes]":
         own = self._folder / node.name
         environ = {
             "PATH": os.environ["PATH"],

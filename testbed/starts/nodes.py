@@ -25,7 +25,7 @@ _SETNS_NET = 0x40000000
 _BURST, _QUEUE = "64kb", "400ms"
 
 
-class Node:
+class NamespaceNode:
     """One of the nodes. `run` starts what is to run on it."""
 
     def __init__(self, site: "Nodes", number: int) -> None:
@@ -116,7 +116,7 @@ class Nodes:
         self.switch = f"{self.name}-s"
         self.address = "10.213.0.1"
         """Of the network itself, where a server may listen for all nodes."""
-        self.nodes = [Node(self, number) for number in range(count)]
+        self.nodes = [NamespaceNode(self, number) for number in range(count)]
 
     def make(self) -> None:
         """Raises: MissingError."""

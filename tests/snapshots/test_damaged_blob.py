@@ -18,7 +18,7 @@ from testbed.mounts.image_mounts import outside
 from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
-from tests.snapshots.support.mounted_jobs import Job
+from tests.snapshots.support.mounted_jobs import SetupProcess
 
 pytestmark = pytest.mark.needs("mount", "fuse")
 
@@ -109,10 +109,10 @@ def test_a_job_that_runs_on_it_keeps_what_it_has(tmp_path: Path, mounting: MakeN
     shutil.rmtree(target)
     node = mounting("b")
     _damage(node, key)
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         assert _fails_to_read(target / "data")
         wait_for(lambda: is_damage_known(node.cache_dir, _digest(node, key)), "the note")
-        with Job(node, request) as two:
+        with SetupProcess(node, request) as two:
             assert two.how == "captured"
             assert Path(f"/proc/{two.pid}/root{target}/data").stat().st_size == 400_000
             Path(f"/proc/{two.pid}/root{target}/data").read_bytes()

@@ -27,7 +27,7 @@ from testbed.needs import MissingError
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
-    Job,
+    SetupProcess,
     captured,
     done_by,
     environment_of,
@@ -44,7 +44,7 @@ def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode
     request, target = small(tmp_path)
     captured(covering("a"), request, target)
     node = covering("b")
-    with Job(node, request) as one, Job(node, request) as other:
+    with SetupProcess(node, request) as one, SetupProcess(node, request) as other:
         assert (one.how, other.how) == ("restored", "in place")
         assert other.ready_name_count == (node.restore_mode == "mount")
         pids = _server_pids(node)
@@ -56,7 +56,7 @@ def test_it_stays_while_any_of_its_jobs_lives(tmp_path: Path, covering: MakeNode
         other.end()
     wait_uncovered(target)
     wait_gone(node)
-    with Job(node, request) as third:
+    with SetupProcess(node, request) as third:
         assert third.how == "restored"
         third.end()
 
@@ -86,7 +86,7 @@ def test_a_job_that_comes_and_goes_does_not_end_what_was_to_stay(
     request, target = small(tmp_path)
     captured(mounting("a"), request, target)
     node = mounting("b")
-    with Job(node, request) as job:
+    with SetupProcess(node, request) as job:
         assert run_setup(node, request).how == "in place"
         job.end()
     ((state_dir, _),) = live_mounts(node.run_dir)

@@ -25,7 +25,7 @@ from testbed.mounts.snapshot_mounts import wait_gone
 from testbed.waiting import wait_for
 from tests.snapshots.conftest import MakeNode
 from tests.snapshots.support.mounted_jobs import (
-    Job,
+    SetupProcess,
     done_by,
     environment_of,
     runs,
@@ -74,9 +74,9 @@ def test_jobs_with_different_set_ups_have_their_own(
     request, target = small(tmp_path)
     other = _other(tmp_path)
     _publish(node, request, *([other] if is_stored else []))
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         assert one.how == "restored"
-        with Job(node, other) as two:
+        with SetupProcess(node, other) as two:
             assert two.how == ("restored" if is_stored else "captured")
             assert _seen_by(two, target / "d/file") == "other\n"
             assert _seen_by(one, target / "d/file") == "hello\n"
@@ -106,7 +106,7 @@ def test_jobs_whose_directories_lie_in_one_another(
     first = Request(command=["sh", "-ec", one_text], targets=[str(targets[0])])
     second = Request(command=["sh", "-ec", two_text], targets=[str(targets[1])])
     _publish(node, first)
-    with Job(node, first) as one, Job(node, second) as two:
+    with SetupProcess(node, first) as one, SetupProcess(node, second) as two:
         assert (one.how, two.how) == ("restored", "captured")
         assert _seen_by(one, deep / "file") == "1\n"
         assert not Path(f"/proc/{one.pid}/root{deep}/2").exists()
@@ -122,9 +122,9 @@ def test_a_job_that_wrote_to_its_environment_keeps_it(tmp_path: Path, node: Sett
     """A named bug: the second ran its set-up on top of the first one's mount, and lost both."""
     request, target = small(tmp_path)
     _publish(node, request)
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         Path(f"/proc/{one.pid}/root{target}/written").write_text("by the first")
-        with Job(node, request) as two:
+        with SetupProcess(node, request) as two:
             assert two.how == "restored"
             assert not Path(f"/proc/{two.pid}/root{target}/written").exists()
             assert _seen_by(one, target / "written") == "by the first"
@@ -142,11 +142,11 @@ def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
     node = replace(mounting("b"), restore_mode="link")
     request, target = small(tmp_path)
     _publish(node, request)
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         ((_, state),) = live_mounts(node.run_dir)
         os.kill(state.pid, signal.SIGKILL)
         wait_for(lambda: not start_time(state.pid), "the end of the holder")
-        with Job(node, request) as two:
+        with SetupProcess(node, request) as two:
             assert two.how == "restored"
             assert _seen_by(one, target / "d/file") == "hello\n"
             assert _seen_by(two, target / "d/file") == "hello\n"
@@ -161,7 +161,7 @@ def test_a_job_keeps_its_environment_when_what_keeps_it_is_killed(
 def test_jobs_with_the_same_set_up_share_it(tmp_path: Path, node: Settings) -> None:
     request, _ = small(tmp_path)
     _publish(node, request)
-    with Job(node, request) as one, Job(node, request) as two:
+    with SetupProcess(node, request) as one, SetupProcess(node, request) as two:
         assert two.how == "in place"
         for job in (one, two):
             assert os.stat(f"/proc/{job.pid}/ns/mnt") == os.stat("/proc/self/ns/mnt")
@@ -178,7 +178,7 @@ def test_a_difference_is_kept_from_the_job_that_runs_on_the_original(
     (target / "system").write_text("system")
     first = Request(command=["sh", "-ec", f"echo 1 > {target}/first"], targets=[str(target)])
     second = Request(command=["sh", "-ec", f"echo 2 > {target}/second"], targets=[str(target)])
-    with Job(node, first) as one, Job(node, second) as two:
+    with SetupProcess(node, first) as one, SetupProcess(node, second) as two:
         assert (one.how, two.how) == ("captured", "captured")
         assert _seen_by(two, target / "second") == "2\n"
         assert _seen_by(two, target / "system") == "system"
@@ -197,7 +197,7 @@ def test_without_a_namespace_it_is_refused(tmp_path: Path, node: Settings) -> No
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     setup = ["--setup", f"mkdir -p {target}/d; echo other > {target}/d/file"]
     weak = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         done = done_by([*weak, *words, *setup, "--", "true"], environment_of(node))
         assert done.returncode == 19, done.stderr
         assert f"{target} is in use by process {one.pid}" in done.stderr
@@ -214,13 +214,13 @@ def test_what_is_to_stay_is_refused_while_a_job_runs_on_it(tmp_path: Path, node:
     source = tmp_path / "source"
     source.mkdir()
     key = create_snapshot(node, [str(source)]).fingerprint
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         done = done_by(snapshot_run(_other(tmp_path)), environment_of(node))
         assert done.returncode == exit_code_of(BusyError())
         assert f"in use by process {one.pid}" in done.stderr
         one.end()
     moved = Request(command=["true"], targets=[str(source)])
-    with Job(node, moved) as other:
+    with SetupProcess(node, moved) as other:
         with pytest.raises(BusyError, match=f"process {other.pid}"):
             restore_snapshot(node, key)
         other.end()
@@ -250,7 +250,7 @@ def test_checkpoints_come_along(tmp_path: Path, node: Settings) -> None:
     words = [sys.executable, "-m", "bootseer", "run", "--target", str(target)]
     words += ["--setup", f"echo other > {target}/d/other || mkdir -p {target}/d"]
     words += ["--checkpoint", f"{(tmp_path / 'remote').as_uri()}:{tmp_path}/ckpt"]
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         done = done_by([*words, "--", "cat", f"{tmp_path}/ckpt/latest"], environment_of(node))
         assert (done.returncode, done.stdout) == (0, "step 7"), done.stderr
         assert "a mount namespace of its own" in done.stderr
@@ -265,7 +265,7 @@ def test_what_is_merely_too_old_is_used_where_it_cannot_be_replaced(
     request, _ = small(tmp_path)
     _publish(node, request)
     strict = replace(node, snapshot_max_age_s=0.001)
-    with Job(node, request) as one:
+    with SetupProcess(node, request) as one:
         said: list[str] = []
         assert run_setup(strict, request, report=said.append).how == "in place"
         assert any("used as it is" in line for line in said)

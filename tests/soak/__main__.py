@@ -19,9 +19,9 @@ from pathlib import Path
 from testbed.waiting import pause
 from tests.conftest import reset_signals
 from tests.soak.faults import draw_fault
-from tests.soak.jobs import Job, start_job
+from tests.soak.jobs import SoakJob, start_job
 from tests.soak.remains import final_findings, run, settle
-from tests.soak.site import Site, missing_tools, open_site
+from tests.soak.site import SoakSite, missing_tools, open_site
 
 _GC_EVERY = 7
 
@@ -49,7 +49,7 @@ class Soak:
             self.findings.append(f"round {self.round}: {finding}")
 
 
-def play_round(site: Site, soak: Soak) -> None:
+def play_round(site: SoakSite, soak: Soak) -> None:
     """Some jobs at once, with some faults among them, until nothing of them is left."""
     generator = random.Random(f"{soak.seed}:{soak.round}")
     users = generator.sample(site.users, generator.choice([1, 1, 2]))
@@ -83,7 +83,7 @@ def play_round(site: Site, soak: Soak) -> None:
             soak.note([f"GC: {collected.returncode} {collected.stderr[-300:]}"])
 
 
-def _judged(soak: Soak, job: Job, has_fault: bool, job_count: int) -> list[str]:
+def _judged(soak: Soak, job: SoakJob, has_fault: bool, job_count: int) -> list[str]:
     result = job.result()
     kind = result.partition(":")[0]
     soak.results[kind] += 1

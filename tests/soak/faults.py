@@ -12,7 +12,7 @@ from pathlib import Path
 
 from testbed.cgroups import frozen
 from testbed.waiting import looks
-from tests.soak.site import Site, User
+from tests.soak.site import SoakSite, User
 
 _FIND_S = 8.0
 _YOUNG_S = 1.0
@@ -30,7 +30,7 @@ class Fault:
     undo: Callable[[], None]
 
 
-def draw_fault(site: Site, user: User, generator: random.Random) -> Fault:
+def draw_fault(site: SoakSite, user: User, generator: random.Random) -> Fault:
     """One of the faults, at a random moment of the jobs that run."""
     makers = [_kill, _kill, _kill, _kill_servers, _stop, _store_away, _registry_stopped]
     makers.append(_keep_stopped)
@@ -55,7 +55,9 @@ def _hit(user: User, generator: random.Random, number: signal.Signals) -> tuple[
     return pid, f"{pid} ...{' '.join(found[pid].split())[-60:]}"
 
 
-def _kill(site: Site, user: User, generator: random.Random, after_s: float, for_s: float) -> Fault:
+def _kill(
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
+) -> Fault:
     number = generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 
     def begin() -> str:
@@ -65,7 +67,7 @@ def _kill(site: Site, user: User, generator: random.Random, after_s: float, for_
 
 
 def _kill_servers(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     """Each server with its supervisor, so that nobody is left to start another one."""
 
@@ -99,7 +101,9 @@ def _workers(user: User) -> list[int]:
     return workers
 
 
-def _stop(site: Site, user: User, generator: random.Random, after_s: float, for_s: float) -> Fault:
+def _stop(
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
+) -> Fault:
     stopped: list[int] = []
 
     def begin() -> str:
@@ -117,7 +121,7 @@ def _stop(site: Site, user: User, generator: random.Random, after_s: float, for_
 
 
 def _keep_stopped(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     """Workers are stopped again whenever they are told to continue, and answer in between."""
     is_over = threading.Event()
@@ -150,7 +154,7 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def _freeze(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     """All of a node's processes, as `docker pause` freezes them, or the workers only."""
     chosen, is_all = generator.choice(site.freezers), generator.choice([True, False])
@@ -173,7 +177,7 @@ def _freeze(
 
 
 def _hdfs_fault(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     hdfs = site.hdfs
     assert hdfs is not None
@@ -208,7 +212,7 @@ def _hdfs_fault(
 
 
 def _store_away(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     away = user.store.with_name("store-away")
 
@@ -233,7 +237,7 @@ def _merge(made: Path, away: Path) -> None:
 
 
 def _registry_stopped(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     def begin() -> str:
         os.kill(site.registry_pid, signal.SIGSTOP)
@@ -246,7 +250,7 @@ def _registry_stopped(
 
 
 def _disk_full(
-    site: Site, user: User, generator: random.Random, after_s: float, for_s: float
+    site: SoakSite, user: User, generator: random.Random, after_s: float, for_s: float
 ) -> Fault:
     # The cache's file system is mounted in the user's namespace only.
     filler = Path(f"/proc/{user.holder.pid}/root{user.node.base}/cache/filler")

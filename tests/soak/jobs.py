@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from tests.soak.site import CHECK_IMAGE, VERSIONS, Site, User
+from tests.soak.site import CHECK_IMAGE, VERSIONS, SoakSite, User
 
 MOUNT_PREFIX = "image-"
 """Of folders on which a job mounts an image by itself."""
@@ -77,7 +77,7 @@ print("right", flush=True)
 
 
 @dataclass
-class Job:
+class SoakJob:
     """A job that runs."""
 
     user: User
@@ -107,7 +107,7 @@ class Job:
         return f"failed: {self.process.returncode} {err.strip()[-300:]!r}"
 
 
-def start_job(site: Site, user: User, generator: random.Random) -> Job:
+def start_job(site: SoakSite, user: User, generator: random.Random) -> SoakJob:
     """One of the kinds of jobs, as `generator` draws."""
     kinds = [_image_run, _image_mount, _environment, _environment]
     kinds += [_checkpoint, _checkpoint, _several]
@@ -117,15 +117,15 @@ def start_job(site: Site, user: User, generator: random.Random) -> Job:
         env=user.node.environment,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return Job(user, f"{user.uid} {name}", process, time.monotonic() + JOB_S, saves)
+    return SoakJob(user, f"{user.uid} {name}", process, time.monotonic() + JOB_S, saves)
 
 
-def _source(site: Site, generator: random.Random) -> str:
+def _source(site: SoakSite, generator: random.Random) -> str:
     layout = f"oci:{site.image}:train"
     return generator.choice([layout, f"registry://{site.registry.host}/soak/train:v1"])
 
 
-def _image_run(site: Site, user: User, generator: random.Random) -> Drawn:
+def _image_run(site: SoakSite, user: User, generator: random.Random) -> Drawn:
     seed = generator.randrange(10**6)
     source = _source(site, generator)
     check = ("python3", "/data/check.py", "", seed)
@@ -133,7 +133,7 @@ def _image_run(site: Site, user: User, generator: random.Random) -> Drawn:
     return words, f"run --image {source[:8]}", None
 
 
-def _image_mount(site: Site, user: User, generator: random.Random) -> Drawn:
+def _image_mount(site: SoakSite, user: User, generator: random.Random) -> Drawn:
     """Mounts, reads and unmounts, whatever the reading came to."""
     directory = user.node.base / f"{MOUNT_PREFIX}{generator.randrange(10**6)}"
     ours = shlex.join([sys.executable, "-m", "bootseer"])
@@ -147,7 +147,7 @@ def _image_mount(site: Site, user: User, generator: random.Random) -> Drawn:
     return user.command("sh", "-c", script), "image mount", None
 
 
-def _set_up(site: Site, user: User, generator: random.Random) -> tuple[list[str], list[str]]:
+def _set_up(site: SoakSite, user: User, generator: random.Random) -> tuple[list[str], list[str]]:
     version = generator.choice(VERSIONS)
     target = user.node.base / f"env-{generator.randrange(2)}"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-compile"]
@@ -160,7 +160,7 @@ def _set_up(site: Site, user: User, generator: random.Random) -> tuple[list[str]
     return options, check
 
 
-def _environment(site: Site, user: User, generator: random.Random) -> Drawn:
+def _environment(site: SoakSite, user: User, generator: random.Random) -> Drawn:
     options, check = _set_up(site, user, generator)
     target, version, writes, _ = check[3:]
     name = f"run --setup {version} in {Path(target).name} by {options[-1]}, {writes}"
@@ -168,7 +168,7 @@ def _environment(site: Site, user: User, generator: random.Random) -> Drawn:
 
 
 def _saving(
-    site: Site, user: User, generator: random.Random
+    site: SoakSite, user: User, generator: random.Random
 ) -> tuple[list[str], list[str], tuple[str, str]]:
     directory = user.node.base / f"ckpt-{generator.randrange(10**6)}"
     url = generator.choice(site.checkpoint_urls(user))
@@ -178,13 +178,13 @@ def _saving(
     return ["--checkpoint", f"{url}:{directory}"], check + saved, (url, f"step-{number % 4:05}")
 
 
-def _checkpoint(site: Site, user: User, generator: random.Random) -> Drawn:
+def _checkpoint(site: SoakSite, user: User, generator: random.Random) -> Drawn:
     options, check, saves = _saving(site, user, generator)
     words = user.bootseer("run", *options, "--", *check)
     return words, f"run --checkpoint {saves[0][:4]}", saves
 
 
-def _several(site: Site, user: User, generator: random.Random) -> Drawn:
+def _several(site: SoakSite, user: User, generator: random.Random) -> Drawn:
     """An environment and a checkpoint in one start."""
     options, check = _set_up(site, user, generator)
     more, save, saves = _saving(site, user, generator)

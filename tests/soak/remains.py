@@ -9,7 +9,7 @@ from typing import Any
 
 from testbed.waiting import looks
 from tests.soak.jobs import MOUNT_PREFIX
-from tests.soak.site import Site, User
+from tests.soak.site import SoakSite, User
 
 SETTLE_S = 120.0
 """Servers end after their jobs, publishers when all is stored; each within its deadlines."""
@@ -69,7 +69,7 @@ def run(user: User, *words: object) -> "subprocess.CompletedProcess[str]":
         return subprocess.CompletedProcess([], -1, "", f"HANGS: {words}")
 
 
-def final_findings(site: Site) -> list[str]:
+def final_findings(site: SoakSite) -> list[str]:
     """What is left when all is over and each user's store has been collected."""
     findings = [finding for user in site.users for finding in _final(user)]
     for user in site.users:

@@ -90,7 +90,7 @@ class User:
 
 
 @dataclass
-class Site:
+class SoakSite:
     """All that jobs work with."""
 
     folder: Path
@@ -121,7 +121,7 @@ def missing_tools() -> list[str]:
 
 
 @contextlib.contextmanager
-def open_site(folder: Path) -> Iterator[Site]:
+def open_site(folder: Path) -> Iterator[SoakSite]:
     """Make what is not there from an earlier soak; end every process of it afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
@@ -140,7 +140,7 @@ def open_site(folder: Path) -> Iterator[Site]:
             stack.callback(hdfs.stop)
         if not freezing:
             print("left out: this machine lets nobody freeze a cgroup")
-        yield Site(folder, users, image, registry, pid, wheels, hdfs, freezing)
+        yield SoakSite(folder, users, image, registry, pid, wheels, hdfs, freezing)
 
 
 def _hdfs(folder: Path) -> MiniHdfs | None:

@@ -66,7 +66,7 @@ def free_addresses(count: int) -> list[tuple[str, int]]:
         return [("127.0.0.1", sock.getsockname()[1]) for sock in socks]
 
 
-class Job:
+class FanoutJob:
     """Exchanges of a job's nodes, of which some may be missing."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, count: int) -> None:

@@ -12,16 +12,16 @@ from bootseer.fanout.exchange import Exchange
 from bootseer.fanout.plan import Reason
 from bootseer.fanout.trees import STORE, Trees
 from testbed.waiting import wait_for
-from tests.bootseer.fanout.nodes import KEY, Content, Gate, Job, free_addresses
+from tests.bootseer.fanout.nodes import KEY, Content, FanoutJob, Gate, free_addresses
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path) -> Iterator[FanoutJob]:
     with contextlib.ExitStack() as stack:
-        yield Job(stack, tmp_path, 6)
+        yield FanoutJob(stack, tmp_path, 6)
 
 
-def test_all_nodes_get_an_object_of_which_the_store_sends_one_copy(job: Job) -> None:
+def test_all_nodes_get_an_object_of_which_the_store_sends_one_copy(job: FanoutJob) -> None:
     content = Content(41)
     job.start(*range(6))
     job.join(content)
@@ -32,7 +32,7 @@ def test_all_nodes_get_an_object_of_which_the_store_sends_one_copy(job: Job) -> 
     assert {one.source for one in job.nodes[0].fed()} == {Trees(6).parent(t, 0) for t in (0, 1)}
 
 
-def test_an_object_of_one_chunk_and_two_objects_at_once(job: Job) -> None:
+def test_an_object_of_one_chunk_and_two_objects_at_once(job: FanoutJob) -> None:
     small, other = Content(1), Content(9, seed=2)
     job.start(*range(6))
     job.join(small)
@@ -42,7 +42,7 @@ def test_an_object_of_one_chunk_and_two_objects_at_once(job: Job) -> None:
     assert job.nodes[5].fetch(other.name, 8) == other.parts[8]
 
 
-def test_nodes_that_come_later_or_never_are_done_without(job: Job) -> None:
+def test_nodes_that_come_later_or_never_are_done_without(job: FanoutJob) -> None:
     content = Content(20)
     job.start(5)
     job.join(content)
@@ -56,7 +56,7 @@ def test_nodes_that_come_later_or_never_are_done_without(job: Job) -> None:
     assert content.reads == 20
 
 
-def test_a_node_that_ends_in_the_middle_is_left(job: Job) -> None:
+def test_a_node_that_ends_in_the_middle_is_left(job: FanoutJob) -> None:
     content = Content(40)
     content.before = gate = Gate(20)
     job.start(*range(6))
@@ -69,7 +69,7 @@ def test_a_node_that_ends_in_the_middle_is_left(job: Job) -> None:
     job.check(content)
 
 
-def test_a_chunk_that_a_user_read_himself_goes_on_to_others(job: Job) -> None:
+def test_a_chunk_that_a_user_read_himself_goes_on_to_others(job: FanoutJob) -> None:
     content = Content(8)
     content.before = gate = Gate(4)
     job.start(*range(6))
@@ -85,7 +85,7 @@ def test_a_chunk_that_a_user_read_himself_goes_on_to_others(job: Job) -> None:
     job.check(content)
 
 
-def test_a_full_disk_ends_the_object_on_its_node_alone(job: Job) -> None:
+def test_a_full_disk_ends_the_object_on_its_node_alone(job: FanoutJob) -> None:
     content = Content(10)
     job.start(*range(6))
     full = Trees(6).root(0)
@@ -97,7 +97,7 @@ def test_a_full_disk_ends_the_object_on_its_node_alone(job: Job) -> None:
     job.check(content, *others)
 
 
-def test_a_store_that_fails_is_told_to_those_who_wait(job: Job) -> None:
+def test_a_store_that_fails_is_told_to_those_who_wait(job: FanoutJob) -> None:
     content = Content(4)
 
     def fail(index: int) -> None:
@@ -110,7 +110,7 @@ def test_a_store_that_fails_is_told_to_those_who_wait(job: Job) -> None:
         job.nodes[0].fetch(content.name, 0, silence_s=0.5)
 
 
-def test_wrong_bytes_of_the_store_reach_nobody(job: Job) -> None:
+def test_wrong_bytes_of_the_store_reach_nobody(job: FanoutJob) -> None:
     content, other = Content(6), Content(6, seed=3)
     job.start(*range(6))
     good = content.parts[2]
@@ -152,7 +152,7 @@ def test_names_that_do_not_resolve_are_nodes_that_are_not_there(tmp_path: Path) 
         wait_for(lambda: exchange.fetch(content.name, 4) == content.parts[4])
 
 
-def test_a_node_that_has_an_object_is_not_waited_for(job: Job) -> None:
+def test_a_node_that_has_an_object_is_not_waited_for(job: FanoutJob) -> None:
     """As where one node of a job was replaced, and all others have what they need."""
     content = Content(10)
     job.start(*range(6))
@@ -167,7 +167,7 @@ def test_a_node_that_has_an_object_is_not_waited_for(job: Job) -> None:
     assert not any(one.byte_count for one in fed)
 
 
-def test_a_user_is_told_how_far_an_object_has_come(job: Job) -> None:
+def test_a_user_is_told_how_far_an_object_has_come(job: FanoutJob) -> None:
     content = Content(20)
     content.before = gate = Gate(10)
     job.start(0, 1)

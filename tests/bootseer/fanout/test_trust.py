@@ -16,7 +16,7 @@ from tests.bootseer.fanout.nodes import (
     KEY,
     Act,
     Content,
-    Job,
+    FanoutJob,
     introduce,
     member,
     offer_of,
@@ -28,9 +28,9 @@ HOSTILE = Trees(NODES).root(0)
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path) -> Iterator[FanoutJob]:
     with contextlib.ExitStack() as stack:
-        yield Job(stack, tmp_path, NODES)
+        yield FanoutJob(stack, tmp_path, NODES)
 
 
 def lying(feed: Callable[[socket.socket, Request], None]) -> Act:
@@ -96,7 +96,7 @@ FEEDS = (wrong_chunks, another_list, huge_frame, wrong_length, noise, silence, d
 
 
 @pytest.mark.parametrize("feed", FEEDS, ids=lambda feed: feed.__name__)
-def test_a_hostile_root_stops_nobody(job: Job, feed: Callable[..., None]) -> None:
+def test_a_hostile_root_stops_nobody(job: FanoutJob, feed: Callable[..., None]) -> None:
     content = Content(24)
     with member(job.addresses[HOSTILE], HOSTILE, lying(feed)) as requests:
         job.start(*(n for n in range(NODES) if n != HOSTILE))
@@ -105,7 +105,7 @@ def test_a_hostile_root_stops_nobody(job: Job, feed: Callable[..., None]) -> Non
         assert any(one.operation == FEED for one in requests)
 
 
-def test_a_member_with_another_key_gets_and_gives_nothing(job: Job) -> None:
+def test_a_member_with_another_key_gets_and_gives_nothing(job: FanoutJob) -> None:
     content, stranger = Content(6), (HOSTILE + 1) % NODES
     job.start(*(n for n in range(NODES) if n != stranger))
     job.start(stranger, key=bytes(32))
@@ -129,7 +129,7 @@ def request_of(content: Content) -> bytes:
     return Request(FEED, 0, 0, content.name, needs_list=True).encode()
 
 
-def test_proofs_that_are_none(job: Job) -> None:
+def test_proofs_that_are_none(job: FanoutJob) -> None:
     content = Content(6)
     job.start(1)
     job.join(content)
@@ -142,7 +142,7 @@ def test_proofs_that_are_none(job: Job) -> None:
         introduce(address, 2)
 
 
-def test_a_proof_that_was_heard_is_good_once(job: Job) -> None:
+def test_a_proof_that_was_heard_is_good_once(job: FanoutJob) -> None:
     content = Content(6)
     job.start(1)
     job.join(content)
@@ -161,7 +161,7 @@ def test_a_proof_that_was_heard_is_good_once(job: Job) -> None:
                 assert take(sock, protocol.FRAME_BYTES)
 
 
-def test_the_sources_proof_does_not_serve_as_a_childs(job: Job) -> None:
+def test_the_sources_proof_does_not_serve_as_a_childs(job: FanoutJob) -> None:
     job.start(1)
     with socket.create_connection(job.addresses[1], 10) as sock:
         sock.sendall(protocol.Hello(0, 1, os.urandom(32)).encode())
@@ -169,7 +169,7 @@ def test_the_sources_proof_does_not_serve_as_a_childs(job: Job) -> None:
         assert refuses(sock)
 
 
-def test_noise_ends_its_connection(job: Job) -> None:
+def test_noise_ends_its_connection(job: FanoutJob) -> None:
     content = Content(6)
     job.start(1)
     job.join(content)
@@ -182,7 +182,7 @@ def test_noise_ends_its_connection(job: Job) -> None:
         assert refuses(sock)
 
 
-def test_connections_of_one_address_are_few(job: Job) -> None:
+def test_connections_of_one_address_are_few(job: FanoutJob) -> None:
     content = Content(6)
     job.start(1)
     with contextlib.ExitStack() as stack:

@@ -29,7 +29,7 @@ from bootseer.served.processes import CHECKPOINTS, SPAWNER, Role, start
 from bootseer.served.spawner import answers
 from bootseer.settings.config import Settings
 from testbed.cgroups import contained
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import digest
 from testbed.mounts.image_mounts import checksums_outside, settings_at
 from testbed.paths import REPOSITORY
@@ -268,7 +268,7 @@ def _needed(struct: type[msgspec.Struct]) -> set[str]:
 
 def test_a_tree_outlives_the_container_of_the_snapshotter(tmp_path: Path, address: Path) -> None:
     """A runtime ends every process of the container's cgroup."""
-    with Node(with_containerd=False) as node:
+    with ContainerdNode(with_containerd=False) as node:
         with (
             running(node.settings.run_dir, address) as spawner,
             contained(node.snapshotter.pid) as container,

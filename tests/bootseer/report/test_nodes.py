@@ -15,7 +15,7 @@ from bootseer.report.explain import Analysis, StartModel
 from bootseer.report.read import read_graph
 from bootseer.report.sources import Folder, find_start
 from testbed.starts.experiment import FAULTS, Experiment, Scale
-from testbed.starts.nodes import Node, Nodes, nodes
+from testbed.starts.nodes import NamespaceNode, Nodes, nodes
 
 pytestmark = [pytest.mark.needs("mount"), pytest.mark.timeout(400)]
 
@@ -50,7 +50,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def _start(
-    node: Node, folder: Path, *command: object, **variables: str
+    node: NamespaceNode, folder: Path, *command: object, **variables: str
 ) -> "subprocess.Popen[bytes]":
     """`bootseer run` on one of the nodes."""
     environ = {

@@ -11,7 +11,7 @@ from testbed.images.layout import Layout
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.images import shell_image, trainer_image
 from testbed.kubernetes.installation import Installation
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
 from testbed.kubernetes.starts import REPLAY, index, said, start, wait_said
 from testbed.waiting import wait_for
@@ -95,6 +95,6 @@ def layers_of_the_trainer() -> set[str]:
     return {layer["digest"] for layer in manifest["layers"]}
 
 
-def layers_on(cluster: Cluster, node: Node) -> set[str]:
+def layers_on(cluster: Cluster, node: ClusterNode) -> set[str]:
     """Those of them that containerd has on a node."""
     return layers_of_the_trainer() & set(cluster.ctr(node, "content", "list", "-q").split())

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.images import bootseer_image
 from testbed.kubernetes.installation import Installation
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
 from testbed.kubernetes.starts import (
     REPLAY,
@@ -47,7 +47,7 @@ def emptied(cluster: Cluster, installed: Installation) -> Iterator[None]:
     installed.wait_ready()
 
 
-def trainer_pod(cluster: Cluster, name: str, image: str, node: Node) -> str:
+def trainer_pod(cluster: Cluster, name: str, image: str, node: ClusterNode) -> str:
     """Start a pod that saves checkpoints until it is told to stop; returns where they are."""
     source = f"{cluster.hdfs.url}/checkpoints/{name}"
     given = pod(
@@ -59,11 +59,11 @@ def trainer_pod(cluster: Cluster, name: str, image: str, node: Node) -> str:
     return source
 
 
-def delete(cluster: Cluster, name: str, node: Node) -> None:
+def delete(cluster: Cluster, name: str, node: ClusterNode) -> None:
     cluster.kubectl("delete", "pod", name, "--timeout=120s", timeout_s=180)
 
 
-def drain(cluster: Cluster, name: str, node: Node) -> None:
+def drain(cluster: Cluster, name: str, node: ClusterNode) -> None:
     options = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=150s")
     try:
         cluster.kubectl("drain", node.name, *options, timeout_s=200)
@@ -77,7 +77,7 @@ def test_the_last_checkpoint_of_a_pod_that_ends_is_whole(
     installed: Installation,
     trainer: str,
     tmp_path: Path,
-    end: Callable[[Cluster, str, Node], None],
+    end: Callable[[Cluster, str, ClusterNode], None],
 ) -> None:
     first, second = cluster.nodes
     name = f"saves-until-{end.__name__}"

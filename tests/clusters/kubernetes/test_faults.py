@@ -11,7 +11,7 @@ import pytest
 
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.installation import Installation
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
 from testbed.kubernetes.starts import (
     REPLAY,
@@ -90,7 +90,7 @@ def test_a_killed_process_costs_an_error_at_most(
     assert_nothing_on_the_disk(first)
 
 
-def kill(nodes: Sequence[Node], pattern: str) -> None:
+def kill(nodes: Sequence[ClusterNode], pattern: str) -> None:
     """kill -9 of every process on these nodes whose command line has this."""
     killed = [node.run("pkill", "-KILL", "-f", pattern, check=False) for node in nodes]
     assert any(one.returncode == 0 for one in killed), f"nothing runs {pattern}"

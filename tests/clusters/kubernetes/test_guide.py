@@ -16,7 +16,7 @@ from testbed.containers.helm import HELM_3, helm_program
 from testbed.containers.node_image import NAME
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.images import bootseer_image
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.settings import REGISTRY
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
@@ -105,7 +105,7 @@ def test_every_command_of_the_guide(cluster: Cluster, tmp_path: Path) -> None:
             assert "bootseer" not in place, line
 
 
-def is_as_before(node: Node, before: dict[str, str]) -> bool:
+def is_as_before(node: ClusterNode, before: dict[str, str]) -> bool:
     return files(node.disk / "etc/containerd") == before
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from testbed.kubernetes.cluster import Cluster
 from testbed.kubernetes.installation import Installation
-from testbed.kubernetes.machine import Node
+from testbed.kubernetes.machine import ClusterNode
 from testbed.kubernetes.objects import pod
 from testbed.kubernetes.starts import (
     REPLAY,
@@ -109,7 +109,7 @@ def test_a_forgotten_job_goes_when_it_is_installed_again(
     assert_nothing_on_the_disk(cluster.nodes[0])
 
 
-def job(name: str, image: str, source: str, node: Node) -> dict[str, Any]:
+def job(name: str, image: str, source: str, node: ClusterNode) -> dict[str, Any]:
     annotations = {**REPLAY, "bootseer.io/checkpoint": source}
     found = pod(name, image, SAVE, node=node.name, annotations=annotations, tolerations=STAYS)
     found["spec"]["terminationGracePeriodSeconds"] = 60
@@ -127,15 +127,15 @@ def pods_of(cluster: Cluster, job_name: str) -> list[str]:
     return [one["metadata"]["name"] for one in found]
 
 
-def is_clean(installed: Installation, node: Node) -> bool:
+def is_clean(installed: Installation, node: ClusterNode) -> bool:
     return not installed.mounts(node) and not ours_in(node)
 
 
-def ours_in(node: Node) -> list[str]:
+def ours_in(node: ClusterNode) -> list[str]:
     """The command lines of Bootseer's processes on a node."""
     text = node.run("sh", "-c", COMMAND_LINES).stdout
     return [line for line in text.splitlines() if OURS.search(line)]
 
 
-def config(node: Node) -> str:
+def config(node: ClusterNode) -> str:
     return (node.disk / "etc/containerd/config.toml").read_text()

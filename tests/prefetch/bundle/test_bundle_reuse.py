@@ -133,7 +133,7 @@ BASE, PACKAGES, CODE = files(1, 40, "usr"), files(2, 40, "site"), files(3, 10, "
 HOT = [*BASE[:10], *CODE, *PACKAGES[5:30]]
 
 
-class Node:
+class NodeAndStore:
     """A node and its store."""
 
     def __init__(self, base: Path) -> None:
@@ -175,10 +175,10 @@ def later(members: Sequence[Member]) -> list[Member]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Node:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> NodeAndStore:
     """train:v1 has been started once."""
     require("fuse")
-    made = Node(tmp_path_factory.mktemp("recorded"))
+    made = NodeAndStore(tmp_path_factory.mktemp("recorded"))
     made.v1 = made.index("train:v1", (BASE, PACKAGES, CODE)).index_digest
     made.record("train:v1")
     sweep(made.settings.run_dir.parent, made.settings)
@@ -186,8 +186,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Node:
 
 
 @pytest.fixture
-def node(recorded: Node, tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
+def node(recorded: NodeAndStore, tmp_path: Path) -> Iterator[NodeAndStore]:
+    made = NodeAndStore(tmp_path)
     made.v1 = recorded.v1
     shutil.copytree(recorded.base / "store", tmp_path / "store")
     yield made
@@ -209,7 +209,7 @@ NEW_CODE = [Member(m.name, data=m.data[::-1]) for m in CODE[:2]] + later(CODE[2:
     ids=["top", "middle", "base", "another-name"],
 )
 def test_a_rebuilt_image_starts_with_the_old_bundle(
-    node: Node, reference: str, layers: Sequence[Sequence[Member]]
+    node: NodeAndStore, reference: str, layers: Sequence[Sequence[Member]]
 ) -> None:
     new = node.index(reference, layers)
     assert new.index_digest != node.v1
@@ -237,7 +237,7 @@ def test_a_rebuilt_image_starts_with_the_old_bundle(
     "damage",
     ["similar", "foreign", "pointer", "other-pointer", "header", "huge", "index", "no-index"],
 )
-def test_damage_costs_one_warning_and_the_help(node: Node, damage: str) -> None:
+def test_damage_costs_one_warning_and_the_help(node: NodeAndStore, damage: str) -> None:
     new = node.index("train:v2", (BASE, later(PACKAGES), CODE))
     with node.store() as store:
         pointer = hot_store.read_pointer(store, node.v1, "train")
@@ -285,7 +285,7 @@ def test_damage_costs_one_warning_and_the_help(node: Node, damage: str) -> None:
 
 
 @pytest_fuse
-def test_another_image_of_the_name_is_no_hindrance(node: Node) -> None:
+def test_another_image_of_the_name_is_no_hindrance(node: NodeAndStore) -> None:
     strange = files(9, 10, "strange")
     node.index("train:v2", (strange,))
     with mounted(node.settings, "train:v2", node.base / "mnt") as image:

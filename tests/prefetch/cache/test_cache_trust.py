@@ -29,7 +29,7 @@ from bootseer.prefetch.sources.layer_tar import pack_layer
 from bootseer.store import Store, open_store
 from testbed.images.building import Layout, Member, write_layout
 from testbed.waiting import wait_for
-from tests.support.images.pulled import Node
+from tests.support.images.pulled import PullingNode
 from tests.support.images.stored_image import Image, stored_image
 
 CODE = b"print('the code of the image')\n" * 4000
@@ -115,13 +115,15 @@ def layout(tmp_path: Path) -> Layout:
     return write_layout(tmp_path / "image", [[Member("file", data=b"".join(words))]])
 
 
-def image_bytes(node: Node, index_digest: str, blobs: Sequence[Blob], store: Store) -> ImageBytes:
+def image_bytes(
+    node: PullingNode, index_digest: str, blobs: Sequence[Blob], store: Store
+) -> ImageBytes:
     """As a server of the node reads the image with this index."""
     vouched = vouched_streams(node.settings, index_digest)
     return ImageBytes(blobs, store.read_into, NodeCache(node.settings.cache_dir), vouched=vouched)
 
 
-def fetched_bytes(node: Node, layout: Layout) -> int:
+def fetched_bytes(node: PullingNode, layout: Layout) -> int:
     """What it takes to read all of the image, as the store has it."""
     with open_store(node.settings.store_url) as store:
         record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
@@ -136,7 +138,9 @@ def fetched_bytes(node: Node, layout: Layout) -> int:
 
 
 def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: Layout) -> None:
-    nodes = [Node(tmp_path / name, tmp_path / "store") for name in ("packs", "waits", "lacks")]
+    nodes = [
+        PullingNode(tmp_path / name, tmp_path / "store") for name in ("packs", "waits", "lacks")
+    ]
     indexes = [node.start(f"oci:{layout.directory}")[0].record.index_digest for node in nodes[:2]]
     for node, index in zip(nodes, indexes, strict=False):
         publish_node_image(node.settings, index)
@@ -147,7 +151,7 @@ def test_what_a_node_pulled_serves_the_index_made_of_it(tmp_path: Path, layout: 
 def test_a_directory_that_a_node_published_is_not_fetched_by_it(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "file").write_bytes(CODE)
-    node = Node(tmp_path / "node", tmp_path / "store")
+    node = PullingNode(tmp_path / "node", tmp_path / "store")
     unpublished = node.start(tmp_path / "root")[0].record.index_digest
     index_digest = publish_node_image(node.settings, unpublished)
     assert index_digest != unpublished
@@ -172,7 +176,7 @@ def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
         return pack_layer(*arguments, diff_id=diff_id)
 
     monkeypatch.setattr("bootseer.prefetch.publish.publish_image.pack_layer", counting)
-    nodes = [Node(tmp_path / f"node-{number}", tmp_path / "store") for number in range(4)]
+    nodes = [PullingNode(tmp_path / f"node-{number}", tmp_path / "store") for number in range(4)]
     indexes = [node.start(f"oci:{layout.directory}")[0].record.index_digest for node in nodes]
     for node, index in zip(nodes, indexes, strict=True):
         publish_node_image(node.settings, index)
@@ -180,10 +184,12 @@ def test_of_many_nodes_of_a_first_start_each_layer_is_packed_by_one(
 
 
 @pytest.fixture
-def other_frames(tmp_path: Path, layout: Layout) -> tuple[Node, str]:
+def other_frames(tmp_path: Path, layout: Layout) -> tuple[PullingNode, str]:
     """A node that has pulled a layer which another one published, in frames of its own; and the
     digest of the index that the store has."""
-    first, second = (Node(tmp_path / name, tmp_path / "store") for name in ("first", "second"))
+    first, second = (
+        PullingNode(tmp_path / name, tmp_path / "store") for name in ("first", "second")
+    )
     indexes = [
         node.start(f"oci:{layout.directory}")[0].record.index_digest for node in (first, second)
     ]
@@ -194,12 +200,14 @@ def other_frames(tmp_path: Path, layout: Layout) -> tuple[Node, str]:
 
 
 def test_frames_of_another_packer_are_not_fetched(
-    layout: Layout, other_frames: tuple[Node, str]
+    layout: Layout, other_frames: tuple[PullingNode, str]
 ) -> None:
     assert fetched_bytes(other_frames[0], layout) == 0
 
 
-def test_no_frame_gets_into_a_pulled_stream(layout: Layout, other_frames: tuple[Node, str]) -> None:
+def test_no_frame_gets_into_a_pulled_stream(
+    layout: Layout, other_frames: tuple[PullingNode, str]
+) -> None:
     """Whoever wrote the index says which layer its frames hold, and nothing proves it."""
     node, index_digest = other_frames
     (diff_id,) = layers_of(node, index_digest)
@@ -223,7 +231,7 @@ def test_no_frame_gets_into_a_pulled_stream(layout: Layout, other_frames: tuple[
 
 
 def test_an_image_of_a_store_reads_no_pulled_stream_by_naming_it(
-    layout: Layout, other_frames: tuple[Node, str], honest: tuple[Tree, Store]
+    layout: Layout, other_frames: tuple[PullingNode, str], honest: tuple[Tree, Store]
 ) -> None:
     """Only a source's own configuration vouches for a layer."""
     node, index_digest = other_frames
@@ -237,7 +245,7 @@ def test_an_image_of_a_store_reads_no_pulled_stream_by_naming_it(
         streams.close()
 
 
-def layers_of(node: Node, index_digest: str) -> tuple[str, ...]:
+def layers_of(node: PullingNode, index_digest: str) -> tuple[str, ...]:
     with open_store(node.settings.store_url) as store:
         (record,) = [one for one in list_images(store) if one.index_digest == index_digest]
     return record.config.diff_ids

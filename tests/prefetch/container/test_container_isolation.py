@@ -151,7 +151,7 @@ print(json.dumps({
 """
 
 
-class Node:
+class ContainerNode:
     """A node whose store has a small Python image."""
 
     def __init__(self, settings: Settings) -> None:
@@ -165,12 +165,12 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerNode]:
     require("root", "fuse")
     base = tmp_path_factory.mktemp("isolation")
     settings = settings_at(base)
     index(settings, python_root(base / "root"), "py:1")
-    yield Node(settings)
+    yield ContainerNode(settings)
     sweep(settings.run_dir.parent, settings)
 
 
@@ -217,7 +217,7 @@ def devices() -> list[tuple[str, int, int, str]]:
 
 @pytest.mark.usefixtures("runc")
 def test_a_hostile_container_reaches_nothing_of_the_host(
-    node: Node, victim: "subprocess.Popen[bytes]", cgroup: str
+    node: ContainerNode, victim: "subprocess.Popen[bytes]", cgroup: str
 ) -> None:
     before = {name: Path(name).read_bytes() for name in HOST_FILES if Path(name).exists()}
     done = node.python("runc", ATTEMPTS, cgroup, json.dumps(devices()), victim.pid)
@@ -240,7 +240,7 @@ def test_a_hostile_container_reaches_nothing_of_the_host(
 
 
 @pytest.mark.usefixtures("runc")
-def test_a_device_that_is_bound_can_be_used(node: Node) -> None:
+def test_a_device_that_is_bound_can_be_used(node: ContainerNode) -> None:
     code = "import os; os.close(os.open('/dev/fuse', os.O_RDWR)); print('opened')"
     done = node.python("runc", code, options=("--bind", "/dev/fuse:/dev/fuse"))
     assert done.stdout == "opened\n", done.stderr
@@ -260,7 +260,7 @@ def below(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("runtime", ["chroot", "runc"])
 def test_a_read_only_bind_is_so_with_all_that_is_mounted_below(
-    node: Node, runtime: str, below: Path, request: pytest.FixtureRequest
+    node: ContainerNode, runtime: str, below: Path, request: pytest.FixtureRequest
 ) -> None:
     if runtime == "runc":
         request.getfixturevalue("runc")
@@ -278,7 +278,7 @@ for name in ("/data/new", "/data/inner/new", "/data/inner/file", "/etc/hosts"):
 
 
 def test_a_container_is_not_started_without_the_isolation_that_was_asked_for(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: ContainerNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = node.python("runc", "print(1)")

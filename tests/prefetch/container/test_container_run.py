@@ -36,7 +36,7 @@ RUNTIMES = ("chroot", "runc")
 
 
 @dataclass
-class Node:
+class ContainerNode:
     """A node whose store has a small Python image."""
 
     settings: Settings
@@ -55,7 +55,7 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerNode]:
     require("root", "fuse")
     base = tmp_path_factory.mktemp("containers")
     settings = settings_at(base)
@@ -65,7 +65,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     (root / "etc/group").write_text("root:x:0:\nextra:x:1002:worker\n")
     (root / "etc/hosts").symlink_to("../../../../elsewhere/hosts")
     index(settings, root, "py:1")
-    yield Node(settings, root)
+    yield ContainerNode(settings, root)
     sweep(settings.run_dir.parent, settings)
 
 
@@ -77,7 +77,7 @@ def runtime(request: pytest.FixtureRequest) -> str:
     return found
 
 
-def test_files_are_the_images_and_writes_are_thrown_away(node: Node, runtime: str) -> None:
+def test_files_are_the_images_and_writes_are_thrown_away(node: ContainerNode, runtime: str) -> None:
     code = """
 import hashlib, json, os, sys
 print(json.dumps([hashlib.sha256(open(json.__file__, "rb").read()).hexdigest(), json.__file__,
@@ -99,7 +99,7 @@ os.mkdir("/usr/new")
     wait_for(lambda: not [*live_mounts(node.settings.run_dir)])
 
 
-def test_exit_codes(node: Node, runtime: str) -> None:
+def test_exit_codes(node: ContainerNode, runtime: str) -> None:
     assert node.python(runtime, "raise SystemExit(7)").returncode == 7
     killed = node.python(runtime, "import os; os.abort()")
     # The first process of a PID namespace gets no SIGABRT: abort() then faults, as under docker.
@@ -107,7 +107,9 @@ def test_exit_codes(node: Node, runtime: str) -> None:
     assert killed.returncode == expected
 
 
-def test_a_command_that_cannot_be_started(node: Node, runtime: str, tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_started(
+    node: ContainerNode, runtime: str, tmp_path: Path
+) -> None:
     missing = node.run("--runtime", runtime, "--", "no-such-program")
     assert missing.returncode == 127
     assert "no-such-program" in missing.stderr
@@ -139,7 +141,7 @@ def test_a_command_that_cannot_be_started(node: Node, runtime: str, tmp_path: Pa
 
 
 def test_environment_user_and_folder(
-    node: Node, runtime: str, monkeypatch: pytest.MonkeyPatch
+    node: ContainerNode, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A", "b")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -159,7 +161,7 @@ def test_environment_user_and_folder(
     assert node.python(runtime, "", "--user", "nobody-here").returncode == 2
 
 
-def test_binds_show_paths_of_the_host(node: Node, runtime: str, tmp_path: Path) -> None:
+def test_binds_show_paths_of_the_host(node: ContainerNode, runtime: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/file").write_text("from the host")
     (tmp_path / "out").mkdir()
@@ -180,7 +182,7 @@ open("/out/new", "w").write("from the container")
     assert node.python(runtime, "", "--bind", "relative").returncode == 2
 
 
-def test_what_programs_expect_is_there(node: Node, runtime: str) -> None:
+def test_what_programs_expect_is_there(node: ContainerNode, runtime: str) -> None:
     code = """
 import os, socket
 assert open("/proc/self/stat").read()
@@ -201,7 +203,7 @@ print(len([name for name in os.listdir("/proc") if name.isdigit()]))
     assert not Path("/elsewhere").exists()
 
 
-def test_signals_are_passed_on(node: Node, runtime: str) -> None:
+def test_signals_are_passed_on(node: ContainerNode, runtime: str) -> None:
     code = """
 import os, signal, sys, time
 def stop(number, frame):
@@ -221,13 +223,13 @@ while True:
         assert (out, process.returncode) == (f"got {int(signal.SIGTERM)}\n", 9), err
 
 
-def the_mount(node: Node) -> tuple[Path, MountState]:
+def the_mount(node: ContainerNode) -> tuple[Path, MountState]:
     """Once the servers of earlier containers are gone, which end by themselves."""
     wait_for(lambda: len([*live_mounts(node.settings.run_dir)]) == 1, "the end of earlier servers")
     return next(iter(live_mounts(node.settings.run_dir)))
 
 
-def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
+def test_kill_9_of_the_runner_leaves_nothing(node: ContainerNode, runtime: str) -> None:
     code = "import os, time; print('up', flush=True); time.sleep(600)"
     with node.start(runtime, code) as process:
         assert process.stdout is not None
@@ -239,7 +241,7 @@ def test_kill_9_of_the_runner_leaves_nothing(node: Node, runtime: str) -> None:
     assert node.python(runtime, "print(1)").stdout == "1\n"
 
 
-def test_second_run_replays(node: Node) -> None:
+def test_second_run_replays(node: ContainerNode) -> None:
     node = dataclasses.replace(node, settings=structs.replace(node.settings, workload="replayed"))
     drop_cache(node.settings)
     code = "import json, decimal, email.message"
@@ -261,7 +263,7 @@ def test_second_run_replays(node: Node) -> None:
     assert status["faults"]["fault_frame_count"] < 20
 
 
-def test_exec_keeps_the_process_and_the_mounts_last_as_long(node: Node) -> None:
+def test_exec_keeps_the_process_and_the_mounts_last_as_long(node: ContainerNode) -> None:
     code = """
 import os, sys, time
 print(os.getpid(), flush=True)
@@ -291,7 +293,9 @@ time.sleep(600)
     assert not Path(state.scratch).exists()
 
 
-def test_what_a_container_wrote_is_removed_however_deep_it_is(node: Node, runtime: str) -> None:
+def test_what_a_container_wrote_is_removed_however_deep_it_is(
+    node: ContainerNode, runtime: str
+) -> None:
     """Deeper than Python recurses, and longer than any path may be."""
     code = """
 import os

@@ -24,7 +24,7 @@ HOT = ("hot-1", "hot-2")
 
 
 @dataclass
-class Node:
+class IndexedDirectory:
     """An indexed directory and a node that has not seen it."""
 
     settings: Settings
@@ -43,7 +43,7 @@ def digest_of(path: Path) -> str:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path) -> Iterator[IndexedDirectory]:
     require("fuse")
     source = tmp_path / "source"
     source.mkdir()
@@ -52,10 +52,10 @@ def node(tmp_path: Path) -> Iterator[Node]:
     settings = settings_at(tmp_path)
     record = index(settings, source, "image:1")
     drop_cache(settings)
-    yield Node(settings, source, record, tmp_path)
+    yield IndexedDirectory(settings, source, record, tmp_path)
     sweep(settings.run_dir.parent, settings)
 
 
-def read_hot(node: Node, directory: Path) -> None:
+def read_hot(node: IndexedDirectory, directory: Path) -> None:
     paths = [directory / name for name in HOT]
     assert checksums_outside(paths) == [digest_of(node.source / name) for name in HOT]

@@ -5,13 +5,13 @@ import pytest
 from bootseer.prefetch.publish.publishing import wait_published
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for
-from tests.prefetch.mounts.conftest import Node, digest_of
+from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of
 
 pytestmark = pytest.mark.needs("fuse")
 
 
 @pytest.fixture
-def recorded(node: Node) -> Node:
+def recorded(node: IndexedDirectory) -> IndexedDirectory:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         checksums_outside([image.directory / name for name in ("hot-2", "hot-1")])
     assert wait_published(node.settings, 30)
@@ -19,7 +19,7 @@ def recorded(node: Node) -> Node:
     return node
 
 
-def test_one_file_read_brings_the_next_one(recorded: Node) -> None:
+def test_one_file_read_brings_the_next_one(recorded: IndexedDirectory) -> None:
     with mounted(recorded.settings, "image:1", recorded.base / "mnt") as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
         checksums_outside([image.directory / "hot-2"])
@@ -33,7 +33,7 @@ def test_one_file_read_brings_the_next_one(recorded: Node) -> None:
         assert image.status()["record"] == "not needed"
 
 
-def test_a_record_that_was_asked_for_says_only_what_was_read(recorded: Node) -> None:
+def test_a_record_that_was_asked_for_says_only_what_was_read(recorded: IndexedDirectory) -> None:
     with mounted(recorded.settings, "image:1", recorded.base / "mnt", record="always") as image:
         wait_for(lambda: (image.status()["prefetch"] or {}).get("finished_after_s") is not None)
         checksums_outside([image.directory / "hot-2"])

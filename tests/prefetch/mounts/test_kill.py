@@ -41,13 +41,13 @@ from testbed.mounts.image_mounts import (
     start_outside,
 )
 from testbed.waiting import wait_for
-from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
+from tests.prefetch.mounts.conftest import BIG_BYTES, IndexedDirectory, digest_of, read_hot
 
 pytestmark = pytest.mark.needs("fuse")
 
 
 @pytest.mark.needs(linux=(6, 9))
-def test_kill_9_of_the_worker_while_reading(node: Node) -> None:
+def test_kill_9_of_the_worker_while_reading(node: IndexedDirectory) -> None:
     code = """
 import hashlib, sys
 h = hashlib.sha256()
@@ -74,7 +74,7 @@ print(h.hexdigest())
 
 
 @pytest.mark.needs(linux=(6, 9))
-def test_a_frozen_worker_is_replaced_while_a_job_reads(node: Node) -> None:
+def test_a_frozen_worker_is_replaced_while_a_job_reads(node: IndexedDirectory) -> None:
     # The deadline decides after how long a silence the worker is replaced.
     settings = replace(node.settings, deadline_s=20.0)
     with mounted(settings, "image:1", node.base / "mnt") as image:
@@ -98,7 +98,7 @@ def worker_of(image: MountedImage) -> int | None:
     return worker
 
 
-def test_kill_9_of_everything_then_again(node: Node) -> None:
+def test_kill_9_of_everything_then_again(node: IndexedDirectory) -> None:
     directory = node.base / "mnt"
     directory.mkdir()
     image = mount_image(node.settings, "image:1", directory)
@@ -183,7 +183,7 @@ def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
         namespaces.unmount(point)
 
 
-def test_a_crash_of_the_machine(node: Node) -> None:
+def test_a_crash_of_the_machine(node: IndexedDirectory) -> None:
     """What was lost of the cache is fetched again; what is intact is not."""
     directory = node.base / "mnt"
     directory.mkdir()
@@ -207,7 +207,7 @@ def test_a_crash_of_the_machine(node: Node) -> None:
         assert 300_000 <= fetched < 1_500_000
 
 
-def test_what_a_killed_publisher_left_is_removed(node: Node) -> None:
+def test_what_a_killed_publisher_left_is_removed(node: IndexedDirectory) -> None:
     left = node.settings.run_dir / "publishing" / "0123-4567"
     left.mkdir(parents=True)
     (left / "job.json").write_text("{}")
@@ -217,7 +217,7 @@ def test_what_a_killed_publisher_left_is_removed(node: Node) -> None:
         wait_for(lambda: not left.exists())
 
 
-def _with_a_dead_server(node: Node) -> Path:
+def _with_a_dead_server(node: IndexedDirectory) -> Path:
     """Where an image was mounted whose server and worker have been killed."""
     directory = node.base / "mnt"
     directory.mkdir()
@@ -229,13 +229,13 @@ def _with_a_dead_server(node: Node) -> Path:
     return directory
 
 
-def test_unmount_of_a_dead_server(node: Node) -> None:
+def test_unmount_of_a_dead_server(node: IndexedDirectory) -> None:
     directory = _with_a_dead_server(node)
     unmount_image(node.settings, directory)
     assert mount_table.find_mount(directory) is None
 
 
-def test_unmount_where_only_its_state_is_left(node: Node) -> None:
+def test_unmount_where_only_its_state_is_left(node: IndexedDirectory) -> None:
     """A container's tree is mounted in a namespace of its own, which ends with the container: the
     command that `status` names for what is left found no mount, and refused."""
     directory = _with_a_dead_server(node)
@@ -246,14 +246,14 @@ def test_unmount_where_only_its_state_is_left(node: Node) -> None:
         unmount_image(node.settings, directory)
 
 
-def test_mounting_again_where_a_server_died(node: Node) -> None:
+def test_mounting_again_where_a_server_died(node: IndexedDirectory) -> None:
     directory = _with_a_dead_server(node)
     with mount_image(node.settings, "image:1", directory):
         read_hot(node, directory)
     assert mount_table.find_mount(directory) is None
 
 
-def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
+def test_it_ends_with_the_process_it_was_mounted_for(node: IndexedDirectory) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         directory = node.base / "mnt"
         directory.mkdir()
@@ -264,7 +264,7 @@ def test_it_ends_with_the_process_it_was_mounted_for(node: Node) -> None:
     assert mount_table.find_mount(directory) is None
 
 
-def test_nobody_waits_for_the_mount(node: Node) -> None:
+def test_nobody_waits_for_the_mount(node: IndexedDirectory) -> None:
     """Whoever asked for a mount was killed before it was ready: it must not stay."""
     directory = node.base / "mnt"
     directory.mkdir()

@@ -22,7 +22,7 @@ from testbed.mounts.image_mounts import (
 )
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
-from tests.prefetch.mounts.conftest import BIG_BYTES, Node, digest_of, read_hot
+from tests.prefetch.mounts.conftest import BIG_BYTES, IndexedDirectory, digest_of, read_hot
 
 pytestmark = pytest.mark.needs("fuse")
 
@@ -56,7 +56,7 @@ print(bool(os.statvfs(sys.argv[1]).f_flag & os.ST_NOSUID))
         assert outside(code, tmp_path / "mnt") == "EACCES\nTrue\n"
 
 
-def test_seek_finds_the_holes_of_a_sparse_file(node: Node) -> None:
+def test_seek_finds_the_holes_of_a_sparse_file(node: IndexedDirectory) -> None:
     with (node.source / "sparse").open("wb") as file:
         file.seek(2**20)
         file.write(b"data")
@@ -72,7 +72,7 @@ print(os.lseek(fd, 0, os.SEEK_HOLE), data <= 2**20, os.lseek(fd, data, os.SEEK_H
         assert outside(code, node.base / "mnt/sparse") == "0 True True\n"
 
 
-def test_writing_is_refused(node: Node) -> None:
+def test_writing_is_refused(node: IndexedDirectory) -> None:
     code = """
 import errno, os, sys
 for call in (lambda: open(sys.argv[1] + "/new", "w"), lambda: os.unlink(sys.argv[1] + "/big")):
@@ -85,7 +85,7 @@ for call in (lambda: open(sys.argv[1] + "/new", "w"), lambda: os.unlink(sys.argv
         assert outside(code, node.base / "mnt") == "EROFS\nEROFS\n"
 
 
-def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: Node) -> None:
+def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: IndexedDirectory) -> None:
     (node.source / "more").write_bytes(os.urandom(2_000_000))
     index(node.settings, node.source, "image:2")
     drop_cache(node.settings)
@@ -103,7 +103,7 @@ def test_the_cache_is_kept_below_its_limit_but_for_what_is_mounted(node: Node) -
             assert used.exists()
 
 
-def test_two_mounts_share_the_cache(node: Node) -> None:
+def test_two_mounts_share_the_cache(node: IndexedDirectory) -> None:
     with (
         mounted(node.settings, "image:1", node.base / "one") as one,
         mounted(node.settings, "image:1", node.base / "two") as two,
@@ -114,7 +114,9 @@ def test_two_mounts_share_the_cache(node: Node) -> None:
         assert len(list(live_mounts(node.settings.run_dir))) == 2
 
 
-def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Node) -> None:
+def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(
+    node: IndexedDirectory,
+) -> None:
     """The kernel reuses the number at once: unmounting one image aborted another."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(mounted(node.settings, "image:1", node.base / "first"))
@@ -140,7 +142,7 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(node: Nod
         read_hot(node, other.directory)
 
 
-def test_taking_a_mount_off_that_is_off_already_is_no_error(node: Node) -> None:
+def test_taking_a_mount_off_that_is_off_already_is_no_error(node: IndexedDirectory) -> None:
     directory = node.base / "mnt"
     with mounted(node.settings, "image:1", directory) as image:
         kept_open = (directory / "hot-1").open("rb")

@@ -12,12 +12,12 @@ from bootseer.prefetch.resolve.mount import mount_image, unmount_image
 from bootseer.served.folders import live_mounts, log_path
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for
-from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
+from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of, read_hot
 
 pytestmark = pytest.mark.needs("fuse")
 
 
-def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
+def test_damaged_frame_is_an_error_to_the_reader(node: IndexedDirectory) -> None:
     path = node.stored(blob_key(node.record.layers[0].blob_digest))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -30,7 +30,7 @@ def test_damaged_frame_is_an_error_to_the_reader(node: Node) -> None:
         assert wrong == ["EIO"]
 
 
-def test_store_goes_away_under_a_reader(node: Node) -> None:
+def test_store_goes_away_under_a_reader(node: IndexedDirectory) -> None:
     # By the simulated network: a blob of a folder that is open is read wherever the folder is.
     url = f"limit+{node.settings.store_url}"
     settings = replace(node.settings, deadline_s=5.0, store_url=url)
@@ -49,7 +49,7 @@ def test_store_goes_away_under_a_reader(node: Node) -> None:
 
 
 @pytest.mark.needs("root")
-def test_full_disk_still_serves(node: Node) -> None:
+def test_full_disk_still_serves(node: IndexedDirectory) -> None:
     small = node.base / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], check=True)
@@ -64,7 +64,7 @@ def test_full_disk_still_serves(node: Node) -> None:
         subprocess.run(["umount", "-l", small], check=True)
 
 
-def test_what_cannot_be_mounted_says_so(node: Node) -> None:
+def test_what_cannot_be_mounted_says_so(node: IndexedDirectory) -> None:
     directory = node.base / "mnt"
     with pytest.raises(NotFoundError, match="create it"):
         mount_image(node.settings, "image:1", directory)
@@ -87,7 +87,7 @@ def test_what_cannot_be_mounted_says_so(node: Node) -> None:
     assert mount_table.find_mount(directory) is None
 
 
-def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
+def test_a_cache_that_cannot_be_used_says_so(node: IndexedDirectory) -> None:
     node.settings.cache_dir.mkdir(parents=True, exist_ok=True)
     (node.settings.cache_dir / "streams").write_text("in the way")
     (node.base / "mnt").mkdir()
@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_used_says_so(node: Node) -> None:
     assert mount_table.find_mount(node.base / "mnt") is None
 
 
-def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: Node) -> None:
+def test_a_lost_blob_is_an_io_error_with_a_line_in_the_log(node: IndexedDirectory) -> None:
     (blob,) = node.record.layers
     node.stored("blobs/" + blob.blob_digest.replace(":", "/")).unlink()
     settings = replace(node.settings, deadline_s=20.0)

@@ -14,14 +14,14 @@ from testbed.images.building import Member, write_layout
 from testbed.mounts.image_mounts import bootseer, checksums_outside, mounted
 from testbed.mounts.sweeping import sweep
 from testbed.needs import require
-from tests.prefetch.mounts.conftest import Node, digest_of
+from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of
 
 pytestmark = pytest.mark.needs("fuse")
 NAMES = ["big", "hot-1", "hot-2", "cold"]
 
 
 @pytest.fixture(params=["full", "no inodes", "read-only"])
-def settings(node: Node, request: pytest.FixtureRequest) -> Iterator[Settings]:
+def settings(node: IndexedDirectory, request: pytest.FixtureRequest) -> Iterator[Settings]:
     """Of a node whose cache's disk is so."""
     require("root")
     disk = node.base / "disk"
@@ -54,7 +54,7 @@ def fill(disk: Path) -> None:
             pass
 
 
-def test_an_image_is_mounted_without_a_cache(node: Node, settings: Settings) -> None:
+def test_an_image_is_mounted_without_a_cache(node: IndexedDirectory, settings: Settings) -> None:
     with mounted(settings, "image:1", node.base / "mnt") as image:
         found = checksums_outside([image.directory / name for name in NAMES])
         assert found == [digest_of(node.source / name) for name in NAMES]
@@ -62,14 +62,16 @@ def test_an_image_is_mounted_without_a_cache(node: Node, settings: Settings) -> 
     assert wait_published(settings, 60)
 
 
-def test_a_container_runs_without_a_cache(node: Node, settings: Settings) -> None:
+def test_a_container_runs_without_a_cache(node: IndexedDirectory, settings: Settings) -> None:
     done = bootseer(settings, "run", "--image", "image:1", "--", "/nothing")
     # The image has no program: it got as far as starting one.
     assert done.returncode == 127, done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_indexed_image_is_not_pulled_for_want_of_a_cache(node: Node, settings: Settings) -> None:
+def test_an_indexed_image_is_not_pulled_for_want_of_a_cache(
+    node: IndexedDirectory, settings: Settings
+) -> None:
     content = b"of the layer" * 100_000
     layout = write_layout(node.base / "layout", [[Member("file", data=content)]])
     source = f"oci:{layout.directory}"

@@ -7,12 +7,12 @@ from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted, outside
 from testbed.waiting import wait_for
-from tests.prefetch.mounts.conftest import Node, read_hot
+from tests.prefetch.mounts.conftest import IndexedDirectory, read_hot
 
 pytestmark = pytest.mark.needs("fuse")
 
 
-def test_record_then_replay_moves_only_the_hot_bytes(node: Node) -> None:
+def test_record_then_replay_moves_only_the_hot_bytes(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
         assert image.status()["prefetch"] is None
@@ -35,7 +35,7 @@ def test_record_then_replay_moves_only_the_hot_bytes(node: Node) -> None:
         assert image.status()["record"] == "not needed"
 
 
-def test_a_bundle_that_missed_much_is_made_anew(node: Node) -> None:
+def test_a_bundle_that_missed_much_is_made_anew(node: IndexedDirectory) -> None:
     for paths, traces in ((("hot-2",), 1), (("hot-1", "hot-2"), 2)):
         with mounted(node.settings, "image:1", node.base / "mnt") as image:
             checksums_outside([image.directory / name for name in paths])
@@ -46,7 +46,7 @@ def test_a_bundle_that_missed_much_is_made_anew(node: Node) -> None:
         assert pointer.trace_count == traces
 
 
-def test_no_record_when_told_so(node: Node) -> None:
+def test_no_record_when_told_so(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt", record="never") as image:
         read_hot(node, image.directory)
     assert wait_published(node.settings, 30)
@@ -54,7 +54,7 @@ def test_no_record_when_told_so(node: Node) -> None:
         assert hot_store.workloads(store, node.record.index_digest) == []
 
 
-def test_ready_by_datagram_ends_the_record(node: Node) -> None:
+def test_ready_by_datagram_ends_the_record(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt", record="always") as image:
         read_hot(node, image.directory)
         outside(
@@ -66,20 +66,20 @@ def test_ready_by_datagram_ends_the_record(node: Node) -> None:
         wait_for(lambda: image.status()["record"] == "published")
 
 
-def test_what_is_not_recorded_is_not_said_to_be(node: Node) -> None:
+def test_what_is_not_recorded_is_not_said_to_be(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt", record="never") as image:
         assert image.status()["record"] == "off"
         image.ready()
         assert image.status()["record"] == "off"
 
 
-def test_a_short_window_ends_the_record(node: Node) -> None:
+def test_a_short_window_ends_the_record(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt", record_window_s=0.2) as image:
         wait_for(lambda: image.status()["record"] != "recording")
 
 
 @pytest.mark.parametrize("damage", ["flip", "gone", "header", "pointer"])
-def test_damaged_bundle_costs_nothing_but_the_help(node: Node, damage: str) -> None:
+def test_damaged_bundle_costs_nothing_but_the_help(node: IndexedDirectory, damage: str) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
     assert wait_published(node.settings, 30)

@@ -16,18 +16,18 @@ from bootseer.served.folders import log_path
 from bootseer.store import Store, open_store
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for
-from tests.prefetch.mounts.conftest import Node, digest_of, read_hot
+from tests.prefetch.mounts.conftest import IndexedDirectory, digest_of, read_hot
 
 pytestmark = pytest.mark.needs("fuse")
 
 
-def pointer_of(store: Store, node: Node) -> HotPointer:
+def pointer_of(store: Store, node: IndexedDirectory) -> HotPointer:
     pointer = hot_store.read_pointer(store, node.record.index_digest, "train")
     assert pointer is not None
     return pointer
 
 
-def replace_bundle(node: Node) -> HotPointer:
+def replace_bundle(node: IndexedDirectory) -> HotPointer:
     """As somebody who may write to the store would: other bytes at the same places."""
     index = node.record.index_digest
     with open_store(node.settings.store_url) as store:
@@ -47,7 +47,7 @@ def replace_bundle(node: Node) -> HotPointer:
     return wrong
 
 
-def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: Node) -> None:
+def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: IndexedDirectory) -> None:
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
     assert wait_published(node.settings, 30)
@@ -81,7 +81,7 @@ def test_a_wrong_bundle_is_found_dropped_and_made_anew(node: Node) -> None:
         read_hot(node, image.directory)
 
 
-def test_every_server_of_the_image_drops_what_one_found_wrong(node: Node) -> None:
+def test_every_server_of_the_image_drops_what_one_found_wrong(node: IndexedDirectory) -> None:
     """Also the pages that its kernel has, and although it never compares anything itself."""
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)
@@ -105,7 +105,7 @@ def test_every_server_of_the_image_drops_what_one_found_wrong(node: Node) -> Non
         assert "another server" in one.status()["prefetch"]["error"]
 
 
-def drop_streams(node: Node) -> None:
+def drop_streams(node: IndexedDirectory) -> None:
     """All but what the node knows of bundles."""
     hot = node.settings.cache_dir / "catalogue" / "hot"
     kept = {path.name: path.read_bytes() for path in hot.iterdir()}
@@ -115,7 +115,7 @@ def drop_streams(node: Node) -> None:
         (hot / name).write_bytes(data)
 
 
-def test_a_bundle_of_another_store_is_not_believed(node: Node) -> None:
+def test_a_bundle_of_another_store_is_not_believed(node: IndexedDirectory) -> None:
     """Also where that store has the very same index, so that the image is the same one."""
     with mounted(node.settings, "image:1", node.base / "mnt") as image:
         read_hot(node, image.directory)

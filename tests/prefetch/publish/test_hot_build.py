@@ -37,7 +37,7 @@ FILE_COUNT = 40
 
 
 @dataclass
-class Site:
+class IndexedImage:
     """An indexed image and its store."""
 
     settings: Settings
@@ -87,7 +87,7 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[IndexedImage]:
     source = tmp_path / "source"
     source.mkdir()
     chance = random.Random(1)
@@ -96,10 +96,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
     settings = settings_at(tmp_path)
     record = index(settings, source, "image:1")
     with open_store(settings.store_url) as store:
-        yield Site(settings, store, record, read_tree(store, record.index_digest))
+        yield IndexedImage(settings, store, record, read_tree(store, record.index_digest))
 
 
-def test_a_bundle_is_made_anew_only_for_what_it_missed(site: Site) -> None:
+def test_a_bundle_is_made_anew_only_for_what_it_missed(site: IndexedImage) -> None:
     first = site.add(site.trace(*range(20)))
     assert first == site.pointer()
     # All of it is known, then nineteen twentieths: not worth it.
@@ -113,7 +113,7 @@ def test_a_bundle_is_made_anew_only_for_what_it_missed(site: Site) -> None:
     assert set(site.hot_files()) == {b"f%d" % n for n in range(25)}
 
 
-def test_what_two_further_starts_did_not_use_is_dropped(site: Site) -> None:
+def test_what_two_further_starts_did_not_use_is_dropped(site: IndexedImage) -> None:
     site.add(site.trace(*range(30)))
     for node in "mo":
         assert len(site.hot_files()) == 30
@@ -135,7 +135,7 @@ def test_what_is_read_elsewhere_in_each_start_is_not_hot(
     settings = settings_at(tmp_path)
     record = index(settings, source, "image:1")
     with open_store(settings.store_url) as store:
-        site = Site(settings, store, record, read_tree(store, record.index_digest))
+        site = IndexedImage(settings, store, record, read_tree(store, record.index_digest))
         inode = site.tree.resolve(b"data")
         assert inode is not None
         data = TracedFile(b"data", site.tree.inode(inode).digest or b"")
@@ -161,7 +161,7 @@ def test_what_is_read_elsewhere_in_each_start_is_not_hot(
         assert site.pointer() == pointer
 
 
-def test_a_hundred_nodes_at_once(site: Site) -> None:
+def test_a_hundred_nodes_at_once(site: IndexedImage) -> None:
     chance = random.Random(3)
     traces = [site.trace(*chance.sample(range(10), 10), node=f"n{number}") for number in range(100)]
     with ThreadPoolExecutor(8) as pool:
@@ -172,7 +172,7 @@ def test_a_hundred_nodes_at_once(site: Site) -> None:
     assert site.trace_count() == 1
 
 
-def test_while_another_node_builds_nothing_is_published(site: Site) -> None:
+def test_while_another_node_builds_nothing_is_published(site: IndexedImage) -> None:
     key = hot_store.lease_key(site.record.index_digest, "train")
     lease = site.store.lease(key, ttl_s=60, owner="another")
     assert lease is not None
@@ -185,7 +185,7 @@ def test_while_another_node_builds_nothing_is_published(site: Site) -> None:
     assert made.trace_count == 1
 
 
-def test_traces_that_are_not_merged_any_more_are_deleted(site: Site) -> None:
+def test_traces_that_are_not_merged_any_more_are_deleted(site: IndexedImage) -> None:
     for number in range(MERGED_TRACE_COUNT + 4):
         old = site.trace(1, node=f"n{number}", at_ns=number + 1)
         hot_store.publish_trace(site.store, old)
@@ -195,7 +195,7 @@ def test_traces_that_are_not_merged_any_more_are_deleted(site: Site) -> None:
 
 
 def test_the_lease_is_renewed_while_a_bundle_is_built(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: IndexedImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large bundle takes longer than the lease lasts."""
     monkeypatch.setattr(hot_build, "LEASE_S", 6.0)
@@ -224,7 +224,7 @@ def test_the_lease_is_renewed_while_a_bundle_is_built(
         assert made.result(60) is not None
 
 
-def test_sixteen_large_traces(site: Site) -> None:
+def test_sixteen_large_traces(site: IndexedImage) -> None:
     """Five thousand accesses each, in orders that differ a little."""
     files = tuple(TracedFile(b"lib/%d" % n, hashlib.sha256(b"%d" % n).digest()) for n in range(125))
     traces = []
@@ -242,7 +242,7 @@ def test_sixteen_large_traces(site: Site) -> None:
 
 
 @pytest.mark.parametrize("damage", ["pointer", "pointer-foreign", "header", "no-header", "version"])
-def test_a_damaged_bundle_is_made_anew(site: Site, damage: str) -> None:
+def test_a_damaged_bundle_is_made_anew(site: IndexedImage, damage: str) -> None:
     site.add(site.trace(1, 2))
     before = site.pointer()
     pointer_path = site.path(hot_store.pointer_key(site.record.index_digest, "train"))
@@ -268,7 +268,7 @@ def test_a_damaged_bundle_is_made_anew(site: Site, damage: str) -> None:
     assert hot_store.read_bundle(site.store, site.pointer(), lengths).frames
 
 
-def test_a_damaged_frame_is_mended_once(site: Site) -> None:
+def test_a_damaged_frame_is_mended_once(site: IndexedImage) -> None:
     site.add(site.trace(1, 2))
     before = site.pointer()
     path = site.path(hot_store.part_key(before.bundle_digest, 0))
@@ -285,7 +285,7 @@ def test_a_damaged_frame_is_mended_once(site: Site) -> None:
         assert len(decode_frame(frame, stored)) == frame.stream_length
 
 
-def test_damaged_hot_sets_are_refused(site: Site) -> None:
+def test_damaged_hot_sets_are_refused(site: IndexedImage) -> None:
     site.add(site.trace(1, 2))
     pointer = site.pointer()
     hot = hot_store.read_hotset(site.store, pointer)
@@ -303,7 +303,7 @@ def test_damaged_hot_sets_are_refused(site: Site) -> None:
 
 
 def test_hostile_traces_are_left_out_or_bounded(
-    site: Site, caplog: pytest.LogCaptureFixture
+    site: IndexedImage, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = site.trace(1, 2)
     prefix = hot_store.trace_prefix(site.record.index_digest, "train")

@@ -10,7 +10,7 @@ from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
-from tests.support.images.pulled import Node
+from tests.support.images.pulled import PullingNode
 
 TARS = [tar_of(members) for members in NASTY]
 TAG = "latest"
@@ -27,8 +27,8 @@ def layout(tmp_path: Path) -> Layout:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path / "node", tmp_path / "store")
+def node(tmp_path: Path) -> PullingNode:
+    return PullingNode(tmp_path / "node", tmp_path / "store")
 
 
 def source_of(layout: Layout) -> str:
@@ -43,4 +43,4 @@ def index(source: str, store: Path, work_dir: Path, reference: str | None = None
 def indexed_contents(source: str, base: Path) -> tuple[ImageRecord, dict[str, bytes]]:
     """The same by way of the store, read by a node that has nothing."""
     record = index(source, base / "store", base / "work")
-    return record, Node(base / "node", base / "store").start(record.reference)[1]
+    return record, PullingNode(base / "node", base / "store").start(record.reference)[1]

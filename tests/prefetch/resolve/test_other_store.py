@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import BootseerError
 from testbed.mounts.image_mounts import index
-from tests.support.images.pulled import Node, note_store
+from tests.support.images.pulled import PullingNode, note_store
 
 DOWN = "hdfs://127.0.0.1:9/store"
 
@@ -21,10 +21,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_an_image_of_another_store_does_not_stand_in(tmp_path: Path, root: Path) -> None:
-    node = Node(tmp_path / "node", tmp_path / "store")
+    node = PullingNode(tmp_path / "node", tmp_path / "store")
     index(node.settings, root, "image:1")
     node.start("image:1")
-    down = Node(tmp_path / "node", DOWN)
+    down = PullingNode(tmp_path / "node", DOWN)
     down.settings = replace(down.settings, deadline_s=1.0)
     with pytest.raises(BootseerError):
         down.obtain("image:1")
@@ -35,8 +35,8 @@ def test_an_image_of_another_store_does_not_stand_in(tmp_path: Path, root: Path)
 
 
 def test_nor_does_one_that_is_not_published(tmp_path: Path, root: Path) -> None:
-    node = Node(tmp_path / "node", tmp_path / "store")
+    node = PullingNode(tmp_path / "node", tmp_path / "store")
     name = node.obtain(root).record.reference
     node.obtain(name).release()
     with pytest.raises(BootseerError):
-        Node(tmp_path / "node", tmp_path / "other").obtain(name)
+        PullingNode(tmp_path / "node", tmp_path / "other").obtain(name)

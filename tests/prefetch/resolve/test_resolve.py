@@ -20,11 +20,13 @@ from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
 from testbed.images.rootfs import odd_tree
 from testbed.waiting import wait_for
 from tests.prefetch.resolve.conftest import TARS, index, indexed_contents, source_of
-from tests.support.images.pulled import Node, objects
+from tests.support.images.pulled import PullingNode, objects
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
-def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compression: str) -> None:
+def test_a_pulled_image_is_the_indexed_one(
+    node: PullingNode, tmp_path: Path, compression: str
+) -> None:
     layout = write_layout(tmp_path / "image", NASTY, compression=compression)
     resolved, contents = node.start(source_of(layout))
     assert not resolved.is_published
@@ -33,7 +35,7 @@ def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compressi
     assert contents == expected
     assert resolved.record.identity == record.identity
     pulled = node.tree(resolved)
-    other = Node(tmp_path / "other" / "node", tmp_path / "other" / "store")
+    other = PullingNode(tmp_path / "other" / "node", tmp_path / "other" / "store")
     indexed = other.tree(other.obtain(record.reference))
     # The numbers are what a trace goes by.
     assert list(pulled.walk()) == list(indexed.walk())
@@ -46,7 +48,7 @@ def test_a_pulled_image_is_the_indexed_one(node: Node, tmp_path: Path, compressi
 
 
 def test_it_is_published_byte_for_byte_as_if_indexed(
-    node: Node, layout: Layout, tmp_path: Path
+    node: PullingNode, layout: Layout, tmp_path: Path
 ) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
@@ -72,7 +74,7 @@ def unchanged(root: Path) -> Path:
     return root
 
 
-def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> None:
+def test_a_directory_is_published_as_if_indexed(node: PullingNode, tmp_path: Path) -> None:
     root = unchanged(odd_tree(tmp_path / "root"))
     resolved, contents = node.start(root)
     assert contents["deep/er/file"] == (root / "deep/er/file").read_bytes()
@@ -89,14 +91,16 @@ def test_a_directory_is_published_as_if_indexed(node: Node, tmp_path: Path) -> N
     assert "has changed" in node.said[0]
 
 
-def test_a_directory_is_not_read_again_before_it_is_published(node: Node, tmp_path: Path) -> None:
+def test_a_directory_is_not_read_again_before_it_is_published(
+    node: PullingNode, tmp_path: Path
+) -> None:
     root = unchanged(odd_tree(tmp_path / "root"))
     first, contents = node.start(root)
     second, again = node.start(root)
     assert (second.record, again, node.said) == (first.record, contents, [])
 
 
-def test_a_directory_of_another_node_is_another_one(node: Node, tmp_path: Path) -> None:
+def test_a_directory_of_another_node_is_another_one(node: PullingNode, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (root / "file").write_text("here")
@@ -109,7 +113,7 @@ def test_a_directory_of_another_node_is_another_one(node: Node, tmp_path: Path) 
     with open_store(str(tmp_path / "store")) as store:
         record = find_image(store, resolved.record.reference)
         publish_image(store, replace(record, created_ns=2**62))
-    other, contents = Node(tmp_path / "other", tmp_path / "store").start(root)
+    other, contents = PullingNode(tmp_path / "other", tmp_path / "store").start(root)
     assert contents == {"file": b"there"}
     # A record of the one may help the other nevertheless.
     assert name_of(other.record.reference) == name_of(record.reference)
@@ -123,7 +127,7 @@ def test_what_changes_while_a_directory_is_read_has_changed(tmp_path: Path) -> N
 
 
 def test_what_vanishes_while_a_directory_is_compared_has_changed(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: PullingNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = unchanged(odd_tree(tmp_path / "root"))
     _, contents = node.start(root)
@@ -143,7 +147,7 @@ def test_what_vanishes_while_a_directory_is_compared_has_changed(
     assert len(node.said) == len(vanished) == 1
 
 
-def test_an_image_whose_layers_are_named_by_sha512(node: Node, tmp_path: Path) -> None:
+def test_an_image_whose_layers_are_named_by_sha512(node: PullingNode, tmp_path: Path) -> None:
     """The cache knows streams by SHA-256 and BLAKE3 only."""
     layout = Layout(tmp_path / "image")
     diff_ids = [f"sha512:{hashlib.sha512(tar).hexdigest()}" for tar in TARS]
@@ -167,7 +171,7 @@ def two(tmp_path: Path) -> Layout:
 
 
 def test_a_record_that_names_another_images_index_is_not_used(
-    node: Node, tmp_path: Path, two: Layout
+    node: PullingNode, tmp_path: Path, two: Layout
 ) -> None:
     source = f"oci:{two.directory}:good"
     with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
@@ -180,7 +184,7 @@ def test_a_record_that_names_another_images_index_is_not_used(
 
 
 def test_a_layers_record_that_names_another_layers_index_is_not_used(
-    node: Node, tmp_path: Path, two: Layout
+    node: PullingNode, tmp_path: Path, two: Layout
 ) -> None:
     with open_store(str(tmp_path / "store")) as store:
         good, evil = (find_image(store, name).layers[0].digest for name in ("good", "evil"))
@@ -190,7 +194,9 @@ def test_a_layers_record_that_names_another_layers_index_is_not_used(
     assert node.start(f"oci:{two.directory}:good")[1] == {"name": b"good"}
 
 
-def test_what_starts_is_for_the_source_to_say(node: Node, tmp_path: Path, two: Layout) -> None:
+def test_what_starts_is_for_the_source_to_say(
+    node: PullingNode, tmp_path: Path, two: Layout
+) -> None:
     source = f"oci:{two.directory}:good"
     with open_source(source, tmp_path / "work") as opened, open_store(str(tmp_path / "store")) as s:
         good = replace(find_image(s, "good"), reference=opened.reference)

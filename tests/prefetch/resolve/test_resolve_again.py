@@ -16,10 +16,10 @@ from bootseer.prefetch.reading.fill import fetch_tree
 from bootseer.store import open_store
 from testbed.images.building import Layout
 from tests.prefetch.resolve.conftest import TARS, big, index, indexed_contents, source_of
-from tests.support.images.pulled import Node, note_store
+from tests.support.images.pulled import PullingNode, note_store
 
 
-def test_layers_that_the_store_has_are_not_pulled(node: Node, tmp_path: Path) -> None:
+def test_layers_that_the_store_has_are_not_pulled(node: PullingNode, tmp_path: Path) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image(TARS[:2], tag="base", compression="gzip")
     index(f"oci:{layout.directory}:base", tmp_path / "store", tmp_path / "work")
@@ -32,7 +32,9 @@ def test_layers_that_the_store_has_are_not_pulled(node: Node, tmp_path: Path) ->
     assert publish_node_image(node.settings, resolved.record.index_digest) == record.index_digest
 
 
-def test_an_image_whose_layers_are_all_known_is_not_pulled(node: Node, tmp_path: Path) -> None:
+def test_an_image_whose_layers_are_all_known_is_not_pulled(
+    node: PullingNode, tmp_path: Path
+) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image(TARS, tag="one")
     index(f"oci:{layout.directory}:one", tmp_path / "store", tmp_path / "work")
@@ -46,7 +48,7 @@ def test_an_image_whose_layers_are_all_known_is_not_pulled(node: Node, tmp_path:
         assert find_image(store, resolved.record.reference).config.env == ("X=1",)
 
 
-def test_what_was_pulled_is_not_pulled_again(node: Node, layout: Layout) -> None:
+def test_what_was_pulled_is_not_pulled_again(node: PullingNode, layout: Layout) -> None:
     first, contents = node.start(source_of(layout))
     for path in layout.directory.rglob("blobs/sha256/*"):
         # All layers; the documents are small.
@@ -60,7 +62,7 @@ def test_what_was_pulled_is_not_pulled_again(node: Node, layout: Layout) -> None
 
 
 def test_a_fetch_moves_nothing_of_a_layer_that_the_node_has_pulled(
-    node: Node, tmp_path: Path
+    node: PullingNode, tmp_path: Path
 ) -> None:
     base = Layout(tmp_path / "base")
     base.add_image(TARS[:1], compression="gzip")
@@ -78,7 +80,7 @@ def test_a_fetch_moves_nothing_of_a_layer_that_the_node_has_pulled(
     )
 
 
-def test_a_lost_stream_is_pulled_again(node: Node, layout: Layout) -> None:
+def test_a_lost_stream_is_pulled_again(node: PullingNode, layout: Layout) -> None:
     _, contents = node.start(source_of(layout))
     (stream, *_) = (node.settings.cache_dir / "streams").iterdir()
     shutil.rmtree(stream)
@@ -89,7 +91,7 @@ def test_a_lost_stream_is_pulled_again(node: Node, layout: Layout) -> None:
 @pytest.mark.parametrize("what", ["layers", "images", "../indexes"])
 @pytest.mark.parametrize("damage", [b"", b"{}", b"rubbish"])
 def test_a_damaged_catalogue_is_not_believed(
-    node: Node, layout: Layout, what: str, damage: bytes
+    node: PullingNode, layout: Layout, what: str, damage: bytes
 ) -> None:
     _, contents = node.start(source_of(layout))
     for path in (node.settings.cache_dir / "catalogue" / what).iterdir():
@@ -98,9 +100,9 @@ def test_a_damaged_catalogue_is_not_believed(
 
 
 def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
-    node = Node(tmp_path / "node", tmp_path / "store")
+    node = PullingNode(tmp_path / "node", tmp_path / "store")
     indexed = index(source_of(layout), tmp_path / "store", tmp_path / "work")
-    down = Node(tmp_path / "node", "hdfs://127.0.0.1:9/store")
+    down = PullingNode(tmp_path / "node", "hdfs://127.0.0.1:9/store")
     down.settings = replace(down.settings, deadline_s=1.0)
     resolved, contents = node.start(source_of(layout))
     assert resolved.is_published
@@ -117,12 +119,12 @@ def test_a_store_that_is_down(tmp_path: Path, layout: Layout) -> None:
     assert ["without the shared store" in line for line in down.said] == [True, False]
 
 
-def test_a_name_that_nobody_knows(node: Node) -> None:
+def test_a_name_that_nobody_knows(node: PullingNode) -> None:
     with pytest.raises(NotFoundError, match="bootseer image list"):
         node.obtain("no/such:image")
 
 
-def test_a_younger_image_of_the_name_stays(node: Node, tmp_path: Path) -> None:
+def test_a_younger_image_of_the_name_stays(node: PullingNode, tmp_path: Path) -> None:
     """The tag moved while an old image waited for being published."""
     layout = Layout(tmp_path / "image")
     layout.add_image(TARS[:1])
@@ -138,7 +140,9 @@ def test_a_younger_image_of_the_name_stays(node: Node, tmp_path: Path) -> None:
         assert store.exists(f"indexes/{published.replace(':', '/')}")
 
 
-def test_a_layer_that_nobody_has_any_more(node: Node, layout: Layout, tmp_path: Path) -> None:
+def test_a_layer_that_nobody_has_any_more(
+    node: PullingNode, layout: Layout, tmp_path: Path
+) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
     shutil.rmtree(node.settings.cache_dir / "streams")
@@ -150,7 +154,7 @@ def test_a_layer_that_nobody_has_any_more(node: Node, layout: Layout, tmp_path: 
     assert published == record.index_digest
 
 
-def test_trim_forgets_what_nobody_asked_for(node: Node, layout: Layout) -> None:
+def test_trim_forgets_what_nobody_asked_for(node: PullingNode, layout: Layout) -> None:
     _, contents = node.start(source_of(layout))
     catalogue = NodeCatalogue(node.settings.cache_dir)
     assert catalogue.trim() == 0

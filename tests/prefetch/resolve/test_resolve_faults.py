@@ -21,11 +21,11 @@ from testbed.images.building import Layout
 from testbed.mounts.image_mounts import outside, start_outside
 from testbed.waiting import wait_for
 from tests.prefetch.resolve.conftest import TARS, big, index, source_of
-from tests.support.images.pulled import Node, objects
+from tests.support.images.pulled import PullingNode, objects
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_layer_leaves_nothing(node: Node, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_layer_leaves_nothing(node: PullingNode, tmp_path: Path, damage: str) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
     layer = max(layout.directory.rglob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
@@ -52,7 +52,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=True)
     try:
-        node = Node(small / "node", tmp_path / "store")
+        node = PullingNode(small / "node", tmp_path / "store")
         layout = Layout(tmp_path / "image")
         layout.add_image([big("a", 12_000_000)])
         with pytest.raises(NoSpaceError, match="free space or set BOOTSEER_CACHE_DIR"):
@@ -94,7 +94,7 @@ def _wait_unless_ended(process: "subprocess.Popen[str]", condition: Callable[[],
 def test_kill_9_in_the_middle_of_a_pull(tmp_path: Path) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a", 30_000_000), big("b", 30_000_000)], compression="gzip")
-    node = Node(tmp_path / "node", tmp_path / "store")
+    node = PullingNode(tmp_path / "node", tmp_path / "store")
     streams = node.settings.cache_dir / "streams"
     for _ in range(3):
         process = start_outside(PULL, tmp_path / "node", tmp_path / "store", source_of(layout))
@@ -117,7 +117,7 @@ def _shows(store: Path, count: int) -> bool:
 def test_kill_9_of_the_publisher(tmp_path: Path) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a", 6_000_000), big("b", 6_000_000), *TARS], compression="gzip")
-    node = Node(tmp_path / "node", tmp_path / "store")
+    node = PullingNode(tmp_path / "node", tmp_path / "store")
     resolved, contents = node.start(source_of(layout))
     store = tmp_path / "store"
     arguments = (tmp_path / "node", store, resolved.record.index_digest)
@@ -170,7 +170,7 @@ def test_two_starts_at_once_pull_each_layer_once(tmp_path: Path) -> None:
 def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(tmp_path / "image")
     layout.add_image([big("a"), big("b")], compression="gzip")
-    nodes = [Node(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]
+    nodes = [PullingNode(tmp_path / f"node-{i}", tmp_path / "store") for i in range(3)]
     indexes = [node.start(source_of(layout))[0].record.index_digest for node in nodes]
     packed: list[str] = []
     publish = Store.publish
@@ -188,7 +188,7 @@ def test_of_two_nodes_one_packs_a_layer(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list((tmp_path / "store" / "leases").rglob("*.json"))
 
 
-def test_what_the_disk_has_damaged_is_not_published(node: Node, layout: Layout) -> None:
+def test_what_the_disk_has_damaged_is_not_published(node: PullingNode, layout: Layout) -> None:
     resolved = node.obtain(source_of(layout))
     resolved.release()
     for path in (node.settings.cache_dir / "streams").glob("*/data"):
@@ -202,7 +202,7 @@ def test_what_the_disk_has_damaged_is_not_published(node: Node, layout: Layout) 
         assert not list(store.list("layers/"))
 
 
-def test_a_stream_that_is_lost_while_served(node: Node, layout: Layout) -> None:
+def test_a_stream_that_is_lost_while_served(node: PullingNode, layout: Layout) -> None:
     """Nobody else has it: an error, not zeros."""
     resolved = node.obtain(source_of(layout))
     resolved.release()

@@ -12,7 +12,7 @@ from bootseer.prefetch.resolve.find import resolve_image
 from testbed.images.building import Layout, Member, tar_of
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import TokenServer, running_registry
-from tests.support.images.pulled import Node
+from tests.support.images.pulled import PullingNode
 
 USER, PASSWORD = "me", "s3cret-pass"
 HELPER = f"""#!/bin/sh
@@ -46,7 +46,7 @@ def test_a_token_expires_while_layers_are_pulled(
             f'Bearer realm="{tokens.url}",service="tests",scope="repository:team/train:pull"'
         )
         relay.faults = [Fault("GET .*blobs", 1, cut_after_bytes=100), Fault("GET .*blobs", 1, 500)]
-        node = Node(tmp_path / "node", tmp_path / "store")
+        node = PullingNode(tmp_path / "node", tmp_path / "store")
         image = f"registry://{relay.host}/team/train:1"
         said = []
 
@@ -66,7 +66,7 @@ def test_a_token_expires_while_layers_are_pulled(
         Path(f"{helper}.locked").touch()
         with pytest.raises(PermissionDeniedError, match="docker login"):
             node.obtain(image)
-        other = Node(tmp_path / "other", tmp_path / "other-store")
+        other = PullingNode(tmp_path / "other", tmp_path / "other-store")
         other.settings = structs.replace(other.settings, deadline_s=3.0)
         with pytest.raises(PermissionDeniedError, match="docker login"):
             other.obtain(image)

@@ -16,7 +16,7 @@ from testbed.images.building import Layout, Member, tar_of
 from testbed.mounts.image_mounts import start_outside
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import Registry
-from tests.support.images.pulled import Node, objects
+from tests.support.images.pulled import PullingNode, objects
 
 BLOBS = r"GET /v2/.*/blobs/"
 PULL = """
@@ -32,8 +32,8 @@ print(len(node.start(sys.argv[3])[1]))
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    made = Node(tmp_path / "node", tmp_path / "store")
+def node(tmp_path: Path) -> PullingNode:
+    made = PullingNode(tmp_path / "node", tmp_path / "store")
     made.settings = structs.replace(made.settings, deadline_s=60.0)
     return made
 
@@ -50,7 +50,7 @@ def layer(name: str) -> bytes:
 
 @pytest.mark.usefixtures("no_second_requests")
 def test_pulled_once_and_published(
-    node: Node, registry: Registry, relay: FaultyRelay, tmp_path: Path
+    node: PullingNode, registry: Registry, relay: FaultyRelay, tmp_path: Path
 ) -> None:
     push(registry, tmp_path, "once", layer("a"), layer("b"))
     image = f"registry://{relay.host}/once:v1"
@@ -68,7 +68,7 @@ def test_pulled_once_and_published(
     assert objects(tmp_path / "store") == objects(tmp_path / "other")
     # Another node asks the registry for the tag and the configuration only.
     before = relay.count(BLOBS)
-    other = Node(tmp_path / "second", tmp_path / "store")
+    other = PullingNode(tmp_path / "second", tmp_path / "store")
     assert other.start(image)[1] == contents
     assert (pulled, relay.count(BLOBS) - before, other.said) == (3, 1, [])
 
@@ -84,7 +84,7 @@ def test_pulled_once_and_published(
     ids=["cut", "503", "500", "429"],
 )
 def test_a_registry_that_fails_for_a_moment(
-    node: Node, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
+    node: PullingNode, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
 ) -> None:
     push(registry, tmp_path, "moment", layer("a"), layer("b"))
     relay.faults.append(dataclasses.replace(fault))
@@ -103,7 +103,7 @@ def test_a_registry_that_fails_for_a_moment(
     ids=["dies", "flips", "truncates", "hangs", "401"],
 )
 def test_a_registry_that_never_gives_a_layer(
-    node: Node, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
+    node: PullingNode, registry: Registry, relay: FaultyRelay, tmp_path: Path, fault: Fault
 ) -> None:
     push(registry, tmp_path, "never", layer("a"))
     image = f"registry://{relay.host}/never:v1"
@@ -126,7 +126,7 @@ def test_a_registry_that_never_gives_a_layer(
     assert len(node.start(image)[1]) == 3
 
 
-def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path) -> None:
+def test_a_registry_that_is_gone(node: PullingNode, registry: Registry, tmp_path: Path) -> None:
     push(registry, tmp_path, "gone", layer("a"))
     with FaultyRelay(registry.host) as relay:
         image = f"registry://{relay.host}/gone:v1"
@@ -137,7 +137,7 @@ def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path)
     assert (again.record, read) == (resolved.record, contents)
     assert [line.startswith("warning: ") for line in node.said] == [True]
     # Others know nothing of it ...
-    other = Node(tmp_path / "second", tmp_path / "store")
+    other = PullingNode(tmp_path / "second", tmp_path / "store")
     other.settings = structs.replace(other.settings, deadline_s=1.0)
     with pytest.raises(UnavailableError):
         other.obtain(image)
@@ -148,7 +148,7 @@ def test_a_registry_that_is_gone(node: Node, registry: Registry, tmp_path: Path)
     assert [line.startswith("warning: ") for line in other.said] == [True]
 
 
-def test_a_registry_that_has_no_such_image(node: Node, registry: Registry) -> None:
+def test_a_registry_that_has_no_such_image(node: PullingNode, registry: Registry) -> None:
     with pytest.raises(NotFoundError):
         node.obtain(f"registry://{registry.host}/no/such:image")
 

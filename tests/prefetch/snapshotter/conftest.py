@@ -10,7 +10,7 @@ import pytest
 from bootseer.prefetch.index.chains import chain_ids
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import Member, digest, tar_of, write_layout
 from testbed.mounts.image_mounts import index
 from testbed.waiting import wait_for
@@ -23,20 +23,20 @@ CHAINS = chain_ids([digest(tar_of(members)) for members in LAYERS])
 
 
 @pytest.fixture
-def fresh() -> Iterator[Node]:
+def fresh() -> Iterator[ContainerdNode]:
     """A node that knows nothing yet."""
-    with Node(with_containerd=False) as started:
+    with ContainerdNode(with_containerd=False) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Node]:
-    with Node(with_containerd=False) as started:
+def shared() -> Iterator[ContainerdNode]:
+    with ContainerdNode(with_containerd=False) as started:
         yield started
 
 
 @pytest.fixture
-def node(shared: Node) -> Iterator[Node]:
+def node(shared: ContainerdNode) -> Iterator[ContainerdNode]:
     """A node without snapshots, which has seen the image before."""
     yield shared
     for _ in range(10):
@@ -47,12 +47,12 @@ def node(shared: Node) -> Iterator[Node]:
     wait_for(lambda: not directories(shared) and not shared.trees())
 
 
-def add_image(node: Node, tmp_path: Path) -> ImageRecord:
+def add_image(node: ContainerdNode, tmp_path: Path) -> ImageRecord:
     write_layout(tmp_path / "layout", LAYERS)
     return index(node.settings, tmp_path / "layout", "app:1")
 
 
-def pull(node: Node) -> None:
+def pull(node: ContainerdNode) -> None:
     """What containerd does for an image that it need not unpack."""
     parent = ""
     for number, chain_id in enumerate(CHAINS):
@@ -71,5 +71,5 @@ def lower_of(answer: object) -> Path:
     return Path(lower)
 
 
-def directories(node: Node) -> set[str]:
+def directories(node: ContainerdNode) -> set[str]:
     return {path.name for path in (node.root / "snapshots").iterdir()}

@@ -23,7 +23,7 @@ from bootseer.prefetch.publish.publishing import wait_published
 from bootseer.served.folders import live_mounts
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers, shell_layer
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import NASTY, Layout, Member, digest, tar_of
 from testbed.mounts.image_mounts import TIMEOUT_S, index, tree_outside
 from testbed.needs import MissingError
@@ -34,10 +34,10 @@ from testbed.waiting import wait_for
 
 
 @dataclass
-class Site:
+class NodeAndRegistry:
     """A node, and a registry whose requests are seen."""
 
-    node: Node
+    node: ContainerdNode
     registry: Registry
     relay: FaultyRelay
     folder: Path
@@ -66,21 +66,21 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeAndRegistry]:
     folder = tmp_path_factory.mktemp("site")
     with (
         running_registry(folder / "registry") as registry,
         FaultyRelay(registry.host) as relay,
-        Node() as node,
+        ContainerdNode() as node,
     ):
-        yield Site(node, registry, relay, folder)
+        yield NodeAndRegistry(node, registry, relay, folder)
 
 
 def chains_of(contents: Sequence[Sequence[Member]]) -> tuple[str, ...]:
     return chain_ids([digest(tar_of(members)) for members in contents])
 
 
-def is_clean(node: Node) -> bool:
+def is_clean(node: ContainerdNode) -> bool:
     """Nothing is mounted, served or kept for any image or container."""
     folders = [node.root / name for name in ("snapshots", "trees", "removed")]
     return not (
@@ -90,7 +90,7 @@ def is_clean(node: Node) -> bool:
     )
 
 
-def test_an_indexed_image_is_pulled_without_its_layers(site: Site) -> None:
+def test_an_indexed_image_is_pulled_without_its_layers(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("indexed", layers("indexed"))
     record = site.index("indexed")
@@ -111,7 +111,7 @@ def test_an_indexed_image_is_pulled_without_its_layers(site: Site) -> None:
         assert hot_store.read_pointer(store, record.index_digest, "train") is not None
 
 
-def test_a_later_start_replays_what_the_first_touched(site: Site) -> None:
+def test_a_later_start_replays_what_the_first_touched(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("replayed", layers("replayed"))
     record = site.index("replayed")
@@ -130,7 +130,7 @@ def test_a_later_start_replays_what_the_first_touched(site: Site) -> None:
         node.remove("second")
 
 
-def test_trees_are_those_that_containerd_unpacks(site: Site, tmp_path: Path) -> None:
+def test_trees_are_those_that_containerd_unpacks(site: NodeAndRegistry, tmp_path: Path) -> None:
     node = site.node
     # Without what containerd's overlayfs refuses: hard links into lower layers.
     contents = [[m for m in members if m.kind != "h" or members is NASTY[0]] for members in NASTY]
@@ -145,7 +145,9 @@ def test_trees_are_those_that_containerd_unpacks(site: Site, tmp_path: Path) -> 
     assert ours == theirs
 
 
-def view(node: Node, snapshotter: str, chain_id: str, directory: Path) -> dict[bytes, object]:
+def view(
+    node: ContainerdNode, snapshotter: str, chain_id: str, directory: Path
+) -> dict[bytes, object]:
     """The tree of a committed snapshot."""
     directory.mkdir()
     snapshots = ("snapshots", "--snapshotter", snapshotter)
@@ -166,7 +168,7 @@ def view(node: Node, snapshotter: str, chain_id: str, directory: Path) -> dict[b
         node.ctr(*snapshots, "rm", "viewed", check=False)
 
 
-def test_containers_of_one_image_write_apart(site: Site) -> None:
+def test_containers_of_one_image_write_apart(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("shared", layers("shared"))
     site.index("shared")
@@ -195,7 +197,7 @@ def test_containers_of_one_image_write_apart(site: Site) -> None:
     node.wait_no_trees()
 
 
-def test_only_containers_see_what_is_served(site: Site) -> None:
+def test_only_containers_see_what_is_served(site: NodeAndRegistry) -> None:
     """Whichever user they run as, also in a user namespace; no user of the node does."""
     node = site.node
     reference = site.push("closed", layers("closed"))
@@ -234,7 +236,7 @@ def test_only_containers_see_what_is_served(site: Site) -> None:
         node.base.chmod(0o700)
 
 
-def test_several_pulls_of_one_image_at_once(site: Site) -> None:
+def test_several_pulls_of_one_image_at_once(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("crowd", layers("crowd"))
     site.index("crowd")
@@ -243,7 +245,7 @@ def test_several_pulls_of_one_image_at_once(site: Site) -> None:
     assert node.run(reference, "crowd", "cat", "/opt/crowd") == "crowd\n"
 
 
-def test_only_layers_that_are_not_indexed_are_pulled(site: Site) -> None:
+def test_only_layers_that_are_not_indexed_are_pulled(site: NodeAndRegistry) -> None:
     node = site.node
     base = layers("partial")[:2]
     top = [
@@ -261,7 +263,7 @@ def test_only_layers_that_are_not_indexed_are_pulled(site: Site) -> None:
     node.wait_no_trees()
 
 
-def test_an_image_that_is_not_indexed_is_pulled_whole(site: Site) -> None:
+def test_an_image_that_is_not_indexed_is_pulled_whole(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("whole", layers("whole"))
     node.pull(reference)
@@ -271,7 +273,9 @@ def test_an_image_that_is_not_indexed_is_pulled_whole(site: Site) -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
-def test_containers_run_on_without_the_snapshotter(site: Site, sign: signal.Signals) -> None:
+def test_containers_run_on_without_the_snapshotter(
+    site: NodeAndRegistry, sign: signal.Signals
+) -> None:
     node = site.node
     name = f"survivor-{sign.name.lower()}"
     reference = site.push(name, layers(name))
@@ -291,7 +295,7 @@ def test_containers_run_on_without_the_snapshotter(site: Site, sign: signal.Sign
     node.wait_no_trees()
 
 
-def test_an_images_containers_start_again_after_its_server_died(site: Site) -> None:
+def test_an_images_containers_start_again_after_its_server_died(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("orphan", layers("orphan"))
     site.index("orphan")
@@ -304,7 +308,7 @@ def test_an_images_containers_start_again_after_its_server_died(site: Site) -> N
         node.remove("orphan")
 
 
-def test_images_outlive_a_restart_of_containerd(site: Site) -> None:
+def test_images_outlive_a_restart_of_containerd(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("kept", layers("kept"))
     site.index("kept")
@@ -316,12 +320,12 @@ def test_images_outlive_a_restart_of_containerd(site: Site) -> None:
     assert site.pulled("kept") == set()
 
 
-def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: Site) -> None:
+def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: NodeAndRegistry) -> None:
     """As on a node that boots: what runs the snapshotter may be a pod itself."""
     if site.node.is_version("1.6"):
         raise MissingError("containerd has a snapshotter for each runtime class from 1.7 on")
     reference = site.push("classed", layers("classed"))
-    with Node(runtime_class=True) as node:
+    with ContainerdNode(runtime_class=True) as node:
         index(node.settings, site.folder / "classed", "classed:1")
         node.stop(node.containerd)
         node.stop(node.snapshotter)
@@ -337,10 +341,12 @@ def test_pods_of_other_runtime_classes_start_without_a_snapshotter(site: Site) -
         assert node.run(reference, "classed", "cat", "/opt/classed") == "classed\n"
 
 
-def test_a_store_that_is_down_leaves_the_ordinary_pull(site: Site, tmp_path: Path) -> None:
+def test_a_store_that_is_down_leaves_the_ordinary_pull(
+    site: NodeAndRegistry, tmp_path: Path
+) -> None:
     store_url = f"hdfs://127.0.0.1:{free_port()}/bootseer"
     reference = site.push("lonely", layers("lonely"))
-    with Node(store_url=store_url) as node:
+    with ContainerdNode(store_url=store_url) as node:
         node.pull(reference)
         assert site.pulled("lonely") == {0, 1, 2, 3}
         assert node.run(reference, "lonely", "cat", "/opt/lonely") == "lonely\n"
@@ -348,7 +354,7 @@ def test_a_store_that_is_down_leaves_the_ordinary_pull(site: Site, tmp_path: Pat
         assert len(warnings) == 1, node.log()
 
 
-def test_containerds_own_pull_is_lazy_from_version_2(site: Site) -> None:
+def test_containerds_own_pull_is_lazy_from_version_2(site: NodeAndRegistry) -> None:
     node = site.node
     reference = site.push("client", layers("client"))
     site.index("client")
@@ -357,7 +363,7 @@ def test_containerds_own_pull_is_lazy_from_version_2(site: Site) -> None:
     assert node.run(reference, "client", "cat", "/opt/client") == "client\n"
 
 
-def test_hostile_references_of_a_client_are_refused(site: Site) -> None:
+def test_hostile_references_of_a_client_are_refused(site: NodeAndRegistry) -> None:
     node = site.node
     refused = node.ctr(
         *("snapshots", "--snapshotter", "bootseer", "prepare", "hostile", "../../etc"), check=False

@@ -8,7 +8,7 @@ from bootseer.report.sources import Stored
 from bootseer.store import open_store
 from bootseer.timeline.otlp import Stage
 from testbed.containers.containerd_images import layers, shell_layer
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import Layout, Member, tar_of
 from testbed.mounts.image_mounts import index
 from testbed.servers.faulty_relay import FaultyRelay
@@ -24,12 +24,12 @@ _IMAGES: dict[str, tuple[list[Sequence[Member]], dict[str, object]]] = {
 
 
 @contextmanager
-def _node_with_images(folder: Path) -> Iterator[tuple[Node, FaultyRelay]]:
+def _node_with_images(folder: Path) -> Iterator[tuple[ContainerdNode, FaultyRelay]]:
     """A node that has pulled the images through a relay."""
     with (
         running_registry(folder / "registry") as registry,
         FaultyRelay(registry.host) as relay,
-        Node(pause_image=f"{relay.host}/pause:1") as node,
+        ContainerdNode(pause_image=f"{relay.host}/pause:1") as node,
     ):
         for name, (contents, run) in _IMAGES.items():
             layout = Layout(folder / name)
@@ -81,7 +81,7 @@ def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) ->
     assert first.start_ns < first.end_ns < second.start_ns
 
 
-def _stage_of(node: Node, job: str, submission: str) -> Stage:
+def _stage_of(node: ContainerdNode, job: str, submission: str) -> Stage:
     """The only stage of a start, as soon as the store has it."""
     with open_store(node.settings.store_url) as store:
         wait_for(lambda: Stored(store).starts(job), f"the timeline of {job}")

@@ -20,7 +20,7 @@ from bootseer.prefetch.sources.containerd_content import open_content
 from bootseer.served.folders import take_lock
 from bootseer.store import open_store
 from testbed.containers.containerd_images import add_image, layers
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import Layout, digest, tar_of
 from testbed.mounts.image_mounts import TIMEOUT_S, index, settings_at
 from testbed.servers.faulty_relay import FaultyRelay
@@ -30,7 +30,7 @@ from testbed.waiting import wait_for
 BLOBS = r"GET /v2/.*/blobs/"
 
 
-def images(node: Node) -> list[ImageRecord]:
+def images(node: ContainerdNode) -> list[ImageRecord]:
     with open_store(node.settings.store_url) as store:
         return list(list_images(store))
 
@@ -56,7 +56,7 @@ def test_the_next_node_need_not_pull_it(tmp_path: Path) -> None:
     with (
         running_registry(tmp_path / "registry") as registry,
         FaultyRelay(registry.host) as relay,
-        Node(auto_index=True) as node,
+        ContainerdNode(auto_index=True) as node,
     ):
         registry.push_layout(layout.directory, "latest", "train:1")
         image = f"{relay.host}/train:1"

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.prefetch.snapshotter.snapshot import REF_LABEL
 from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED, MESSAGES
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.mounts.image_mounts import bootseer, outside
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
@@ -30,7 +30,7 @@ def test_messages_are_encoded_as_containerd_does() -> None:
     assert MESSAGES["PrepareSnapshotRequest"].FromString(later).key == "k"
 
 
-def test_ordinary_snapshots_live_as_containerd_wants_them(node: Node) -> None:
+def test_ordinary_snapshots_live_as_containerd_wants_them(node: ContainerdNode) -> None:
     (mount,) = node.call("Prepare", key="a", labels={"x": "1"}).mounts
     assert (mount.type, list(mount.options)) == ("bind", ["rw", "rbind"])
     Path(mount.source, "file").write_bytes(b"f" * 10_000)
@@ -63,13 +63,13 @@ def test_ordinary_snapshots_live_as_containerd_wants_them(node: Node) -> None:
 
 
 @pytest.mark.parametrize("label", ["../../../etc", "/etc/passwd", "sha256:../../x", "", "a\nb"])
-def test_a_label_that_is_no_digest_is_refused(node: Node, label: str) -> None:
+def test_a_label_that_is_no_digest_is_refused(node: ContainerdNode, label: str) -> None:
     code = node.refused("Prepare", key="extract", labels={REF_LABEL: label})
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert node.call("List") == []
 
 
-def test_keys_are_never_paths(node: Node) -> None:
+def test_keys_are_never_paths(node: ContainerdNode) -> None:
     (mount,) = node.call("Prepare", key="../../../escape").mounts
     assert Path(mount.source).is_relative_to(node.root / "snapshots")
     assert node.refused("Prepare", key="") is grpc.StatusCode.INVALID_ARGUMENT
@@ -82,7 +82,7 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", small], check=True)
     try:
-        with Node(with_containerd=False, root=small / "root") as node:
+        with ContainerdNode(with_containerd=False, root=small / "root") as node:
             node.call("Prepare", key="before")
             filler = small / "filler"
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -99,7 +99,7 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", small], check=True)
 
 
-def test_deep_directories_are_counted_and_removed(node: Node) -> None:
+def test_deep_directories_are_counted_and_removed(node: ContainerdNode) -> None:
     """Deeper than Python recurses, and than a path can say."""
     (mount,) = node.call("Prepare", key="a").mounts
     outside(
@@ -117,14 +117,14 @@ for _ in range(1500):
     wait_for(lambda: not directories(node) and not list((node.root / "removed").iterdir()))
 
 
-def test_one_snapshotter_works_in_a_folder(node: Node) -> None:
+def test_one_snapshotter_works_in_a_folder(node: ContainerdNode) -> None:
     options = ["--address", node.base / "second.sock", "--root", node.root]
     done = bootseer(node.settings, "snapshotter", *options)
     assert done.returncode == 19
     assert "another snapshotter" in done.stderr
 
 
-def test_only_its_user_may_ask_it(node: Node) -> None:
+def test_only_its_user_may_ask_it(node: ContainerdNode) -> None:
     assert (node.base / "snapshotter.sock").stat().st_mode & 0o777 == 0o600
 
 
@@ -193,7 +193,7 @@ main(["snapshotter", "--root", sys.argv[1]])
     assert "bootseer[containerd]" in refused(code, tmp_path / "root")
 
 
-def test_a_probe_is_told_whether_it_answers(node: Node) -> None:
+def test_a_probe_is_told_whether_it_answers(node: ContainerdNode) -> None:
     command = ("snapshotter", "--check", "--address")
     assert bootseer(node.settings, *command, node.base / "snapshotter.sock").returncode == 0
     done = bootseer(node.settings, *command, node.base / "none.sock")

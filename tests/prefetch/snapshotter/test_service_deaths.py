@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.fuse.kernel.unmount import detach
 from bootseer.served.folders import live_mounts
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import digest
 from testbed.mounts.image_mounts import checksums_outside
 from testbed.paths import REPOSITORY
@@ -21,7 +21,7 @@ from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, 
 
 
 def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
-    node: Node, tmp_path: Path
+    node: ContainerdNode, tmp_path: Path
 ) -> None:
     add_image(node, tmp_path)
     pull(node)
@@ -34,7 +34,7 @@ def test_a_server_that_died_is_replaced_when_mounts_are_asked_for(
 
 
 def test_a_dead_server_is_not_taken_for_alive_while_it_is_tidied_away(
-    node: Node, tmp_path: Path
+    node: ContainerdNode, tmp_path: Path
 ) -> None:
     add_image(node, tmp_path)
     pull(node)
@@ -72,7 +72,9 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
-def test_mounts_outlive_the_snapshotter(node: Node, tmp_path: Path, sign: signal.Signals) -> None:
+def test_mounts_outlive_the_snapshotter(
+    node: ContainerdNode, tmp_path: Path, sign: signal.Signals
+) -> None:
     add_image(node, tmp_path)
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
@@ -87,7 +89,9 @@ def test_mounts_outlive_the_snapshotter(node: Node, tmp_path: Path, sign: signal
 
 
 @pytest.mark.parametrize("run_dir", ["on disk", "in memory"])
-def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path, run_dir: str) -> None:
+def test_a_start_mends_what_the_machines_end_left(
+    node: ContainerdNode, tmp_path: Path, run_dir: str
+) -> None:
     add_image(node, tmp_path)
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
@@ -110,7 +114,7 @@ def test_a_start_mends_what_the_machines_end_left(node: Node, tmp_path: Path, ru
     )
 
 
-def test_an_index_that_a_crash_tore_is_fetched_again(node: Node, tmp_path: Path) -> None:
+def test_an_index_that_a_crash_tore_is_fetched_again(node: ContainerdNode, tmp_path: Path) -> None:
     record = add_image(node, tmp_path)
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))

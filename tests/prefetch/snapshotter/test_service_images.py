@@ -15,14 +15,16 @@ from bootseer.prefetch.snapshotter.wire import KIND_COMMITTED
 from bootseer.served.folders import live_mounts, log_path
 from bootseer.served.status import known_servers
 from bootseer.store import open_store
-from testbed.containers.containerd_node import Node
+from testbed.containers.containerd_node import ContainerdNode
 from testbed.images.building import Member, digest, tar_of, write_layout
 from testbed.mounts.image_mounts import TIMEOUT_S, checksums_outside, index
 from testbed.waiting import wait_for
 from tests.prefetch.snapshotter.conftest import CHAINS, add_image, directories, lower_of, pull
 
 
-def test_an_indexed_image_is_there_without_being_unpacked(node: Node, tmp_path: Path) -> None:
+def test_an_indexed_image_is_there_without_being_unpacked(
+    node: ContainerdNode, tmp_path: Path
+) -> None:
     record = add_image(node, tmp_path)
     pull(node)
     lower = lower_of(node.call("Prepare", key="c1", parent=CHAINS[-1]))
@@ -39,7 +41,7 @@ def test_an_indexed_image_is_there_without_being_unpacked(node: Node, tmp_path: 
     assert len(directories(node)) == 1
 
 
-def test_the_writable_root_is_as_containerds(node: Node, tmp_path: Path) -> None:
+def test_the_writable_root_is_as_containerds(node: ContainerdNode, tmp_path: Path) -> None:
     add_image(node, tmp_path)
     pull(node)
     (mount,) = node.call("Prepare", key="c1", parent=CHAINS[-1]).mounts
@@ -48,7 +50,9 @@ def test_the_writable_root_is_as_containerds(node: Node, tmp_path: Path) -> None
     assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o755, 0, 0)
 
 
-def test_containers_share_one_mount_until_the_last_is_gone(node: Node, tmp_path: Path) -> None:
+def test_containers_share_one_mount_until_the_last_is_gone(
+    node: ContainerdNode, tmp_path: Path
+) -> None:
     add_image(node, tmp_path)
     pull(node)
     keys = [f"c{number}" for number in range(6)]
@@ -77,7 +81,7 @@ def test_containers_share_one_mount_until_the_last_is_gone(node: Node, tmp_path:
     wait_for(lambda: not list((node.root / "trees").iterdir()))
 
 
-def test_a_workload_of_its_own_has_a_mount_of_its_own(node: Node, tmp_path: Path) -> None:
+def test_a_workload_of_its_own_has_a_mount_of_its_own(node: ContainerdNode, tmp_path: Path) -> None:
     add_image(node, tmp_path)
     pull(node)
     node.call("Prepare", key="c1", parent=CHAINS[-1])
@@ -86,7 +90,9 @@ def test_a_workload_of_its_own_has_a_mount_of_its_own(node: Node, tmp_path: Path
     assert found == {"train", "evaluate"}
 
 
-def test_layers_that_are_not_indexed_lie_on_those_that_are(node: Node, tmp_path: Path) -> None:
+def test_layers_that_are_not_indexed_lie_on_those_that_are(
+    node: ContainerdNode, tmp_path: Path
+) -> None:
     add_image(node, tmp_path)
     pull(node)
     above = digest(b"a chain that the store does not know")
@@ -105,7 +111,9 @@ def test_layers_that_are_not_indexed_lie_on_those_that_are(node: Node, tmp_path:
     wait_for(lambda: not node.trees())
 
 
-def test_an_image_is_pulled_once_the_store_has_lost_a_layer(fresh: Node, tmp_path: Path) -> None:
+def test_an_image_is_pulled_once_the_store_has_lost_a_layer(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     add_image(fresh, tmp_path)
     with open_store(fresh.settings.store_url) as store:
         for info in list(store.list("blobs/")):
@@ -115,7 +123,9 @@ def test_an_image_is_pulled_once_the_store_has_lost_a_layer(fresh: Node, tmp_pat
     assert "index it again" in fresh.log()
 
 
-def test_a_record_that_lies_about_its_chain_serves_nothing(node: Node, tmp_path: Path) -> None:
+def test_a_record_that_lies_about_its_chain_serves_nothing(
+    node: ContainerdNode, tmp_path: Path
+) -> None:
     add_image(node, tmp_path)
     other = digest(b"another chain")
     with open_store(node.settings.store_url) as store:
@@ -124,7 +134,9 @@ def test_a_record_that_lies_about_its_chain_serves_nothing(node: Node, tmp_path:
     assert "do not make the chain" in node.log()
 
 
-def test_a_chain_that_names_another_images_tree_is_merged_anew(fresh: Node, tmp_path: Path) -> None:
+def test_a_chain_that_names_another_images_tree_is_merged_anew(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     record = add_image(fresh, tmp_path)
     write_layout(tmp_path / "other", [[Member("top", data=b"other")]])
     other = index(fresh.settings, tmp_path / "other", "other:1")
@@ -138,7 +150,9 @@ def test_a_chain_that_names_another_images_tree_is_merged_anew(fresh: Node, tmp_
     assert state.index_digest == record.index_digest
 
 
-def test_a_tree_that_nobody_has_merged_is_merged_and_published(fresh: Node, tmp_path: Path) -> None:
+def test_a_tree_that_nobody_has_merged_is_merged_and_published(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     record = add_image(fresh, tmp_path)
     pull(fresh)
     lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[0]))
@@ -150,7 +164,9 @@ def test_a_tree_that_nobody_has_merged_is_merged_and_published(fresh: Node, tmp_
         assert store.exists(index_key(chain.index_digest))
 
 
-def test_a_merged_tree_that_the_store_has_lost_is_merged_again(fresh: Node, tmp_path: Path) -> None:
+def test_a_merged_tree_that_the_store_has_lost_is_merged_again(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     record = add_image(fresh, tmp_path)
     with open_store(fresh.settings.store_url) as store:
         store.delete(index_key(record.index_digest))
@@ -160,7 +176,9 @@ def test_a_merged_tree_that_the_store_has_lost_is_merged_again(fresh: Node, tmp_
     assert state.index_digest == record.index_digest
 
 
-def test_a_tree_that_cannot_be_mounted_is_unavailable(fresh: Node, tmp_path: Path) -> None:
+def test_a_tree_that_cannot_be_mounted_is_unavailable(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     add_image(fresh, tmp_path)
     pull(fresh)
     wait_for(lambda: (fresh.settings.cache_dir / "indexes").exists())
@@ -176,7 +194,9 @@ def test_a_tree_that_cannot_be_mounted_is_unavailable(fresh: Node, tmp_path: Pat
     lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))
 
 
-def test_a_damaged_image_is_not_noted_as_an_environment(fresh: Node, tmp_path: Path) -> None:
+def test_a_damaged_image_is_not_noted_as_an_environment(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     """A note is for the next start of an environment, which looks at it; no container does."""
     record = add_image(fresh, tmp_path)
     pull(fresh)
@@ -196,7 +216,7 @@ def test_a_damaged_image_is_not_noted_as_an_environment(fresh: Node, tmp_path: P
 
 
 def test_a_pulled_image_is_mounted_before_it_is_started(tmp_path: Path) -> None:
-    with Node(with_containerd=False, linger_s=60) as node:
+    with ContainerdNode(with_containerd=False, linger_s=60) as node:
         record = add_image(node, tmp_path)
         pull(node)
         wait_for(lambda: len(node.trees()) == 1)
@@ -210,7 +230,7 @@ def test_a_pulled_image_is_mounted_before_it_is_started(tmp_path: Path) -> None:
 
 
 def test_pulled_images_are_mounted_although_one_of_them_cannot_be(tmp_path: Path) -> None:
-    with Node(with_containerd=False, linger_s=60) as node:
+    with ContainerdNode(with_containerd=False, linger_s=60) as node:
         chains, records, before = {}, {}, set[str]()
         for name in ("first", "last", "lost"):
             layer = [Member(name, data=name.encode())]
@@ -233,7 +253,9 @@ def test_pulled_images_are_mounted_although_one_of_them_cannot_be(tmp_path: Path
         wait_for(lambda: wanted <= {s.index_digest for _, s in live_mounts(node.settings.run_dir)})
 
 
-def test_a_pulled_image_whose_files_are_here_needs_no_store(fresh: Node, tmp_path: Path) -> None:
+def test_a_pulled_image_whose_files_are_here_needs_no_store(
+    fresh: ContainerdNode, tmp_path: Path
+) -> None:
     add_image(fresh, tmp_path)
     pull(fresh)
     lower = lower_of(fresh.call("Prepare", key="c1", parent=CHAINS[-1]))

@@ -38,7 +38,7 @@ sys.stdin.read()
 """
 
 
-class Job(subprocess.Popen[str]):
+class SetupProcess(subprocess.Popen[str]):
     """A process that runs a set-up for itself, and lives on."""
 
     def __init__(self, node: Settings, request: Request) -> None:

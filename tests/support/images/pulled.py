@@ -17,7 +17,7 @@ from bootseer.store import open_store
 from testbed.mounts.image_mounts import settings_at
 
 
-class Node:
+class PullingNode:
     """A node with caches below `base`, and its share in `store`."""
 
     def __init__(self, base: Path, store: Path | str) -> None:

@@ -19,7 +19,7 @@ def entry(number: int) -> str:
     return f"3b/{letters[number % 32] * 52}.py"
 
 
-class Node:
+class CachingNode:
     """One node, with a folder of its own at the path that all have."""
 
     def __init__(

@@ -20,7 +20,7 @@ from bootseer.store import open_own_store
 from testbed.needs import MissingError, require
 from testbed.paths import REPOSITORY
 from testbed.waiting import pause
-from tests.bootseer.launch.caches.generations import Node, entry
+from tests.bootseer.launch.caches.generations import CachingNode, entry
 
 FIRST = {entry(0): "kernel 0", entry(1): "kernel 1"}
 
@@ -30,7 +30,7 @@ def blobs(base: Path) -> list[Path]:
 
 
 def test_what_one_node_made_another_has(tmp_path: Path) -> None:
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two")
     assert one.restore().how == MISS
     one.write(FIRST)
     assert one.publish().how == "published"
@@ -42,14 +42,14 @@ def test_what_one_node_made_another_has(tmp_path: Path) -> None:
 
 
 def test_an_empty_cache_writes_nothing(tmp_path: Path) -> None:
-    one = Node(tmp_path, "one")
+    one = CachingNode(tmp_path, "one")
     one.restore()
     assert one.publish().how == "nothing new"
     assert not (tmp_path / "store/snapshots").exists()
 
 
 def test_a_later_generation_has_both_and_stores_what_is_new(tmp_path: Path) -> None:
-    one, two, three = (Node(tmp_path, name) for name in ("one", "two", "three"))
+    one, two, three = (CachingNode(tmp_path, name) for name in ("one", "two", "three"))
     large = {entry(0): os.urandom(100_000).hex(), entry(1): os.urandom(500_000).hex()}
     roomy = replace(one.settings, keep_limit_bytes=10**8)
     for node in (one, two, three):
@@ -71,7 +71,7 @@ def test_a_later_generation_has_both_and_stores_what_is_new(tmp_path: Path) -> N
 
 
 def test_two_nodes_that_know_nothing_of_each_other_are_merged(tmp_path: Path) -> None:
-    one, two, three = (Node(tmp_path, name) for name in ("one", "two", "three"))
+    one, two, three = (CachingNode(tmp_path, name) for name in ("one", "two", "three"))
     one.write({entry(0): "kernel 0", "numba/f.nbi": "index of one", "numba/f.1.nbc": "one"})
     two.write({entry(1): "kernel 1", "numba/f.nbi": "index of two!", "numba/f.2.nbc": "two"})
     one.publish()
@@ -89,18 +89,18 @@ def test_two_nodes_that_know_nothing_of_each_other_are_merged(tmp_path: Path) ->
 
 
 def test_of_eight_nodes_at_once_one_publishes(tmp_path: Path) -> None:
-    nodes = [Node(tmp_path, f"node-{number}") for number in range(8)]
+    nodes = [CachingNode(tmp_path, f"node-{number}") for number in range(8)]
     for number, node in enumerate(nodes):
         # No two compilers give the same bytes.
         node.write({name: f"{text} by {number}" for name, text in FIRST.items()})
     with ThreadPoolExecutor(8) as pool:
-        results = [done.how for done in pool.map(Node.publish, nodes)]
+        results = [done.how for done in pool.map(CachingNode.publish, nodes)]
     assert sorted(results) == ["nothing new"] * 7 + ["published"]
     assert len(blobs(tmp_path)) == 1
 
 
 def test_nothing_is_mixed_across_keys(tmp_path: Path) -> None:
-    one, other = Node(tmp_path, "one"), Node(tmp_path, "other", torch="2.7.0")
+    one, other = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "other", torch="2.7.0")
     one.write(FIRST)
     one.publish()
     assert other.restore().how == MISS
@@ -108,7 +108,7 @@ def test_nothing_is_mixed_across_keys(tmp_path: Path) -> None:
 
 
 def test_a_generation_under_another_key_is_refused(tmp_path: Path) -> None:
-    one, other = Node(tmp_path, "one"), Node(tmp_path, "other", torch="2.7.0")
+    one, other = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "other", torch="2.7.0")
     one.write(FIRST)
     one.publish()
     manifest = tmp_path / "store" / catalogue.manifest_key(one.cache.key)
@@ -119,7 +119,7 @@ def test_a_generation_under_another_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_blob_is_not_restored_and_is_replaced(tmp_path: Path) -> None:
-    one, two, three = (Node(tmp_path, name) for name in ("one", "two", "three"))
+    one, two, three = (CachingNode(tmp_path, name) for name in ("one", "two", "three"))
     one.write(FIRST)
     one.publish()
     (blob,) = blobs(tmp_path)
@@ -141,7 +141,7 @@ def test_a_damaged_blob_is_not_restored_and_is_replaced(tmp_path: Path) -> None:
 
 
 def test_what_the_folder_has_stays(tmp_path: Path) -> None:
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two")
     one.write({**FIRST, "numba/f.nbi": "one", "numba/f.1.nbc": "one"})
     one.publish()
     two.write({entry(0): "own", "numba/f.nbi": "own"})
@@ -150,7 +150,7 @@ def test_what_the_folder_has_stays(tmp_path: Path) -> None:
 
 
 def test_the_bound_removes_what_was_not_used_for_longest(tmp_path: Path) -> None:
-    one, two = Node(tmp_path, "one", limit="25kB"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one", limit="25kB"), CachingNode(tmp_path, "two")
     one.write({entry(0): "0" * 10_000}, age_s=9e5)
     one.write({entry(1): "1" * 10_000}, age_s=8e5)
     one.write({entry(2): "2" * 10_000})
@@ -160,7 +160,7 @@ def test_the_bound_removes_what_was_not_used_for_longest(tmp_path: Path) -> None
 
 
 def test_in_a_folder_of_the_user_older_files_are_not_taken(tmp_path: Path) -> None:
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two")
     for node in (one, two):
         node.cache = replace(node.cache, is_ours=False)
     one.write({entry(0): "of some other key"})
@@ -195,7 +195,7 @@ def full_disk(folder: Path) -> Iterator[None]:
 
 
 def test_a_full_disk_restores_nothing(tmp_path: Path) -> None:
-    one, two = Node(tmp_path, "one", limit="10MB"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one", limit="10MB"), CachingNode(tmp_path, "two")
     one.write(LARGE)
     one.publish()
     with full_disk(two.folder):
@@ -207,7 +207,7 @@ def test_a_full_disk_restores_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["two/cache", "store"])
 def test_a_full_disk_publishes_nothing(tmp_path: Path, where: str) -> None:
     """The node's, on which a generation is packed, and the store's."""
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two", limit="10MB")
+    one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two", limit="10MB")
     one.write(FIRST)
     with full_disk(tmp_path / where):
         one.publish()
@@ -215,13 +215,13 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path, where: str) -> None:
         two.write(LARGE)
         with pytest.raises(NoSpaceError):
             two.publish()
-        three = Node(tmp_path, "three")
+        three = CachingNode(tmp_path, "three")
         three.restore()
         assert three.files() == FIRST
 
 
 def test_what_a_killed_restore_left_is_removed(tmp_path: Path) -> None:
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two")
     one.write(FIRST)
     one.publish()
     two.write({".bootseer-cache/3b/half.so": "half"})
@@ -255,7 +255,7 @@ def test_a_killed_publisher_leaves_nothing_to_be_seen(tmp_path: Path, step: int)
     words = [sys.executable, "-c", _KILLED, str(tmp_path), str(step)]
     done = subprocess.run(words, cwd=REPOSITORY, timeout=60, env={**os.environ, "PYTHONPATH": "."})
     assert done.returncode == -signal.SIGKILL
-    one, two = Node(tmp_path, "one"), Node(tmp_path, "two")
+    one, two = CachingNode(tmp_path, "one"), CachingNode(tmp_path, "two")
     assert one.restore().how == MISS
     one.write(FIRST)
     # Its lease ends by itself; here it is waited for as another node's.
@@ -268,7 +268,7 @@ def test_a_killed_publisher_leaves_nothing_to_be_seen(tmp_path: Path, step: int)
 
 
 def test_a_generation_is_a_snapshot_that_says_of_which_cache(tmp_path: Path) -> None:
-    one = Node(tmp_path, "one")
+    one = CachingNode(tmp_path, "one")
     one.write(FIRST)
     one.publish()
     with open_own_store(one.settings) as store:
@@ -280,7 +280,7 @@ def test_a_generation_is_a_snapshot_that_says_of_which_cache(tmp_path: Path) -> 
 
 @pytest.mark.hdfs
 def test_generations_in_hdfs(tmp_path: Path, hdfs_url: str) -> None:
-    nodes = [Node(tmp_path, f"node-{number}", store=hdfs_url) for number in range(3)]
+    nodes = [CachingNode(tmp_path, f"node-{number}", store=hdfs_url) for number in range(3)]
     nodes[0].write(FIRST)
     assert nodes[0].publish().how == "published"
     assert nodes[1].restore().how == RESTORED

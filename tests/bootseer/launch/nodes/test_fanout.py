@@ -43,7 +43,7 @@ JOB = (
 )
 
 
-class Site:
+class FanoutNodes:
     """Nodes that share a store, whose bytes are counted."""
 
     def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
@@ -83,9 +83,9 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[FanoutNodes]:
     with contextlib.ExitStack() as stack:
-        yield Site(tmp_path, stack)
+        yield FanoutNodes(tmp_path, stack)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def _figures(node: Node) -> dict[str, Any]:
 
 
 def test_image_and_environment_leave_the_store_once(
-    site: Site, image: Image, recorded: Path
+    site: FanoutNodes, image: Image, recorded: Path
 ) -> None:
     subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
     site.start("--image", image.source, *JOB)
@@ -131,7 +131,7 @@ def test_image_and_environment_leave_the_store_once(
 
 
 def test_nodes_that_cannot_reach_each_other_read_the_store(
-    site: Site, image: Image, recorded: Path
+    site: FanoutNodes, image: Image, recorded: Path
 ) -> None:
     """As where a firewall blocks the port: other addresses are told, at which nobody answers."""
     subprocess.run(["cp", "-a", recorded, site.store], check=True, timeout=60)
@@ -170,7 +170,7 @@ def test_a_blocked_port_is_told_from_a_node_that_is_not_up_yet() -> None:
     ],
 )
 def test_what_cannot_be_right_costs_a_start_one_warning(
-    site: Site, variables: dict[str, str], says: str
+    site: FanoutNodes, variables: dict[str, str], says: str
 ) -> None:
     (node, *_) = site.nodes
     with socket.create_server(("127.0.0.2", 0)) as taken:
@@ -183,7 +183,7 @@ def test_what_cannot_be_right_costs_a_start_one_warning(
 
 
 @pytest.mark.parametrize("how", ["--fanout=off", "BOOTSEER_FANOUT"])
-def test_the_kill_switch(site: Site, how: str) -> None:
+def test_the_kill_switch(site: FanoutNodes, how: str) -> None:
     (node, *_) = site.nodes
     words, variables = ([how], {}) if how.startswith("-") else ([], {how: "off"})
     done = node.run("run", *words, "--", "true", variables=variables)

@@ -37,7 +37,7 @@ def places(folder: Path, libraries: str = "lib") -> dict[str, str]:
     }
 
 
-class Node:
+class PreloadingNode:
     """A folder with modules and programs, a record of them, and a launcher."""
 
     def __init__(self, folder: Path) -> None:
@@ -173,7 +173,7 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
+def node(tmp_path: Path) -> Iterator[PreloadingNode]:
+    found = PreloadingNode(tmp_path)
     yield found
     found.end()

@@ -13,7 +13,7 @@ import pytest
 from bootseer.served.status import unserving
 from testbed.needs import MissingError
 from testbed.waiting import wait_for
-from tests.bootseer.served.preload.conftest import Node
+from tests.bootseer.served.preload.conftest import PreloadingNode
 
 STEPS = ("at once", "a guard is there", "the program runs")
 # Says its number, and what it is told.
@@ -42,7 +42,7 @@ while True:
 
 
 @pytest.fixture
-def waiting(node: Node) -> Node:
+def waiting(node: PreloadingNode) -> PreloadingNode:
     node.write("modules/heavy.py", "")
     node.write("program.py", WAITING)
     node.begin("heavy")
@@ -68,7 +68,7 @@ def _is_gone(pid: int) -> bool:
     return _state(pid) in ("", "Z")
 
 
-def _forked(waiting: Node, process: "subprocess.Popen[str]") -> tuple[int, int, int]:
+def _forked(waiting: PreloadingNode, process: "subprocess.Popen[str]") -> tuple[int, int, int]:
     """Worker, its child, and the guard; none of them is what was started."""
     worker, child = _numbers(process)
     guard = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
@@ -77,7 +77,7 @@ def _forked(waiting: Node, process: "subprocess.Popen[str]") -> tuple[int, int, 
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGHUP", "SIGWINCH", "SIGTSTP"])
-def test_signals_reach_the_worker(waiting: Node, name: str) -> None:
+def test_signals_reach_the_worker(waiting: PreloadingNode, name: str) -> None:
     process = waiting.start()
     _forked(waiting, process)
     process.send_signal(getattr(signal, name))
@@ -88,7 +88,9 @@ def test_signals_reach_the_worker(waiting: Node, name: str) -> None:
     assert process.wait(60) == 9
 
 
-def test_a_signal_for_the_group_reaches_what_the_worker_has_started(waiting: Node) -> None:
+def test_a_signal_for_the_group_reaches_what_the_worker_has_started(
+    waiting: PreloadingNode,
+) -> None:
     process = waiting.start()
     _, child, _ = _forked(waiting, process)
     os.killpg(process.pid, signal.SIGTERM)
@@ -96,7 +98,7 @@ def test_a_signal_for_the_group_reaches_what_the_worker_has_started(waiting: Nod
     wait_for(lambda: _is_gone(child) or _state(child) == "Z")
 
 
-def test_the_worker_stops_and_goes_on_with_what_stands_for_it(waiting: Node) -> None:
+def test_the_worker_stops_and_goes_on_with_what_stands_for_it(waiting: PreloadingNode) -> None:
     process = waiting.start()
     worker, child, _ = _forked(waiting, process)
     process.send_signal(signal.SIGSTOP)
@@ -112,7 +114,7 @@ def test_the_worker_stops_and_goes_on_with_what_stands_for_it(waiting: Node) -> 
     assert process.wait(60) == 9
 
 
-def test_a_killed_stand_in_takes_the_worker_with_it(waiting: Node) -> None:
+def test_a_killed_stand_in_takes_the_worker_with_it(waiting: PreloadingNode) -> None:
     process = waiting.start()
     worker, child, guard = _forked(waiting, process)
     os.killpg(process.pid, signal.SIGKILL)
@@ -120,7 +122,7 @@ def test_a_killed_stand_in_takes_the_worker_with_it(waiting: Node) -> None:
     wait_for(lambda: all(_is_gone(pid) for pid in (worker, child, guard)))
 
 
-def test_a_killed_guard_takes_the_worker_with_it(waiting: Node) -> None:
+def test_a_killed_guard_takes_the_worker_with_it(waiting: PreloadingNode) -> None:
     process = waiting.start()
     worker, child, guard = _forked(waiting, process)
     os.kill(guard, signal.SIGKILL)
@@ -129,7 +131,7 @@ def test_a_killed_guard_takes_the_worker_with_it(waiting: Node) -> None:
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_killed_worker_is_told_to_whoever_started_it(waiting: Node) -> None:
+def test_a_killed_worker_is_told_to_whoever_started_it(waiting: PreloadingNode) -> None:
     process = waiting.start()
     worker, child, guard = _forked(waiting, process)
     os.kill(worker, signal.SIGKILL)
@@ -138,7 +140,9 @@ def test_a_killed_worker_is_told_to_whoever_started_it(waiting: Node) -> None:
     os.kill(child, signal.SIGKILL)
 
 
-def test_workers_outlive_a_killed_preloader_and_later_ones_start_ordinarily(waiting: Node) -> None:
+def test_workers_outlive_a_killed_preloader_and_later_ones_start_ordinarily(
+    waiting: PreloadingNode,
+) -> None:
     process = waiting.start()
     _forked(waiting, process)
     waiting.kill_preloader()
@@ -154,7 +158,7 @@ def test_workers_outlive_a_killed_preloader_and_later_ones_start_ordinarily(wait
     assert later.stderr.count("\n") == 1
 
 
-def test_workers_outlive_their_launcher_as_ordinary_ones_do(waiting: Node) -> None:
+def test_workers_outlive_their_launcher_as_ordinary_ones_do(waiting: PreloadingNode) -> None:
     process = waiting.start()
     _forked(waiting, process)
     preloader, folder = waiting.preloader, waiting.run_folder
@@ -178,7 +182,7 @@ def _wait_for_step(step: str, preloader: int, ran: Path, process: "subprocess.Po
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_preloader_killed_at_each_step_costs_no_start(waiting: Node, step: str) -> None:
+def test_a_preloader_killed_at_each_step_costs_no_start(waiting: PreloadingNode, step: str) -> None:
     """The program runs exactly once: forked, or ordinarily."""
     waiting.write("program.py", "import heavy; open('ran', 'a').close(); print('ran')")
     preloader = waiting.preloader
@@ -190,7 +194,9 @@ def test_a_preloader_killed_at_each_step_costs_no_start(waiting: Node, step: str
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_stand_in_killed_at_each_step_leaves_no_worker(waiting: Node, step: str) -> None:
+def test_a_stand_in_killed_at_each_step_leaves_no_worker(
+    waiting: PreloadingNode, step: str
+) -> None:
     waiting.write(
         "program.py",
         "import os, time; open('ran', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)",
@@ -208,7 +214,7 @@ def test_a_stand_in_killed_at_each_step_leaves_no_worker(waiting: Node, step: st
     wait_for(lambda: all(_is_gone(int(pid)) for pid in pids))
 
 
-def test_a_hundred_forks_leak_nothing(waiting: Node) -> None:
+def test_a_hundred_forks_leak_nothing(waiting: PreloadingNode) -> None:
     waiting.write("program.py", "import heavy")
     assert waiting.run().returncode == 0
     preloader = waiting.preloader
@@ -229,7 +235,7 @@ def test_a_hundred_forks_leak_nothing(waiting: Node) -> None:
     assert held()[2] < memory_kib + 256
 
 
-def test_a_fork_copies_the_tables_of_few_pages(node: Node) -> None:
+def test_a_fork_copies_the_tables_of_few_pages(node: PreloadingNode) -> None:
     with mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"x" * len(memory))
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.served.preload.record import digests_of
-from tests.bootseer.served.preload.conftest import Node
+from tests.bootseer.served.preload.conftest import PreloadingNode
 
 OFFENDERS = {
     "starts a thread": "import threading, time\n"
@@ -40,7 +40,7 @@ print(good.__name__, before, "bad" in sys.modules)
 """
 
 
-def _program(node: Node, text: str = PROGRAM) -> None:
+def _program(node: PreloadingNode, text: str = PROGRAM) -> None:
     node.write("modules/good.py", "")
     node.write("modules/bad/__init__.py", "")
     node.write("program.py", text)
@@ -48,7 +48,7 @@ def _program(node: Node, text: str = PROGRAM) -> None:
 
 @pytest.mark.parametrize("fault", OFFENDERS)
 def test_an_import_that_cannot_be_shared_is_named_and_left_to_the_program(
-    node: Node, fault: str
+    node: PreloadingNode, fault: str
 ) -> None:
     _program(node)
     node.write("modules/bad/inner.py", OFFENDERS[fault])
@@ -63,7 +63,7 @@ def test_an_import_that_cannot_be_shared_is_named_and_left_to_the_program(
     assert fault in known["bad.inner"]
 
 
-def test_whoever_imports_such_a_module_is_not_preloaded_either(node: Node) -> None:
+def test_whoever_imports_such_a_module_is_not_preloaded_either(node: PreloadingNode) -> None:
     _program(node, "import sys, good, user; print(user.inner.pid == __import__('os').getpid())")
     node.write("modules/bad/inner.py", "import os\npid = os.getpid()")
     node.write(
@@ -83,7 +83,7 @@ def _one_line(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 @pytest.fixture
-def ready(node: Node) -> Node:
+def ready(node: PreloadingNode) -> PreloadingNode:
     node.write("modules/good.py", "import os\nVALUE = os.environ.get('LIMIT')")
     node.write("program.py", "import good; print('ran')")
     node.begin("good")
@@ -91,7 +91,7 @@ def ready(node: Node) -> Node:
     return node
 
 
-def test_a_variable_that_differs_is_named(ready: Node) -> None:
+def test_a_variable_that_differs_is_named(ready: PreloadingNode) -> None:
     assert "LIMIT differs, which was read by" in _one_line(ready.run(env={"LIMIT": "1"}))
     assert "OMP_NUM_THREADS differs" in _one_line(ready.run(env={"OMP_NUM_THREADS": "2"}))
     assert "OTHER differs" in _one_line(ready.run(env={"OTHER": "1"}))
@@ -99,7 +99,7 @@ def test_a_variable_that_differs_is_named(ready: Node) -> None:
 
 
 def test_a_variable_that_varies_between_starts_may_differ_where_no_import_reads_it(
-    node: Node,
+    node: PreloadingNode,
 ) -> None:
     node.write("modules/good.py", "import os\nVALUE = os.environ.get('LIMIT')")
     node.write("program.py", "import os, good; print(os.environ['RUN_ID'])")
@@ -110,21 +110,21 @@ def test_a_variable_that_varies_between_starts_may_differ_where_no_import_reads_
         assert f"{name} differs" in node.run(env={"RUN_ID": "2", name: "1"}).stderr
 
 
-def test_a_changed_module_is_not_served_stale(ready: Node) -> None:
+def test_a_changed_module_is_not_served_stale(ready: PreloadingNode) -> None:
     path = ready.write("modules/good.py", "print('new')\nVALUE = 2")
     done = ready.run()
     assert done.stdout == "new\nran\n"
     assert f"{path} was changed since" in done.stderr
 
 
-def test_another_program_or_interpreter_option_starts_ordinarily(ready: Node) -> None:
+def test_another_program_or_interpreter_option_starts_ordinarily(ready: PreloadingNode) -> None:
     ready.write("other.py", "print('ran')")
     assert "another program" in _one_line(ready.run("-u", "other.py"))
     for words in (["-X", "dev"], ["-W", "error"], ["-O"]):
         assert "another program" in _one_line(ready.run(*words, "-u", "program.py"))
 
 
-def test_a_terminal_or_the_session_of_others_starts_ordinarily(ready: Node) -> None:
+def test_a_terminal_or_the_session_of_others_starts_ordinarily(ready: PreloadingNode) -> None:
     assert "leader of a session" in _one_line(ready.run(start_new_session=False))
 
 
@@ -137,7 +137,7 @@ def test_a_terminal_or_the_session_of_others_starts_ordinarily(ready: Node) -> N
     ],
 )
 def test_what_the_interpreter_itself_loads_is_respected(
-    node: Node, sitecustomize: str, reason: str
+    node: PreloadingNode, sitecustomize: str, reason: str
 ) -> None:
     node.write("modules/sitecustomize.py", sitecustomize)
     node.write("modules/coverage_of_ours.py", "")
@@ -147,7 +147,7 @@ def test_what_the_interpreter_itself_loads_is_respected(
     assert reason in _one_line(node.run(env={"RANK": "1"}))
 
 
-def test_a_module_that_the_program_has_put_there_is_taken(node: Node) -> None:
+def test_a_module_that_the_program_has_put_there_is_taken(node: PreloadingNode) -> None:
     node.write("modules/good/__init__.py", "VALUE = 1")
     node.write("modules/good/part.py", "")
     node.write(
@@ -161,7 +161,7 @@ def test_a_module_that_the_program_has_put_there_is_taken(node: Node) -> None:
     assert done.stdout == "True True\n"
 
 
-def test_threads_that_import_at_once_find_whole_modules(node: Node) -> None:
+def test_threads_that_import_at_once_find_whole_modules(node: PreloadingNode) -> None:
     names = [f"good{number}" for number in range(40)]
     for name in names:
         node.write(f"modules/{name}.py", "VALUE = 1")
@@ -179,7 +179,7 @@ def test_threads_that_import_at_once_find_whole_modules(node: Node) -> None:
     assert (done.stdout, done.stderr) == ("320\n", "")
 
 
-def test_closed_files_start_ordinarily(ready: Node) -> None:
+def test_closed_files_start_ordinarily(ready: PreloadingNode) -> None:
     command = f"exec {ready.run_folder}/python -u program.py <&-"
     done = subprocess.run(
         ["sh", "-c", command],
@@ -194,7 +194,7 @@ def test_closed_files_start_ordinarily(ready: Node) -> None:
 
 
 @pytest.mark.needs("root")
-def test_another_user_cannot_reach_it(ready: Node) -> None:
+def test_another_user_cannot_reach_it(ready: PreloadingNode) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -210,11 +210,11 @@ def test_another_user_cannot_reach_it(ready: Node) -> None:
 
 
 @pytest.mark.needs("root")
-def test_other_rights_start_ordinarily(ready: Node) -> None:
+def test_other_rights_start_ordinarily(ready: PreloadingNode) -> None:
     assert "rights differs" in _one_line(ready.run(extra_groups=[1]))
 
 
-def test_a_variable_that_the_program_sets_itself_is_respected(node: Node) -> None:
+def test_a_variable_that_the_program_sets_itself_is_respected(node: PreloadingNode) -> None:
     """An import that has read it would not see what the program has set."""
     node.write("modules/good.py", "import os\nVALUE = os.environ.get('HF_HOME')")
     node.write(
@@ -238,7 +238,7 @@ def test_a_variable_that_the_program_sets_itself_is_respected(node: Node) -> Non
     assert (done.stdout, done.stderr) == ("mine\n", "")
 
 
-def test_what_the_imports_set_is_no_variable_of_the_program(node: Node) -> None:
+def test_what_the_imports_set_is_no_variable_of_the_program(node: PreloadingNode) -> None:
     node.write("modules/good.py", "import os\nos.environ.setdefault('CACHE', 'theirs')")
     node.write("program.py", "import os, sys, good; print(os.environ['CACHE'], good)")
     node.begin("good", changed=digests_of({"CACHE": "theirs"}, "salt"))
@@ -246,7 +246,7 @@ def test_what_the_imports_set_is_no_variable_of_the_program(node: Node) -> None:
     assert node.log() == ""
 
 
-def test_a_module_of_the_programs_own_is_taken(node: Node) -> None:
+def test_a_module_of_the_programs_own_is_taken(node: PreloadingNode) -> None:
     node.write("modules/good.py", "VALUE = 'installed'")
     node.write(
         "program.py", "import sys; sys.path.insert(0, 'own'); import good; print(good.VALUE)"
@@ -258,7 +258,7 @@ def test_a_module_of_the_programs_own_is_taken(node: Node) -> None:
     assert "the program has a good of its own" in done.stderr
 
 
-def test_memory_has_a_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_has_a_limit(node: PreloadingNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node.write("modules/good.py", "kept = b'x' * (300 << 20)")
     node.write("program.py", "print('ran')")
     node.begin("good", launcher={"BOOTSEER_PRELOAD_LIMIT": str(200 << 20)})
@@ -294,7 +294,9 @@ def test_a_start_in_an_image_says_that_it_has_no_preloader(tmp_path: Path) -> No
     assert "workers start without a preloader: it needs" in done.stderr
 
 
-def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(node: Node) -> None:
+def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(
+    node: PreloadingNode,
+) -> None:
     """As a library of linear algebra begins threads in its import, and ends them for forks."""
     node.write(
         "modules/heavy.py",
@@ -307,7 +309,7 @@ def test_what_the_c_library_does_for_a_first_thread_is_no_change_of_signals(node
     assert (done.stdout.split()[0], done.stderr, node.log()) == ("True", "", "")
 
 
-def test_all_that_lead_to_a_refused_module_are_found_at_once(node: Node) -> None:
+def test_all_that_lead_to_a_refused_module_are_found_at_once(node: PreloadingNode) -> None:
     """Each attempt imports everything anew, so that twenty of them are a minute."""
     node.write("modules/lists.py", "import os\nfor name in os.environ: pass\nimport good")
     names = [f"leads{number}" for number in range(8)]
@@ -324,7 +326,7 @@ def test_all_that_lead_to_a_refused_module_are_found_at_once(node: Node) -> None
 
 
 @pytest.mark.needs(modules=["setuptools"])
-def test_a_module_that_a_finder_puts_in_the_place_of_another_is_given(node: Node) -> None:
+def test_a_module_that_a_finder_puts_in_the_place_of_another_is_given(node: PreloadingNode) -> None:
     """setuptools has a distutils of its own, whatever `sys.path` leads to."""
     node.write("program.py", "import setuptools, distutils; print(distutils.__file__)")
     node.begin("setuptools", "distutils")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bootseer.served.preload.conftest import Node
+from tests.bootseer.served.preload.conftest import PreloadingNode
 
 MODULES = ("argparse", "logging", "json", "multiprocessing.pool", "typing", "dataclasses", "heavy")
 
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def heavy(node: Node) -> Node:
+def heavy(node: PreloadingNode) -> PreloadingNode:
     node.write(
         "modules/heavy/__init__.py",
         "import os\nmade_in = __name__\nos.environ.setdefault('HEAVY', 'set')\nprint('imported')\n",
@@ -94,7 +94,7 @@ def heavy(node: Node) -> Node:
     return node
 
 
-def _same(node: Node, *words: str, **options: Any) -> tuple[str, str, int]:
+def _same(node: PreloadingNode, *words: str, **options: Any) -> tuple[str, str, int]:
     """What a worker prints and returns, which is what an ordinary one does."""
     ours = node.run(*words, **options)
     assert "bootseer:" not in f"{ours.stdout}{ours.stderr}", ours
@@ -115,7 +115,7 @@ def _comparable(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d{9,}", "N", text)
 
 
-def test_what_a_process_has_is_the_same(heavy: Node) -> None:
+def test_what_a_process_has_is_the_same(heavy: PreloadingNode) -> None:
     heavy.write("program.py", IDENTITY)
     heavy.begin(*MODULES, "heavy", "heavy.part")
     output, _, _ = _same(heavy, "-u", "program.py", "--rate", "0.1", "ü", "")
@@ -143,7 +143,7 @@ def _unlike() -> None:
     Path("/proc/self/oom_score_adj").write_text("7", encoding="ascii")
 
 
-def test_imports_are_the_same(heavy: Node) -> None:
+def test_imports_are_the_same(heavy: PreloadingNode) -> None:
     heavy.write("program.py", IMPORTS)
     heavy.begin(*MODULES, "heavy.part")
     output, _, _ = _same(heavy)
@@ -152,20 +152,20 @@ def test_imports_are_the_same(heavy: Node) -> None:
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_ends_are_the_same(heavy: Node, how: str) -> None:
+def test_ends_are_the_same(heavy: PreloadingNode, how: str) -> None:
     heavy.write("program.py", ENDS[how])
     heavy.begin(*MODULES)
     _same(heavy)
 
 
-def test_modules_and_buffered_output_are_the_same(heavy: Node) -> None:
+def test_modules_and_buffered_output_are_the_same(heavy: PreloadingNode) -> None:
     heavy.write("tool/__init__.py", "print('package')")
     heavy.write("tool/train.py", IDENTITY)
     heavy.begin(*MODULES, words=("-m", "tool.train"))
     _same(heavy, "-m", "tool.train", "a")
 
 
-def test_multiprocessing_is_the_same(heavy: Node) -> None:
+def test_multiprocessing_is_the_same(heavy: PreloadingNode) -> None:
     heavy.write("program.py", MULTIPROCESSING)
     # A pool ends its processes before all that they print is written.
     heavy.write("modules/heavy/__init__.py", "")
@@ -174,7 +174,7 @@ def test_multiprocessing_is_the_same(heavy: Node) -> None:
     assert (output.count("(21, '__"), code) == (3, 0)
 
 
-def test_a_digest_of_the_installation_is_computed_once(node: Node) -> None:
+def test_a_digest_of_the_installation_is_computed_once(node: PreloadingNode) -> None:
     node.write("modules/triton/__init__.py", "")
     node.write("modules/triton/runtime/__init__.py", "")
     node.write(

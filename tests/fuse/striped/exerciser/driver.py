@@ -135,7 +135,7 @@ class Process:
             raise HangError(f"process {self.name} does not end")
 
 
-class Site:
+class TwoMounts:
     """Two mounts of one folder, and the processes that use them."""
 
     def __init__(self, folder: Path, url: str, mounted: Mapping[str, MountedCheckpoints]) -> None:
@@ -261,7 +261,7 @@ def _can_restart() -> bool:
 
 
 @contextlib.contextmanager
-def open_site(folder: Path, url: str) -> Iterator[Site]:
+def open_site(folder: Path, url: str) -> Iterator[TwoMounts]:
     """Mount `url` twice below `folder`."""
     with contextlib.ExitStack() as stack:
         made = {}
@@ -271,13 +271,13 @@ def open_site(folder: Path, url: str) -> Iterator[Site]:
             made[mount] = stack.enter_context(
                 checkpoints(folder, directory, url, stripe_unit_bytes=UNIT_BYTES, stripe_count=3)
             )
-        yield stack.enter_context(Site(folder, url, made))
+        yield stack.enter_context(TwoMounts(folder, url, made))
 
 
 class Run:
     """One sequence of operations, in a folder of its own, with a model of it."""
 
-    def __init__(self, site: Site, folder: str) -> None:
+    def __init__(self, site: TwoMounts, folder: str) -> None:
         self._site = site
         self._folder = folder
         self.model = Model(site.mounted, UNIT_BYTES)
@@ -358,7 +358,7 @@ _numbers = itertools.count()
 
 
 def run_random(
-    site: Site,
+    site: TwoMounts,
     seed: str,
     number: int,
     *,
@@ -384,7 +384,7 @@ def run_random(
     return len(run.done)
 
 
-def run_again(site: Site, operations: Sequence[Operation]) -> None:
+def run_again(site: TwoMounts, operations: Sequence[Operation]) -> None:
     """Run a sequence that is known, without what makes no sense in it. Raises: SequenceError."""
     run = Run(site, f"s{next(_numbers)}")
     for operation in operations:
@@ -418,7 +418,7 @@ def shrink(folder: Path, url: str, failure: SequenceError, until_s: float) -> Se
         return best
 
 
-def _failure(site: Site, operations: Sequence[Operation]) -> SequenceError | None:
+def _failure(site: TwoMounts, operations: Sequence[Operation]) -> SequenceError | None:
     try:
         run_again(site, operations)
     except SequenceError as failure:

@@ -39,7 +39,7 @@ os.close(old)
 """
 
 
-class Node:
+class PodNode:
     """A node with one shared volume, and the containers that are started on it."""
 
     def __init__(self, folder: Path) -> None:
@@ -133,8 +133,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def node_with(folder: Path) -> Iterator[Node]:
-    node = Node(folder)
+def node_with(folder: Path) -> Iterator[PodNode]:
+    node = PodNode(folder)
     try:
         yield node
     finally:
