@@ -577,7 +577,12 @@ class NodeTable:
             self._fulfil(key)
             return None
         own = wish.own
-        if own is None or own.parent is not parent:
+        if own is not None and (own.parent is not parent or own.name != name):
+            # The thread gave up writing, and the file was renamed: the node means another name now.
+            if not own.handles:
+                self._drop(own)
+            own = None
+        if own is None:
             own = wish.own = self.add_writing(parent, name, status)
             self._note_wish(key)
         own.status, own.is_forgotten = status, False

@@ -167,6 +167,20 @@ def test_who_gave_up_writing_a_file_reads_it_at_once(
     one.fs.open(CALLER, one.node("f"), os.O_RDONLY)
 
 
+def test_who_gave_up_writing_a_file_never_writes_another(one: Driver, two: Driver) -> None:
+    """Found by the exerciser: what was written to "f" replaced "g", which had been "f"."""
+    one.write("f", OLD)
+    with refused_with(errno.ESTALE):
+        one.fs.open(CALLER, one.node("f"), os.O_WRONLY)
+    # As rename(2) does.
+    one.node("f")
+    one.rename("f", "g")
+    two.write("f", b"of another node")
+    one.write("f", NEW)
+    assert (one.read("f"), one.read("g")) == (NEW, OLD)
+    assert (two.read("f"), two.read("g")) == (NEW, OLD)
+
+
 def test_readers_on_other_nodes_have_the_grace(one: Driver, two: Driver) -> None:
     one.write("f", OLD)
     file = two.open("f", os.O_RDONLY)
