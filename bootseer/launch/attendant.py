@@ -61,6 +61,7 @@ _NOTE, _TAKEN, _LEFT = ".note", ".taken", ".left"
 """Suffixes of a launcher's note, of one that was read, and of what a launcher has left. They stay
 until all is published: Slurm may kill this process with the job."""
 _NICENESS = 15
+_ENDING = frozenset((signal.SIGTERM, signal.SIGINT))
 _SWEEP_S = 60.0
 _END_S = 5.0
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.5, 16.0
@@ -403,7 +404,7 @@ class _Attendance:
 
     def _hear(self, one: int, wake: int) -> None:
         if one == wake:
-            if signal.SIGTERM in os.read(wake, 4096):
+            if not _ENDING.isdisjoint(os.read(wake, 4096)):
                 self._released()
             elif self.take_notes():
                 self._tell()
@@ -488,7 +489,7 @@ def _attend(line: bytes, report: "Report") -> None:
     plan = from_line(line, _Plan)
     os.nice(_NICENESS)
     wake, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (*_ENDING, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     while True:

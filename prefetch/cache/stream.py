@@ -41,6 +41,8 @@ from bootseer.prefetch.cache.files import (
 )
 
 _log = logging.getLogger(__name__)
+_warned_of: set[Path] = set()
+"""Folders of caches that could not be written to, and of which this process has warned."""
 
 WHOLE_PIECE_BYTES = 256 * 1024
 """Length of the pieces of a stream that was pulled whole: a first use compares a quarter of a
@@ -189,7 +191,6 @@ class CachedStream:
         self._boot = boot
         self._try_again_s = try_again_s
         self._again_s = 0.0
-        self._has_warned = False
         self._is_closed = False
         self._is_writing = False
         self._is_doubtful = False
@@ -254,9 +255,9 @@ class CachedStream:
     def _warn_full(self, error: OSError) -> None:
         self._again_s = time.monotonic() + self._try_again_s
         self.is_full = True
-        # Once: a disk that is nearly full takes a write now and then.
-        if not self._has_warned:
-            self._has_warned = True
+        # Once for all streams of a cache: a disk that is nearly full takes a write now and then.
+        if self.directory.parent not in _warned_of:
+            _warned_of.add(self.directory.parent)
             _log.warning(
                 "cannot write to %s: %s; image data is not cached until it can be written: free "
                 "space or set BOOTSEER_CACHE_DIR to a larger disk",

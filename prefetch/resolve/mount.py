@@ -116,7 +116,9 @@ def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountSta
     for state_dir, state in live_mounts(settings.run_dir):
         if state.directory == path and state.purpose != CHECKPOINT:
             return state_dir, state
-    raise NotFoundError(f"no image is mounted on {path}; `bootseer status` shows what is mounted")
+    raise NotFoundError(
+        f"nothing of Bootseer is mounted on {path}; `bootseer status` shows what is mounted"
+    )
 
 
 def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.0) -> None:

@@ -108,7 +108,9 @@ def _make_old(folder: Path) -> None:
 
 def _served(user: User) -> list[dict[str, Any]]:
     rows = json.loads(run(user, "status", "--json").stdout)["served"]
-    return [row for row in rows if row["figures"] is not None or row["health"] == "dead"]
+    # What a killed attendant leaves is for the next start, and nobody else need do anything.
+    dead = [row for row in rows if row["health"] == "dead" and row["kind"] != "attendant"]
+    return [row for row in rows if row["figures"] is not None or row in dead]
 
 
 def _final(user: User) -> list[str]:

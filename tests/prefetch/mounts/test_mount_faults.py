@@ -71,7 +71,7 @@ def test_what_cannot_be_mounted_says_so(node: IndexedDirectory) -> None:
     directory.mkdir()
     with pytest.raises(NotFoundError, match="no image"):
         mount_image(node.settings, "image:9", directory)
-    with pytest.raises(NotFoundError, match="no image is mounted"):
+    with pytest.raises(NotFoundError, match="nothing of Bootseer is mounted"):
         unmount_image(node.settings, directory)
     with (
         mounted(node.settings, "image:1", directory),

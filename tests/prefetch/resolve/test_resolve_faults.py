@@ -73,16 +73,16 @@ def test_a_full_disk(tmp_path: Path) -> None:
 PULL = """
 import sys
 from pathlib import Path
-from tests.support.images.pulled import Node
-node = Node(Path(sys.argv[1]), Path(sys.argv[2]))
+from tests.support.images.pulled import PullingNode
+node = PullingNode(Path(sys.argv[1]), Path(sys.argv[2]))
 print(len(node.start(sys.argv[3])[1]), node.said)
 """
 PUBLISH = """
 import sys
 from pathlib import Path
 from bootseer.prefetch.publish.publish_image import publish_node_image
-from tests.support.images.pulled import Node
-node = Node(Path(sys.argv[1]), Path(sys.argv[2]))
+from tests.support.images.pulled import PullingNode
+node = PullingNode(Path(sys.argv[1]), Path(sys.argv[2]))
 print(publish_node_image(node.settings, sys.argv[3]))
 """
 

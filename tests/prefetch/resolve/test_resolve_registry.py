@@ -23,10 +23,10 @@ PULL = """
 import sys
 from pathlib import Path
 from bootseer.transfer.pace import Pace
-from tests.support.images.pulled import Node
+from tests.support.images.pulled import PullingNode
 # A layer that is late is not asked for twice: the test counts.
 Pace.has_credit = False
-node = Node(Path(sys.argv[1]), Path(sys.argv[2]))
+node = PullingNode(Path(sys.argv[1]), Path(sys.argv[2]))
 print(len(node.start(sys.argv[3])[1]))
 """
 

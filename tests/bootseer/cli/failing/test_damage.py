@@ -45,7 +45,7 @@ def test_verifying_the_cache_sees_contents_and_indexes(mountable: World) -> None
     start(mountable)
     cache = mountable.path("cache")
     (index,) = (cache / "indexes").iterdir()
-    (stream,) = cache.glob("streams-*/*/data")
+    (stream,) = cache.glob("streams/*/data")
     for path in (index, stream):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 0x20

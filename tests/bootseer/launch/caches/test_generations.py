@@ -232,9 +232,9 @@ def test_what_a_killed_restore_left_is_removed(tmp_path: Path) -> None:
 _KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from tests.bootseer.launch.caches.generations import Node, entry
+from tests.bootseer.launch.caches.generations import CachingNode, entry
 from bootseer.store import Store
-node = Node(Path(sys.argv[1]), "killed")
+node = CachingNode(Path(sys.argv[1]), "killed")
 node.write({entry(0): "kernel 0", entry(1): "kernel 1"})
 number = 0
 publish = Store.publish

@@ -93,7 +93,7 @@ def test_unmount_names_what_was_not_finished(tmp_path: Path, mountpoint: Path, u
         assert "new was still being written" in done.stderr
         again = run([*command, "unmount", str(mountpoint)])
         assert again.returncode == 10
-        assert "no checkpoint folder is mounted" in again.stderr
+        assert "nothing of Bootseer is mounted on" in again.stderr
     assert_only_the_old_file(tmp_path, url)
 
 

@@ -211,7 +211,7 @@ def test_an_immutable_mount_point_takes_no_files(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             run(["sh", "-c", f"echo x > {place}/file"])
             assert (tmp_path / "stored" / "file").read_text() == "x\n"
-            assert run([*command[:-1], "unmount", place]).returncode == 0
+            assert run([*command[:-2], "unmount", place]).returncode == 0
             with pytest.raises(PermissionError):
                 (place / "other").touch()
     finally:
