@@ -52,6 +52,8 @@ _PATH_MAX_BYTES = PATH_MAX_BYTES - 100
 # Shown where the storage cannot say how large it is: programs refuse to write to a full disk.
 _UNKNOWN_SPACE_BYTES = 2**50
 _RENAME_NOREPLACE = 1
+# A name that this mount changes while the storage is asked is asked for again, so often in all.
+_LOOKS_MAX = 5
 # A stream that read nothing for so long is not shown as active.
 _ACTIVE_S = 10.0
 
@@ -218,18 +220,25 @@ class MountedTree(Operations):
             writing = directory.writing.get(text, ())
             handles = [handle for node in writing for handle in node.handles]
         self.files.await_release(handles)
-        status, seen_s = self._status(path)
+        for looks_left in reversed(range(_LOOKS_MAX)):
+            before = self._listings.change_count
+            status, seen_s = self._status(path)
+            with self._lock:
+                if looks_left and self._listings.has_changed(path, before):
+                    # This may be what was there before: the kernel would keep it for a second.
+                    continue
+                known = directory.children.get(text)
+                if status is not None:
+                    known = self._settle(directory, text, status)
+                elif known is None or not known.is_unpublished:
+                    if known is not None:
+                        self._nodes.detach(known)
+                    break
+                own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
+                return self._entry(own or known, seen_s)
         with self._lock:
-            known = directory.children.get(text)
-            if status is not None:
-                known = self._settle(directory, text, status)
-            elif known is None or not known.is_unpublished:
-                if known is not None:
-                    self._nodes.detach(known)
-                self._nodes.end_wishes(caller.pid, text)
-                raise refuse(errno.ENOENT, path)
-            own = self._nodes.look_up_own(directory, text, caller.pid, known.status)
-            return self._entry(own or known, seen_s)
+            self._nodes.end_wishes(caller.pid, text)
+        raise refuse(errno.ENOENT, path)
 
     def forget(self, node: int, count: int) -> None:
         """Drop a node of a predecessor. This process has not counted its lookups; the kernel
@@ -371,7 +380,8 @@ class MountedTree(Operations):
         with self._lock:
             directory = self._nodes.node(node)
             path = directory.attached_path
-        seen_s = self._clock()
+            local = [child.name for child in directory.local_children()]
+        seen_s, before = self._clock(), self._listings.change_count
         try:
             infos = self._tree.stored.entries(path)
         except NotFoundError:
@@ -379,8 +389,10 @@ class MountedTree(Operations):
                 raise
             infos = []  # The root is made when something is first written.
         with self._lock:
-            local = [child.name for child in directory.local_children()]
-        return self._listings.open(infos, local, seen_s, handle)
+            # Published meanwhile, they may be missing in `infos`.
+            local = [name for name in local if name in directory.children]
+            local += [child.name for child in directory.local_children()]
+        return self._listings.open(infos, local, seen_s, before, handle)
 
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
@@ -573,9 +585,10 @@ class MountedTree(Operations):
         open would be refused."""
         if node is None or node.status.is_dir:
             return
-        status, _ = self._status(node.path)
+        path, before = node.path, self._listings.change_count
+        status, _ = self._status(path)
         with self._lock:
-            if status is None or node.is_detached:
+            if status is None or node.is_detached or self._listings.has_changed(path, before):
                 return
             is_same = status.identity == moved_identity(node.status.identity, source, target)
             if node.had_readers and not is_same:

@@ -1,4 +1,5 @@
-"""Open directories of a mount, and the files that their listings have just shown.
+"""Open directories of a mount, the files that their listings have just shown, and which names this
+mount has changed since.
 
 Names are in order, so that a listing that was begun with a predecessor of this process goes on
 where it was. Thread-safe.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from bootseer.store.backend import FileInfo
 
 _MAX_LISTED = 100_000
+_MAX_CHANGED = 10_000
 _REPLY_ENTRIES = 256
 # Cookies 1 and 2 are the server's own, for "." and "..".
 _FIRST_COOKIE = 3
@@ -33,6 +35,12 @@ class Listings:
         self._lock = threading.Lock()
         self._open: dict[int, list[tuple[str, bool]]] = {}
         self._listed: dict[str, tuple[float, FileInfo]] = {}
+        self._changed: dict[str, int] = {}
+        """Paths by the number of their last change."""
+        self._all_changed = 0
+        """Number of a change after which every path may have changed."""
+        self.change_count = 0
+        """How many changes this mount has made so far."""
         # Never a number that a predecessor of this process may have used.
         self._next = time.monotonic_ns()
 
@@ -41,18 +49,21 @@ class Listings:
         infos: Iterable[FileInfo],
         local_names: Iterable[str],
         now_s: float,
+        before: int,
         handle: int | None = None,
     ) -> int:
         """Keep a snapshot of a directory and return its handle, a new one unless it is given.
 
-        `local_names`: files that only this mount knows.
+        `local_names`: files that only this mount knows. `before`: `change_count` when the storage
+        was asked.
         """
         with self._lock:
             if len(self._listed) > _MAX_LISTED:
                 self._listed.clear()
             names: dict[str, bool] = {}
             for info in infos:
-                self._listed[info.path] = (now_s, info)
+                if not self._has_changed(info.path, before):
+                    self._listed[info.path] = (now_s, info)
                 names[info.path.rpartition("/")[2]] = info.is_dir
             for name in local_names:
                 names.setdefault(name, False)
@@ -90,11 +101,27 @@ class Listings:
         return listed if listed is not None and now_s - listed[0] < self._keep_s else None
 
     def drop(self, path: str) -> None:
-        """Forget how a file was listed: it has changed."""
+        """Forget how a file was listed, and note that it has changed."""
         with self._lock:
             self._listed.pop(path, None)
+            self.change_count += 1
+            self._changed[path] = self.change_count
+            if len(self._changed) > _MAX_CHANGED:
+                self._changed.clear()
+                self._all_changed = self.change_count
 
     def clear(self) -> None:
-        """Forget how all files were listed: many names have changed."""
+        """Forget how all files were listed, and note that many names have changed."""
         with self._lock:
             self._listed.clear()
+            self._changed.clear()
+            self.change_count += 1
+            self._all_changed = self.change_count
+
+    def has_changed(self, path: str, before: int) -> bool:
+        """Return whether `path` may have changed since `change_count` was `before`."""
+        with self._lock:
+            return self._has_changed(path, before)
+
+    def _has_changed(self, path: str, before: int) -> bool:
+        return max(self._all_changed, self._changed.get(path, 0)) > before

@@ -191,6 +191,7 @@ class OpenFiles:
             # Removed elsewhere: the kernel shall look the name up again.
             with self._lock:
                 self._nodes.detach(node)
+                self._listings.drop(path)
             raise refuse(errno.ESTALE, path) from None
         with self._lock:
             if not self._may_read(node, view):
@@ -221,6 +222,8 @@ class OpenFiles:
         if node.had_readers or node.is_detached or not is_shown_anew:
             if not node.is_writing:
                 self._nodes.detach(node)
+            # The kernel looks the name up only once more.
+            self._listings.drop(view.path)
             return False
         node.status = status_of(view)
         self._nodes.note_node(node)

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
 from bootseer.fuse.striped.layout import PARTS_FOLDER
+from bootseer.store.backend import FileInfo
 from testbed.paths import REPOSITORY
 from testbed.waiting import wait_for
 from tests.fuse.striped.support.harness import CALLER, UNIT, Driver, refused_with, storage_on
@@ -386,6 +388,52 @@ def test_a_name_that_the_kernel_has_kept_is_looked_up_once_more_at_most(
     one.close(writer)
     one.close(reader)
     assert two.read("a") == b"new"
+
+
+def test_a_listing_is_not_believed_against_an_open(one: Driver, two: Driver) -> None:
+    """ESTALE for the program: what the kernel found by its second lookup was from the listing."""
+    one.write("f", b"old")
+    kept = one.node("f")
+    one.names("")
+    two.write("f", NEW)
+    with refused_with(errno.ESTALE):
+        one.fs.open(CALLER, kept, os.O_RDONLY)
+    one.fs.open(CALLER, one.node("f"), os.O_RDONLY)
+    assert one.read("f") == NEW
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["overwritten", "new"])
+@pytest.mark.parametrize("how", ["lookup", "listing"])
+def test_who_looks_while_a_file_is_published_sees_no_more_of_before(
+    one: Driver, monkeypatch: pytest.MonkeyPatch, is_new: bool, how: str
+) -> None:
+    """The kernel keeps the answer for a second: after the close, too."""
+    if not is_new:
+        one.write("f", b"old")
+    file = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    one.pwrite(file, 0, NEW)
+    backend = one.storage.tree.backend
+    closes = iter([file])
+
+    def then_close(look: Callable[[str], Any]) -> Callable[[str], Any]:
+        def look_and_close(path: str) -> Any:
+            try:
+                found = look(path)
+                return found if isinstance(found, FileInfo) else list(found)
+            finally:
+                for one_file in closes:
+                    one.close(one_file)
+
+        return look_and_close
+
+    looks = "stat" if how == "lookup" else "list"
+    monkeypatch.setattr(backend, looks, then_close(getattr(backend, looks)))
+    if how == "listing":
+        assert one.names("") == ["f"]
+    found = one.fs.lookup(CALLER, ROOT_NODE, b"f").attributes
+    assert not list(closes)
+    assert found is not None
+    assert found.size_bytes == len(NEW)
 
 
 @pytest.mark.parametrize("written", [b"", b"by the second"])
