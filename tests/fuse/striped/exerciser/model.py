@@ -707,6 +707,11 @@ class Model:
                 one.writer, one.refused = None, one.refused | {answer["errno"]}
             return
         if size == writer.size and (had_writer or size == was):
+            is_new = writer.is_dirty or not had_writer
+            if size == 0 and is_new and not (writer.may_be_published or writer.was_restarted):
+                # What is not published yet and cut to nothing is empty for certain.
+                self._changed(one, who)
+                return
             # Whether that counts as a change is left open.
             writer.may_be_published |= writer.is_dirty
             return
@@ -799,7 +804,9 @@ class Model:
         errors = {errno.ENOENT} if False in local else set()
         if self._refused(answer, errors, must_fail=True not in local):
             return
-        if answer["ok"].get("errno") != errno.EOPNOTSUPP:
+        writers = [one.writer for one in self.at(mount, path) if one.writer is not None]
+        failed = {errno.EOPNOTSUPP}.union(*(writer.errors for writer in writers))
+        if answer["ok"].get("errno") not in failed:
             self._expect_shown(answer, self._unpublished(mount, path))
 
     def _unpublished(self, mount: str, path: str) -> list[bytes]:

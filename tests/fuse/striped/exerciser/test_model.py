@@ -252,6 +252,18 @@ def test_a_writer_of_a_server_that_was_restarted_must_hear_of_it(history: Histor
         history.see(OK, "close", slot="w")
 
 
+def test_a_server_may_wait_for_a_file_that_was_cut_to_nothing(history: History) -> None:
+    restart, busy = {"do": "restart", "mount": "A", "how": "wait"}, {"busy": "a is being written"}
+    history.see(OK, "open", slot="w", path="a", flags=WRITE)
+    with deviates():
+        history.model.apply(restart, busy)
+    history.see(OK, "ftruncate", slot="w", size=0)
+    history.model.apply(restart, busy)
+    history.see(OK, "fsync", slot="w")
+    with deviates():
+        history.model.apply(restart, busy)
+
+
 def test_what_a_file_was_emptied_by_is_an_open_question_where_another_writes(
     history: History,
 ) -> None:
