@@ -37,6 +37,9 @@ class FileInfo(Struct, frozen=True):
     is_dir: bool
     block_bytes: int = 0
     """Where the storage cuts a file into blocks on different disks; 0: it does not, or not say."""
+    version: str = ""
+    """Differs between a file and the one that replaces it, where the storage can tell: size and
+    time may be the same. A bucket's times are whole seconds."""
 
 
 class Traits(Struct, frozen=True):

@@ -69,6 +69,11 @@ def moved_identity(identity: str, source: str, target: str) -> str:
     return f"{target}\0{identity[len(begin) :]}" if identity.startswith(begin) else identity
 
 
+def plain_version(info: FileInfo) -> str:
+    """What tells the stored file `info` from any other that had, or will have, its name."""
+    return f"{info.modified_ns}\0{info.size_bytes}\0{info.version}"
+
+
 class FileView:
     """One generation of one file. Immutable."""
 
@@ -107,6 +112,11 @@ class FileView:
         for segment in layout.segments if layout else ():
             self._bases.append(base)
             base += segment.size_bytes
+
+    @property
+    def plain_version(self) -> str:
+        """That of an ordinary file: its identity without the name that it had once."""
+        return self.identity.partition("\0")[2]
 
     def renamed(self, path: str) -> "FileView":
         """What lies at `path` after a rename: for those who will compare it with the storage."""
@@ -153,7 +163,7 @@ class FileView:
     def is_in(self, info: FileInfo) -> bool:
         """Whether the stored file `info` is the one that this ordinary file was when looked up. It
         has no checksums of ours, and may have been replaced under its name or written in place."""
-        return (info.size_bytes, info.modified_ns) == (self.size_bytes, self.modified_ns)
+        return self.plain_version == plain_version(info)
 
     def verify(self, span: Span, data: memoryview) -> None:
         """Check `data`, the bytes of `span` (whole blocks of one unit). Raises: CorruptError."""

@@ -554,4 +554,6 @@ def _last(path: str) -> str:
 
 def _info(path: str, meta: Mapping[str, Any]) -> FileInfo:
     when = meta["last_modified"]
-    return FileInfo(path, meta["size"], int(when.timestamp() * 1e9) if when else 0, False)
+    modified_ns = int(when.timestamp() * 1e9) if when else 0
+    version = (meta["e_tag"] or "").strip('"')
+    return FileInfo(path, meta["size"], modified_ns, False, version=version)

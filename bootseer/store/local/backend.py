@@ -282,7 +282,8 @@ class LocalBackend(Folder, Backend):
 
 def _info(path: str, info: os.stat_result) -> FileInfo:
     is_dir = stat.S_ISDIR(info.st_mode)
-    return FileInfo(path, 0 if is_dir else info.st_size, info.st_mtime_ns, is_dir)
+    size_bytes = 0 if is_dir else info.st_size
+    return FileInfo(path, size_bytes, info.st_mtime_ns, is_dir, version=str(info.st_ino))
 
 
 def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:

@@ -157,7 +157,8 @@ class LocalReader:
     def current(self) -> FileInfo:
         """The file as it is now: it may have been written in place."""
         info = os.fstat(self._fd)
-        return FileInfo(self._path, info.st_size, info.st_mtime_ns, False)
+        version = str(info.st_ino)
+        return FileInfo(self._path, info.st_size, info.st_mtime_ns, False, version=version)
 
     def __del__(self) -> None:
         os.close(self._fd)

@@ -22,7 +22,7 @@ from bootseer.fuse.striped.layout import (
     decode_layout,
     may_be_layout,
 )
-from bootseer.fuse.striped.view import FileView
+from bootseer.fuse.striped.view import FileView, plain_version
 from bootseer.store.backend import Backend, FileInfo
 
 _RUN_PREFIX = ".bootseer-run-"
@@ -60,7 +60,7 @@ def refuse(code: int, path: str = "") -> OSError:
 
 def plain_identity(info: FileInfo) -> str:
     """Return the identity of an ordinary file."""
-    return f"{info.path}\0{info.modified_ns}\0{info.size_bytes}"
+    return f"{info.path}\0{plain_version(info)}"
 
 
 def plain_view(path: str, info: FileInfo) -> FileView:

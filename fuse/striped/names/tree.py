@@ -536,4 +536,4 @@ def _is_same(view: FileView, other: FileView) -> bool:
     """Return whether two views of one path are of the same generation."""
     if view.layout is not None or other.layout is not None:
         return view.identity == other.identity
-    return (view.size_bytes, view.modified_ns) == (other.size_bytes, other.modified_ns)
+    return view.plain_version == other.plain_version

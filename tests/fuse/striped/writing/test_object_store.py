@@ -101,6 +101,16 @@ def test_several_writers_of_one_name(backend: Backend) -> None:
         assert Driver(storage).read("d/f") in contents
 
 
+@pytest.mark.parametrize("size", [9, 5 * UNIT], ids=["plain", "striped"])
+def test_saves_within_a_second_are_told_apart(backend: Backend, size: int) -> None:
+    """Both have the same size and, as a bucket tells it, time."""
+    with storage_on(backend) as here, storage_on(backend) as elsewhere:
+        nodes = Driver(here), Driver(elsewhere)
+        for content in (DATA[:size], OTHER[:size], DATA[-size:]):
+            nodes[0].write("f", content)
+            assert [node.read("f") for node in nodes] == [content] * 2
+
+
 def test_a_directory_is_not_renamed(backend: Backend) -> None:
     with storage_on(backend) as storage:
         driver = Driver(storage)
