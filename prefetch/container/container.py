@@ -82,6 +82,8 @@ class Container(Struct):
     lingers: bool = False
     """Whether other containers of the same tree may follow, each with a scratch of its own."""
     entered: bool = False
+    has_namespace: bool = False
+    """Whether this process has left the host's mount namespace for one of its own."""
 
     @property
     def ready_name(self) -> str:
@@ -110,6 +112,7 @@ class Container(Struct):
         if self.entered:
             return
         self._unshare()
+        self.has_namespace = True
         if self.lingers:
             self.scratch = make_own_scratch(self.scratch)
         mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
@@ -194,9 +197,12 @@ class Container(Struct):
         become(spec, rootless=self.rootless)
 
     def close(self) -> None:
-        """Unmount, where the container was never entered. Otherwise it ends by itself; so does
-        what has lingered."""
-        if not self.entered and self.how != LIVE:
+        """Unmount, where nobody began to enter the container.
+
+        Otherwise the tree is mounted in this process's own namespace as well, and goes when this
+        process ends: waiting for that here would be in vain. What has lingered stays.
+        """
+        if not self.has_namespace and self.how != LIVE:
             self.image.close()
 
 

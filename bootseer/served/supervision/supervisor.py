@@ -156,6 +156,8 @@ class _Supervisor(Struct):
                 # One that fails is replaced, as any that dies: the mount is in use.
                 os.close(ready)
             elif not self._await_ready(ready):
+                # It has served nobody, and waits for its storage, perhaps a silent one.
+                os.kill(worker, signal.SIGKILL)
                 return
             if self.report is not None and not self.report.ready(self.answer()):
                 path = self.attached.path

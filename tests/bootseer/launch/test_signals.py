@@ -76,16 +76,14 @@ def test_nothing_of_ours_is_in_the_session_of_the_job(node: Node, silent_url: st
     # Longer than anybody waits for the end of what mounts.
     deadline = {"BOOTSEER_DEADLINE": "200"}
     with node.start("run", *arguments, variables=deadline, start_new_session=True) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
         def are_apart() -> bool:
-            found = [int(pid) for pid in children.read_text().split()]
+            found = {pid for pid, line in node.processes().items() if "job_mount" in line}
             return bool(found) and process.pid not in map(_session, found)
 
-        # Its only child is the process that mounts, for as long as the storage is silent.
         waiting.wait_for(are_apart, "a session of the process that mounts")
         process.terminate()
-        finish(process)
+        assert "does not end" not in finish(process)
     node.wait_clean()
     checkpoint = ("--checkpoint", f"{node.base}/ckpt:{node.base}/mnt")
     command = ("--", "sh", "-c", ": > up; exec sleep 600")
