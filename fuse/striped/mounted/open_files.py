@@ -359,8 +359,9 @@ class OpenFiles:
     def _changing(self, caller: Caller, handle: Handle) -> Iterator[None]:
         try:
             yield
-        finally:
+            # Not who was refused: a child's exit must not publish its parent's half.
             handle.unpublished_owners.add(caller.lock_owner)
+        finally:
             # Only now: if this process dies before, the kernel asks the next one to do this.
             self._note_unfinished(handle)
 

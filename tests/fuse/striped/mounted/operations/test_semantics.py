@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.fuse.kernel.operations import ROOT_NODE, Caller
+from bootseer.fuse.kernel.operations import ROOT_NODE, Caller, SetAttributes
 from bootseer.fuse.striped.layout import PARTS_FOLDER
 from bootseer.store.backend import FileInfo
 from testbed.paths import REPOSITORY
@@ -181,6 +181,23 @@ def test_who_gave_up_writing_a_file_never_writes_another(one: Driver, two: Drive
     one.write("f", NEW)
     assert (one.read("f"), one.read("g")) == (NEW, OLD)
     assert (two.read("f"), two.read("g")) == (NEW, OLD)
+
+
+def test_a_child_that_was_refused_to_cut_the_file_publishes_nothing(
+    one: Driver, two: Driver
+) -> None:
+    """Found by the exerciser: it had written nothing, and its exit published its parent's half."""
+    one.write("f", OLD)
+    file = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    parent, child = CALLER.owning(1), CALLER.owning(2)
+    one.fs.write(parent, *file, 0, memoryview(NEW), 0)
+    with refused_with(errno.EOPNOTSUPP):
+        one.fs.setattr(child, file[0], SetAttributes(size_bytes=UNIT, handle=file[1]))
+    one.fs.flush(child, *file)
+    assert two.read("f") == OLD
+    one.fs.flush(parent, *file)
+    assert two.read("f") == NEW
+    one.fs.release(*file, 0)
 
 
 def test_a_file_that_differs_by_its_bytes_alone_is_another_one(
