@@ -140,10 +140,12 @@ class OpenFiles:
         # Another node removed the file that these have emptied.
         emptied = [h for other in directory.writing.get(name, ()) for h in other.handles]
         self._supersede(handle for handle in emptied if handle.will_empty)
+        # It may refuse: before anything is in the tables.
+        writer = self._storage.writer(path)
         status = FileStatus(path, False, 0, time.time_ns(), "")
         node = self._nodes.add(directory, name, status, NodeKind.LOCAL)
         handle = self._nodes.open(node, flags, caller.request, opener)
-        handle.writer = self._storage.writer(path)
+        handle.writer = writer
         self._nodes.note(handle)
         return handle
 
@@ -243,10 +245,11 @@ class OpenFiles:
                 if node.status.identity:
                     raise
         opener = process_of(caller)
+        writer = self._storage.writer(path) if base is None else None
         with self._lock:
             handle = self._nodes.open(node, flags, caller.request, opener)
             if base is None:
-                handle.writer = self._storage.writer(path)
+                handle.writer = writer
                 # Without O_TRUNC it has emptied nothing: who created the file writes it.
                 handle.superseded = not flags & os.O_TRUNC
             elif node.writer() is None:

@@ -347,8 +347,10 @@ def test_a_backend_without_append_is_not_asked_to(tmp_path: Path) -> None:
 def test_a_storage_without_atomic_rename_is_read_only(world: World) -> None:
     world.backend.traits = Traits()
     world.fails_with(errno.EOPNOTSUPP, lambda: world.driver.write("f", NEW))
+    world.fails_with(errno.EOPNOTSUPP, lambda: world.driver.write("new", NEW))
     world.assert_old_is_whole()
     assert world.driver.read("f") == OLD
+    assert world.driver.fs.figures().files_open == 0
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "close"])
