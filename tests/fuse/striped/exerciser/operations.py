@@ -121,6 +121,7 @@ class Chooser:
                 self._plan_refused_rename,
                 self._plan_removed,
                 self._plan_child,
+                self._plan_given_up,
             ]
             self._random.shuffle(self._plans_left)
         return self._plans_left.pop()()
@@ -513,6 +514,26 @@ class Chooser:
         yield {"do": "read", "who": who, "slot": slot, "offset": 0, "length": 2**40}
         yield {"do": "close", "who": who, "slot": slot}
         yield from self._peeks(path)
+
+    def _plan_given_up(self) -> Iterator[Operation]:
+        """What a process does with a name after it could not open the file to write."""
+        who, (path, other) = self._who(), self._random.choice([("a", "b"), ("b", "a")])
+        far = self._random.choice(
+            [p for p in self._model.processes if p[0] != who[0] and p[1:] != "0"]
+        )
+        yield from self._stored(far, path, self._random.choice([700, self._several_units()]))
+        yield {"do": "peek", "who": who, "path": path}
+        yield {"do": "unlink", "who": far, "path": path}
+        yield {
+            "do": "open", "who": who, "slot": self._new("f"), "path": path, "flags": os.O_WRONLY
+        }  # fmt: skip
+        yield from self._stored(far, path, self._several_units())
+        names = {"source": path, "target": other, "replace": True, "target_is_file": True}
+        yield {"do": "rename", "who": who, **names}
+        yield from self._stored(self._random.choice([who, far]), path, 5000)
+        yield from self._stored(who, path, self._several_units())
+        yield from self._peeks(path)
+        yield from self._peeks(other)
 
     def _plan_child(self) -> Iterator[Operation]:
         """A child process in the middle of a save, of which the writer may die."""
