@@ -584,7 +584,13 @@ class OpenFiles:
         closed before: the kernel may not have said so yet that it was for the last time."""
         with self._lock:
             others = [h for node in self._nodes.same_file(handle.node) for h in node.handles]
-            late = [h for h in others if h.will_empty and h.phase is not Phase.OPEN]
+            # Who made the file without O_TRUNC, after another node had removed it, empties nothing.
+            late = [
+                other
+                for other in others
+                if other.will_empty
+                and (other.phase is not Phase.OPEN or not other.flags & os.O_TRUNC)
+            ]
             self._supersede(late)
         for other in late:
             # It may be at it, and has written nothing, so that it does not wait for us.

@@ -117,6 +117,21 @@ def test_who_opens_a_new_file_and_writes_nothing_does_not_empty_it(one: Driver) 
     assert one.read("log") == OLD
 
 
+def test_who_makes_a_file_anew_and_writes_nothing_does_not_empty_it(
+    one: Driver, two: Driver
+) -> None:
+    """Found by the exerciser: a rename published the empty file."""
+    two.write("f", OLD)
+    first = one.open("f", os.O_WRONLY | os.O_TRUNC)
+    one.pwrite(first, 0, NEW)
+    two.unlink("f")
+    second = one.open("f", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    one.close(first)
+    one.rename("f", "g")
+    one.close(second)
+    assert (one.read("g"), two.read("g")) == (NEW, NEW)
+
+
 def test_what_was_created_since_a_file_was_emptied_stays(one: Driver, two: Driver) -> None:
     one.write("f", b"")
     held = one.open("f", os.O_WRONLY | os.O_TRUNC)
