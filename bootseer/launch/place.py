@@ -134,7 +134,7 @@ class ImagePlace:
     @property
     def is_entered(self) -> bool:
         """See `Place`."""
-        return self._container.entered
+        return self._container.has_namespace
 
     def bind(self, source: Path, target: str) -> None:
         """See `Place`."""

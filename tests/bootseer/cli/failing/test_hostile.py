@@ -47,9 +47,12 @@ def test_mount_points_that_are_links_lead_nowhere(
         (image / "program").write_bytes(b"\x7fELF nothing")
         (image / "program").chmod(0o755)
         assert world("image", "index", "hostile", "--name", "hostile:1").code == 0
-        bind = ("--bind", f"{world.path('src')}:/data")
+        options = (
+            *("--bind", f"{world.path('src')}:/data"),
+            *("--checkpoint", f"{world.path('checkpoints')}:/mnt"),
+        )
         result = world(
-            *("run", "--image", "hostile:1", "--runtime", runtime, *bind, "--", "/program")
+            *("run", "--image", "hostile:1", "--runtime", runtime, *options, "--", "/program")
         )
         assert result.code != 0
         assert "Traceback" not in result.err
