@@ -31,6 +31,7 @@ from bootseer.fanout.local import (
     body_bytes,
     decode_request,
 )
+from bootseer.fanout.membership import Membership
 from bootseer.fanout.objects import ChunkList, chunk_list
 from bootseer.fanout.trees import STORE, TREE_COUNT, Trees
 from bootseer.linux.private_files import private_directory
@@ -63,27 +64,29 @@ def take_part(plan: HostPlan, ours: socket.socket, peers: socket.socket) -> None
         store = stack.enter_context(open_own_store(plan.settings))
         secret = bytes.fromhex(plan.secret) or shared_secret(store, plan.start)
         membership = plan.membership
+        trees = Trees(len(membership.members), [one.place for one in membership.members])
         exchange = stack.enter_context(
             Exchange(
                 [(one.host, one.port) for one in membership.members],
                 membership.own,
                 key_of(secret, membership.digest, *plan.start),
-                Trees(len(membership.members), [one.place for one in membership.members]),
+                trees,
                 listener=peers,
             )
         )
         objects = _Objects(plan, exchange, stack)
-        probe = threading.Thread(target=_give_up_alone, args=(plan, objects), daemon=True)
+        probe = threading.Thread(
+            target=_give_up_alone, args=(membership, trees, objects), daemon=True
+        )
         probe.start()
         _wait_for_end(plan, ours, objects)
         _note(plan, exchange.fed(), is_alone=objects.has_given_up)
 
 
-def _give_up_alone(plan: HostPlan, objects: "_Objects") -> None:
+def _give_up_alone(membership: Membership, trees: Trees, objects: "_Objects") -> None:
     """End the fan-out of this node where the port of others is blocked: a packet that nobody
     answers costs each object seconds, a refusal costs nothing."""
-    members, own = plan.membership.members, plan.membership.own
-    trees = Trees(len(members), [one.place for one in members])
+    members, own = membership.members, membership.own
     found = [node for tree in range(TREE_COUNT) for node in trees.ancestors(tree, own)[:2]]
     found += [node for tree in range(TREE_COUNT) for node in trees.children(tree, own)]
     addresses = [(members[node].host, members[node].port) for node in dict.fromkeys(found)]
