@@ -297,6 +297,8 @@ def test_a_directory_that_changes(node: Node, shell_image: Image, tmp_path: Path
         assert (done.returncode, done.stdout) == (0, str(root)), done.stderr
     again = node.run("run", "--image", roots[0], "--", "cat", "/version")
     assert (again.stdout, again.stderr) == (str(roots[0]), "")
+    # The first start is published behind it.
+    node.wait_clean()
     (roots[0] / "version").write_text("new")
     changed = node.run("run", "--image", roots[0], "--", "cat", "/version")
     assert changed.stdout == "new"
