@@ -25,8 +25,11 @@ _NAME = (
     r"|(?:api|access|secret|private|auth|account|shared|signing|client|license)[_.-]?key"
 )
 _PUBLIC_NAME = r"(?i)(?:gpg|hot|mon|pub|public|sort|primary|foreign)[_.-]?key$"
-# Variables that say where a secret lies: messages name that place.
-_PLACE_NAME = r"(?i)_(?:file|path|dir|sock|socket|store|url|uri|endpoint|host|user|type|mode)$"
+# Variables that say where a secret lies: messages name that place. Every shell sets PWD and OLDPWD
+# to folders.
+_PLACE_NAME = (
+    r"(?i)_(?:file|path|dir|sock|socket|store|url|uri|endpoint|host|user|type|mode)$|^(?:OLD)?PWD$"
+)
 # Shorter values are found in words that have nothing to do with them.
 _KNOWN_CHARS_MIN = 6
 _NO_SECRETS = frozenset(("default", "disable", "disabled", "enable", "enabled", "required"))

@@ -260,6 +260,14 @@ def test_known_secrets_are_hidden_in_every_message(
     assert redact("denied: bootseer") == "denied: ***"
 
 
+def test_the_working_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shell sets PWD and OLDPWD, whose names are those of a password, too."""
+    monkeypatch.setenv("PWD", "/home/me/work")
+    monkeypatch.setenv("OLDPWD", "/home/me/before")
+    said = "targets: /home/me/work/env, /home/me/before/env"
+    assert redact(said) == said
+
+
 def test_redact_leaves_ordinary_text() -> None:
     text = "cannot read hdfs://nn:8020/a@b: mail admin@example.org, see https://x.org/a?page=2"
     assert redact(text) == text
