@@ -139,7 +139,7 @@ def rgw_server(base: Path) -> Iterator[dict[str, str]]:
 _FSID = "11111111-2222-3333-4444-555555555555"
 _OSD = "22222222-3333-4444-5555-666666666666"
 # Nothing is replicated, encrypted or kept, and what is deleted is freed at once. Nagle's algorithm
-# would add 40 ms to each answer.
+# would add 40 ms to each answer. A monitor would end itself where the disk is 95 % full.
 _CONFIGURATION = """[global]
 fsid = 11111111-2222-3333-4444-555555555555
 mon host = v2:127.0.0.1:{mon},v1:127.0.0.1:{v1}
@@ -166,6 +166,7 @@ admin socket = {base}/run/$name.asok
 pid file = {base}/run/$name.pid
 log file = {base}/$name.log
 mon pg warn on no replicas = false
+mon data avail crit = 0
 osd pool default pg num = 8
 mon max pg per osd = 1000
 [mon.a]
