@@ -262,9 +262,9 @@ def test_known_secrets_are_hidden_in_every_message(
 
 def test_the_working_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every shell sets PWD and OLDPWD, whose names are those of a password, too."""
-    monkeypatch.setenv("PWD", "/home/me/work")
+    monkeypatch.setenv("PWD", "/home/me/train")
     monkeypatch.setenv("OLDPWD", "/home/me/before")
-    said = "targets: /home/me/work/env, /home/me/before/env"
+    said = "targets: /home/me/train/env, /home/me/before/env"
     assert redact(said) == said
 
 
