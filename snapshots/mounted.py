@@ -40,8 +40,12 @@ from bootseer.linux.private_files import (
     write_private_file,
 )
 from bootseer.linux.processes import ProcessId
-from bootseer.prefetch.cache.damage import check_known_damage, is_damage_known
-from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
+from bootseer.prefetch.cache.indexes import (
+    check_known_damage,
+    is_damage_known,
+    keep_index,
+    read_index,
+)
 from bootseer.prefetch.serve.plan import ENVIRONMENT, ServeOptions, Serving, begin_serving
 from bootseer.served import processes
 from bootseer.served.cover_users import (

@@ -1,7 +1,7 @@
 """Where a start's command runs: on the host, or in a container of an image.
 
 Both have one face, so that the start does not ask which it is; alone knows what differs. Where the
-image cannot be mounted, it is extracted. Where it comes from is decided by `prefetch.resolve`. Main
+image cannot be mounted, it is extracted. Where it comes from is decided by `prefetch.images`. Main
 thread only.
 """
 
@@ -239,7 +239,7 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
         from bootseer.prefetch.container.container import prepare_container
         from bootseer.prefetch.container.extracted import prepare_extracted
         from bootseer.prefetch.container.process import arguments_of
-        from bootseer.prefetch.resolve.find import resolve_image
+        from bootseer.prefetch.images.find import resolve_image
 
         resolved = resolve_image(settings, job.image, say=say, timeline=timeline.below(span))
         try:
@@ -271,8 +271,8 @@ def open_place(settings: Settings, job: Job, timeline: Timeline, say: Say) -> Pl
 
 def _layers(container: "Container") -> "Layers":
     """Return the layers of the root of a container that was entered."""
-    from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-    from bootseer.prefetch.resolve.mount import MountedImage
+    from bootseer.prefetch.cache.indexes import read_kept_tree
+    from bootseer.prefetch.images.mount import MountedImage
     from bootseer.snapshots.layers import Layers
 
     image = container.image

@@ -1,9 +1,15 @@
 """What lies below a directory that strangers may be filling this moment. Stateless; any thread."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
+NO_DISK = (*FULL, errno.EROFS)
+"""Errors of a disk that cannot be written to: a reader works without its cache."""
 
 
 def statuses_below(directory: Path) -> Iterator[os.stat_result]:

@@ -1,35 +1,41 @@
-"""The bytes that one bundle brought, on this node's disk: claimed, not proven.
+"""Files of the bytes that bundles brought, on this node's disk: claimed, not proven.
 
-An index vouches for frames, not for the pages that a bundle brings. So a bundle's content lies in a
-stream of its own in the node cache, one piece for each frame of the bundle, and serves the one
-image (index and store) for which it was fetched (docs/format/cache.md, "Proven and claimed").
-All servers of the image share it. When a proven frame shows that one byte is wrong, the stream is
-marked, and no process reads it any more.
+An index vouches for the frames of blobs, but not for the bytes of a bundle. So the content of a
+bundle is kept in a stream of its own in the node cache, with one piece for each frame of the
+bundle, and serves only the image (index and store) for which it was fetched (docs/format/cache.md,
+"Proven and claimed"). All servers of the image share the file. When a proven frame shows that one
+of its bytes is wrong, the file is marked as refuted, and no process reads it any more.
 
-Thread-safe, but `close`, which comes last.
+Thread-safe, except that `close` must come last.
 """
 
 import hashlib
+import logging
+import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from bootseer.errors import CorruptError
 from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 
+_log = logging.getLogger(__name__)
+
 _MEMORY_FRAMES = 64
-"""32 MiB: more than all requests that are under way at once bring."""
+"""Frames kept in memory on a full disk (32 MiB): more than all requests under way at once bring."""
+_FILES_MAX = 2
+"""Bundle files that are read: that of this start, and the one that the node used before."""
 
 
-def file_key(bundle: Bundle, owner: str) -> str:
-    """Return the key of the file of `bundle`, for the image `owner` (`stream_keys.owner_of`).
+def file_key(bundle: Bundle, image_key: str) -> str:
+    """Return the key of the file of a bundle for one image (`node_cache.image_key_of`).
 
-    The frames' digests are in it: equal keys mean equal bytes, also of a bundle that another image
-    has lent.
+    The digests of the frames are a part of the key. So two bundles share a file only if their bytes
+    are equal, as those of a bundle and its translation.
     """
-    hasher = hashlib.sha256(owner.encode("ascii"))
+    hasher = hashlib.sha256(image_key.encode("ascii"))
     for frame in bundle.frames:
         hasher.update(frame.digest)
     return f"bundle:{hasher.hexdigest()}"
@@ -38,34 +44,34 @@ def file_key(bundle: Bundle, owner: str) -> str:
 class BundleFile:
     """File of the content of one bundle, filled frame by frame."""
 
-    def __init__(self, cache: NodeCache, bundle: Bundle, owner: str, blob_count: int) -> None:
-        """Open the file, which is made if it is new. Raises: BootseerError."""
+    def __init__(self, cache: NodeCache, bundle: Bundle, image_key: str, blob_count: int) -> None:
+        """Open the file, and create it if it is new. Raises: BootseerError."""
         self.bundle = bundle
-        self.key = file_key(bundle, owner)
+        self.key = file_key(bundle, image_key)
         self._cache = cache
-        self._placement = Placement(bundle.frames, blob_count)
-        self._content = cache.open_pieces(self.key, self._placement.starts)
+        self._extents = ExtentMap(bundle.frames, blob_count)
+        self._content = cache.open_pieces(self.key, self._extents.starts)
         # Frames that were under way when the disk became full.
         self._memory: dict[int, bytes] = {}
 
-    # ---- what is here ---------------------------------------------------------------------
+    # ---- present frames -------------------------------------------------------------------
 
     def has(self, number: int) -> bool:
-        """Return whether a frame is here. Reads only after a crash of the machine."""
+        """Return whether a frame is present. Reads it only after a crash of the machine."""
         is_kept = number in self._memory or self._content.holds(number, number + 1)
         return is_kept and not self.is_refuted
 
     def has_now(self, number: int) -> bool:
-        """Return whether a frame is known to be here, without reading."""
+        """Return whether a frame is known to be present. Reads nothing."""
         is_kept = number in self._memory or self._content.holds_now(number, number + 1)
         return is_kept and not self.is_refuted
 
     def is_here(self, number: int, streams: Sequence[CachedStream]) -> bool:
-        """Return whether a frame, or all of its extents in the image's `streams`, are here."""
+        """Return whether a frame is present, or the image's `streams` hold all of its extents."""
         return self.has(number) or not any(_not_held(self.bundle.frames[number], streams))
 
     def is_whole(self, streams: Sequence[CachedStream]) -> bool:
-        """Return whether each frame is here in the sense of `is_here`."""
+        """Return whether `is_here` is true of all frames."""
         return all(self.is_here(number, streams) for number in range(len(self.bundle.frames)))
 
     @property
@@ -75,35 +81,35 @@ class BundleFile:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether a process of this node has found wrong bytes in it."""
+        """Whether a process of this node has found wrong bytes in the file."""
         return self._content.is_refuted
 
     def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
         """Return the numbers of the frames that hold any of these bytes of a stream, ascending."""
-        return self._placement.frames_for(blob, offset, length)
+        return self._extents.frames_for(blob, offset, length)
 
     def unproven(self, streams: Sequence[CachedStream]) -> Iterator[BundleExtent]:
-        """Return the extents that are here and that `streams`, the image's, do not hold yet."""
+        """Yield the extents of present frames that the image's `streams` do not hold yet."""
         for number, frame in enumerate(self.bundle.frames):
             if self.has(number):
                 yield from _not_held(frame, streams)
 
     def is_proven(self, streams: Sequence[CachedStream]) -> bool:
-        """Return whether `streams`, the image's, hold all that the bundle brings."""
+        """Return whether the image's `streams` hold all extents of the bundle."""
         return not any(any(_not_held(frame, streams)) for frame in self.bundle.frames)
 
     # ---- reading and writing --------------------------------------------------------------
 
     def get(self, blob: int, offset: int, length: int) -> bytes | memoryview | None:
-        """Return bytes of a stream; None unless all of them are here. Raises: OSError."""
+        """Return bytes of a stream; None unless all of them are present. Raises: OSError."""
         if self._content.is_refuted:
             return None
-        place = self._placement.place_of(blob, offset, length)
+        place = self._extents.place_of(blob, offset, length)
         if place >= 0:
             return self._at(place, length)
         pieces: list[bytes | memoryview] = []
         position = offset
-        for start, count, place, _ in self._placement.within(blob, offset, length):
+        for start, count, place, _ in self._extents.within(blob, offset, length):
             data = self._at(place, count) if start == position else None
             if data is None:
                 return None
@@ -114,8 +120,10 @@ class BundleFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def put(self, number: int, content: bytes) -> bool:
-        """Keep the content of a frame. Return False if the disk takes no more; then the frame is
-        kept in memory, and no other frame should be fetched."""
+        """Write the content of a frame. Return False if the disk takes no more.
+
+        The frame is kept in memory then, and the caller should fetch no others.
+        """
         if self._content.put(number, content):
             return True
         if len(self._memory) < _MEMORY_FRAMES:
@@ -123,10 +131,10 @@ class BundleFile:
         return False
 
     def _at(self, place: int, length: int) -> bytes | memoryview | None:
-        """Bytes of one frame, at `place` of the bundle's content."""
+        """Return bytes of one frame by their offset in the bundle's content."""
         data = self._content.get(place, length)
         if data is None and self._memory:
-            starts = self._placement.starts
+            starts = self._extents.starts
             number = bisect_right(starts, place) - 1
             content = self._memory.get(number)
             if content is not None:
@@ -134,18 +142,20 @@ class BundleFile:
         return data
 
     def read_ahead(self, number: int) -> None:
-        """Ask the kernel to read a frame from the disk into memory, without waiting. Never
-        fails."""
-        starts = self._placement.starts
+        """Ask the kernel to read a frame from the disk into memory, without waiting.
+
+        Never raises.
+        """
+        starts = self._extents.starts
         self._content.read_ahead(starts[number], starts[number + 1] - starts[number])
 
     def compare(self, blob: int, offset: int, content: bytes) -> None:
-        """Compare the file with a frame of the image, which was found right.
+        """Compare the file with proven bytes of a stream.
 
-        Raises: CorruptError if the bundle brought anything else.
+        Raises: CorruptError if the file has other bytes.
         """
-        for start, count, place, _ in self._placement.within(blob, offset, len(content)):
-            # What the disk has damaged was nobody's claim.
+        for start, count, place, _ in self._extents.within(blob, offset, len(content)):
+            # None if absent or damaged on the disk: the bundle did not bring that.
             data = self._at(place, count)
             if data is not None and data != content[start - offset : start - offset + count]:
                 raise CorruptError(
@@ -159,11 +169,12 @@ class BundleFile:
         self._content.refute()
 
     def close(self) -> None:
-        """Close the file. Idempotent. It need not be durable: the image's own frames follow."""
+        """Close the file. Idempotent."""
+        # Not durable: the frames of the image's own blobs will replace the file.
         self._content.close(durable=False)
 
     def remove(self) -> None:
-        """Close the file and remove it, unless another process uses it."""
+        """Close the file, and remove it unless another process uses it."""
         self.close()
         self._cache.remove(self.key)
 
@@ -174,16 +185,99 @@ def _not_held(frame: BundleFrame, streams: Sequence[CachedStream]) -> Iterator[B
             yield extent
 
 
-class Placement:
-    """Finds the bytes of streams in a bundle, in a microsecond. Immutable; thread-safe.
+class BundleFiles:
+    """The bundle files that one server reads, the latest first. Thread-safe."""
 
-    The content of a bundle is the content of its frames, one behind the other.
+    def __init__(self, on_refuted: Callable[[BundleFile, CorruptError], None]) -> None:
+        """`on_refuted` gets each file that was found to be wrong, once no read uses it any more."""
+        self._on_refuted = on_refuted
+        self._used: tuple[tuple[BundleFile, Callable[[], None]], ...] = ()
+        # Files that a thread may still read. They are closed at the end.
+        self._unused: list[BundleFile] = []
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        """Whether any file is read."""
+        return bool(self._used)
+
+    def add(self, file: BundleFile, refuse: Callable[[], None]) -> None:
+        """Read `file` first. `refuse` marks its bundle, so that this node never uses it again."""
+        with self._lock:
+            used = ((file, refuse), *(one for one in self._used if one[0] is not file))
+            self._used = used[:_FILES_MAX]
+            self._unused += [one for one, _ in used[_FILES_MAX:]]
+
+    def get(self, blob: int, offset: int, length: int) -> bytes | memoryview | None:
+        """Return bytes of a stream; None unless one file has all of them. Raises: OSError."""
+        for file, _ in self._used:
+            content = file.get(blob, offset, length)
+            if content is not None:
+                return content
+        return None
+
+    def unproven(self, streams: Sequence[CachedStream]) -> list[BundleExtent]:
+        """Return the extents that only these files hold, and not the image's `streams`."""
+        return [extent for file, _ in self._used for extent in file.unproven(streams)]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk refused the last write of a file."""
+        return any(file.is_full for file, _ in self._used)
+
+    def compare(self, blob: int, offset: int, content: bytes) -> None:
+        """Compare the files with proven bytes of a stream. Refute those that differ."""
+        for file, refuse in self._used:
+            try:
+                file.compare(blob, offset, content)
+            except CorruptError as error:
+                # In this order: a server that starts now must not find the bundle.
+                refuse()
+                file.refute()
+                self._drop(file, error)
+
+    def drop_refuted(self) -> None:
+        """Read no more of the files that another server of the image has refuted."""
+        for file, _ in self._used:
+            if file.is_refuted:
+                error = "another server of the image on this node found wrong bytes in a bundle"
+                self._drop(file, CorruptError(error))
+
+    def _drop(self, file: BundleFile, error: CorruptError) -> None:
+        with self._lock:
+            used = tuple(one for one in self._used if one[0] is not file)
+            if len(used) == len(self._used):
+                return
+            self._used = used
+            self._unused.append(file)
+        _log.error(
+            "a bundle brought bytes that are not those of the image: %s. It is not used any more, "
+            "and the image is read without it. What has read the image so far may have got wrong "
+            "bytes: start it again, and find out who can write to `hot/` and `bundles/` of the "
+            "store",
+            error,
+        )
+        self._on_refuted(file, error)
+
+    def close(self, streams: Sequence[CachedStream]) -> None:
+        """Close all files. Remove those whose extents the image's `streams` all hold."""
+        for file, _ in self._used:
+            if not file.is_refuted and file.is_proven(streams):
+                file.remove()
+            file.close()
+        for file in self._unused:
+            file.close()
+
+
+class ExtentMap:
+    """Map from the bytes of streams to their places in a bundle's content. Immutable.
+
+    The content of a bundle is the content of its frames, one after the other. A lookup takes a
+    microsecond.
     """
 
     def __init__(self, frames: Sequence[BundleFrame], blob_count: int) -> None:
         self.starts = array("Q", accumulate((f.stream_length for f in frames), initial=0))
-        """Where the content of each frame begins in the content of the bundle, and where it ends
-        altogether."""
+        """Offset of each frame's content in the bundle's content, followed by its total length."""
         located: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blob_count)]
         for number, frame in enumerate(frames):
             start = self.starts[number]
@@ -198,8 +292,11 @@ class Placement:
             self._columns.append(columns)
 
     def within(self, blob: int, offset: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """Return the parts of a stream's `[offset, offset + length)` in the bundle, ascending, each
-        (offset in the stream, length, offset in the bundle's content, number of the frame)."""
+        """Yield the parts of a stream's `[offset, offset + length)` that are in the bundle.
+
+        Each is (offset in the stream, length, offset in the bundle's content, frame number),
+        ascending.
+        """
         offsets, ends, numbers, places = self._columns[blob]
         stop = offset + length
         i = max(bisect_right(offsets, offset) - 1, 0)
@@ -211,8 +308,10 @@ class Placement:
             i += 1
 
     def place_of(self, blob: int, offset: int, length: int) -> int:
-        """Return where the bytes of a stream lie in the bundle's content, if one extent has all of
-        them; else -1."""
+        """Return the offset of a stream's bytes in the bundle's content.
+
+        Return -1 unless one extent has all of them.
+        """
         offsets, ends, _, places = self._columns[blob]
         i = bisect_right(offsets, offset) - 1
         if i < 0 or offset + length > ends[i]:
@@ -221,5 +320,6 @@ class Placement:
 
     def frames_for(self, blob: int, offset: int, length: int) -> list[int]:
         """Return the numbers of the frames that hold any of `[offset, offset + length)`,
-        ascending."""
+        ascending.
+        """
         return sorted({number for _, _, _, number in self.within(blob, offset, length)})

@@ -1,8 +1,9 @@
-"""The bundle: the hot bytes of an image for one workload, in the order of use.
+"""Format of a bundle: the hot bytes of an image for one workload, in the order of use.
 
-Alone owns the format (docs/format/bundle.md): a header that says which bytes of which streams each
-frame holds, and independent zstd frames, dealt in turn to a few objects, its *parts*. Pure, but for
-`write_bundle`, which writes to file objects. Frozen values; safe from any thread.
+A header says which bytes of which streams each frame holds. The frames are independent zstd frames,
+distributed in turn to a few objects, the *parts* (docs/format/bundle.md). Pure, but for
+`write_bundle`, which writes to file objects. Frozen values; thread-safe, except that a
+`SectorMarks` is for one thread at a time.
 """
 
 import hashlib
@@ -17,19 +18,23 @@ from msgspec import Struct
 from bootseer.base.content_digest import content_digest
 from bootseer.blob.index.zstd_frame import expand
 from bootseer.errors import CorruptError, UnknownFormatError
-from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, SectorMarks, sectors_of
+
+SECTOR_BYTES = 512
+"""Unit of tar: every file in a tar stream begins on a multiple of it."""
+_BLOCK_SECTORS = 2048
+"""Sectors of one block of `SectorMarks`: a megabyte of the stream."""
 
 FRAME_STREAM_BYTES = 512 * 1024
-"""Raw bytes of a frame: a fault that waits for one waits a few milliseconds, and larger frames
-hardly compress better."""
+"""Uncompressed bytes of a frame: a fault waits a few milliseconds for a frame of this size, and
+larger frames hardly compress better."""
 
 PART_COUNT = 8
-"""One object is one stream from one server of the store; several are several, and the frames that a
-start wants first come from all of them at once."""
+"""Objects of a bundle. The servers of a store send several objects in parallel, so that the frames
+that a start needs first come from all of them at once."""
 _PART_COUNT_MAX = 256
 
 _LEVEL = 10
-"""Written once, in the background, and read by every node at every later launch."""
+"""zstd level: a bundle is compressed once, in the background, and read at every later start."""
 
 _MAGIC = b"BSBUNDLE"
 _VERSION = 1
@@ -42,16 +47,72 @@ _FRAME = struct.Struct("<III32s")
 _EXTENT = struct.Struct("<QII")
 _FRAME_STREAM_BYTES_MAX = 16 * 2**20
 EXTENT_COUNT_MAX = 2**20
-"""The most extents of a bundle: of 4 KiB each that is 4 GiB in pieces; a start reads some
-thousands. As objects they take ten times what their table does."""
+"""The most extents of a bundle: 4 GiB, if they have 4 KiB each. A start reads some thousands. The
+decoded extents take ten times the memory of their table."""
 FRAME_COUNT_MAX = 2**17
-"""64 GiB in frames as they are written."""
+"""The most frames of a bundle: 64 GiB of frames as `write_bundle` makes them."""
 _FRAME_STORED_BYTES_MAX = 2 * _FRAME_STREAM_BYTES_MAX
 
 
+def sectors_of(offset: int, length: int) -> tuple[int, int]:
+    """Return the half-open range of sectors that `[offset, offset + length)` touches."""
+    return offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES)
+
+
+class SectorMarks:
+    """Set of taken sectors of one stream, empty at first.
+
+    Takes memory for taken sectors only: an index may announce a stream of a terabyte.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, bytearray] = {}
+
+    def gaps(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """Return the sectors of `[first, stop)` that are not taken, as half-open ranges."""
+        found: list[tuple[int, int]] = []
+        for start, end in self._gaps(first, stop):
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, end))
+        return found
+
+    def _gaps(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        for number, start, end in _parts(first, stop):
+            base = number * _BLOCK_SECTORS
+            marks = self._blocks.get(number)
+            if marks is None:
+                yield base + start, base + end
+                continue
+            while (gap := marks.find(0, start, end)) >= 0:
+                start = marks.find(1, gap, end)
+                if start < 0:
+                    start = end
+                yield base + gap, base + start
+
+    def take(self, first: int, stop: int) -> None:
+        """Take the sectors `[first, stop)`."""
+        for number, start, end in _parts(first, stop):
+            marks = self._blocks.get(number)
+            if marks is None:
+                marks = self._blocks[number] = bytearray(_BLOCK_SECTORS)
+            marks[start:end] = b"\1" * (end - start)
+
+
+def _parts(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a range of sectors by block: (block, first in the block, stop in it)."""
+    while first < stop:
+        number, start = divmod(first, _BLOCK_SECTORS)
+        end = min(_BLOCK_SECTORS, stop - first + start)
+        yield number, start, end
+        first += end - start
+
+
 class BundleExtent(NamedTuple):
-    """`length` bytes at `offset` of the stream of blob number `blob`; begins on a sector, and ends
-    on one or with its stream."""
+    """Range of the stream of blob number `blob`.
+
+    It begins at a sector boundary, and ends at one or at the end of the stream.
+    """
 
     blob: int
     offset: int
@@ -59,7 +120,7 @@ class BundleExtent(NamedTuple):
 
 
 class BundleFrame(Struct, frozen=True):
-    """`length` stored bytes at `offset` of a part: these extents, one after the other."""
+    """Frame of a bundle: `length` stored bytes at `offset` of a part."""
 
     part: int
     offset: int
@@ -69,12 +130,12 @@ class BundleFrame(Struct, frozen=True):
     """Content digest of the stored (compressed) bytes."""
     extents: tuple[BundleExtent, ...]
     positions: tuple[int, ...]
-    """Where in the frame's content each extent begins. In a frame as stored they follow each other
-    without gaps; for a rebuilt image (`rebuilt`) some of the content may have no place."""
+    """Offset of each extent in the frame's content. A bundle as stored has no gaps between them; in
+    a translated one (`bundle.translation`) some of the content may belong to no extent."""
 
 
 class Bundle(Struct, frozen=True):
-    """A decoded header."""
+    """Decoded header of a bundle."""
 
     index_digest: str
     header_bytes: int
@@ -82,12 +143,12 @@ class Bundle(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Returns the stored size of header and parts."""
+        """Stored size of header and parts."""
         return self.header_bytes + sum(frame.length for frame in self.frames)
 
     @property
     def stream_bytes(self) -> int:
-        """Returns the uncompressed size of all frames."""
+        """Uncompressed size of all frames."""
         return sum(frame.stream_length for frame in self.frames)
 
 
@@ -96,11 +157,11 @@ def plan_frames(
     stream_lengths: Sequence[int],
     frame_bytes: int = FRAME_STREAM_BYTES,
 ) -> list[tuple[BundleExtent, ...]]:
-    """Which extents each frame shall hold. Pure (no I/O).
+    """Return the extents of each frame of a new bundle. Pure.
 
-    `ranges` are (blob, offset, length) in order of use. They are widened to whole sectors (the
-    unit of tar, which pads with zeros, so this costs nothing), and no sector comes twice.
-    What comes behind the first `EXTENT_COUNT_MAX` extents is left out.
+    `ranges` are (blob, offset, length) in the order of use. They are widened to whole sectors,
+    which costs nothing since tar pads files to sectors. No sector is taken twice. At most
+    `EXTENT_COUNT_MAX` extents are returned.
     """
     seen = [SectorMarks() for _ in stream_lengths]
     frames: list[tuple[BundleExtent, ...]] = []
@@ -140,9 +201,9 @@ def write_bundle(
     read: Callable[[int, int, int], bytes],
     parts: Sequence[BinaryIO],
 ) -> bytes:
-    """Deal the frames to `parts`, in turn, and return the header.
+    """Write the frames to `parts`, in turn, and return the header. Deterministic.
 
-    `read(blob, offset, length)` gives bytes of a blob's stream. Deterministic.
+    `read(blob, offset, length)` returns bytes of a blob's stream.
     """
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     tables: list[bytes] = []
@@ -170,9 +231,9 @@ def write_bundle(
 
 
 def decode_header(header: bytes, index_digest: str, stream_lengths: Sequence[int]) -> Bundle:
-    """The bundle that `header` describes, checked against the image it is to serve. Pure.
+    """Decode the header of a bundle, and check it against the image that the bundle is to serve.
 
-    Raises: CorruptError for anything that does not fit, also another image's bundle;
+    Pure. Raises: CorruptError if the header is damaged or belongs to another image;
     UnknownFormatError.
     """
     if len(header) < HEADER_BYTES_MIN or not header.startswith(_MAGIC):
@@ -198,7 +259,7 @@ def decode_header(header: bytes, index_digest: str, stream_lengths: Sequence[int
     if len(raw) != raw_length:
         raise CorruptError("the bundle's tables have a wrong length")
     frames = tuple(_frames(raw, frame_count, extent_count, part_count, stream_lengths))
-    # No sector comes twice, so there cannot be more.
+    # No sector is in a bundle twice.
     if sum(frame.stream_length for frame in frames) > sum(stream_lengths):
         raise CorruptError("the bundle has more bytes than the image")
     return Bundle(index_digest, len(header), frames)
@@ -250,9 +311,11 @@ def _frames(
 
 
 def decode_frame(frame: BundleFrame, stored: bytes | memoryview) -> bytes:
-    """The frame's content. `stored` must have been checked against the digest already (the
-    transfer does). Raises: CorruptError."""
-    # Of its own size the frame's table says what it may be, so zeros may be as small as they like.
+    """Decompress a frame. `stored` must have been checked against its digest, as transfers do.
+
+    Raises: CorruptError.
+    """
+    # The header bounds the size of the content, so that no ratio of compression is too high.
     content = expand(stored, "a frame of the bundle", frame.stream_length, frame.stream_length)
     if len(content) != frame.stream_length:
         raise CorruptError("a frame of the bundle has a wrong length")

@@ -1,54 +1,65 @@
-"""What of a workload lies in the store: its traces, its hot set, its bundle, and the pointer to
-the newest of these.
+"""Stored objects of a workload: traces, hot set, bundle, and the pointer to the newest bundle.
 
-Alone owns these keys and the pointer's JSON (docs/format/bundle.md). Thread-safe: functions and
-frozen values only.
+Owns the keys of these objects in the store and the pointer's JSON (docs/format/bundle.md), and the
+node's own copies of pointer and header below `cache_dir/catalogue/hot`, with which a start needs no
+store. A copy is verified when it is read, serves only images of the store that it came from, and is
+never synced to the disk. Thread-safe: functions and frozen values only.
 """
 
+import contextlib
 import hashlib
+import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import Count, Count64, Form, PathBytes, Sha256
-from bootseer.errors import CorruptError, NotFoundError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.bundle.format import (
     HEADER_BYTES_MAX,
     HEADER_BYTES_MIN,
     Bundle,
     decode_header,
 )
+from bootseer.prefetch.cache.node_cache import store_hex
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record import trace as trace_format
 from bootseer.prefetch.record.hotset import HotSet
 from bootseer.prefetch.record.scattered import SCATTERED_COUNT_MAX
 from bootseer.prefetch.record.trace import Trace
+from bootseer.settings.config import Settings
 from bootseer.store import Store
+
+_log = logging.getLogger(__name__)
 
 _TRACE_BYTES_MAX = 64 * 2**20
 _HOTSET_BYTES_MAX = 256 * 2**20
 _NAME_BYTES_MAX = 200
-"""Names in registries may be longer than what a file system takes."""
+"""Longer names of images are hashed, since file systems limit the length of names."""
 MERGED_TRACE_COUNT = 16
-"""The newest traces count: an image's use changes slowly, and merging stays a matter of seconds."""
+"""Number of traces, the newest ones, that a bundle is made of: the use of an image changes slowly,
+and merging them takes seconds."""
 
 
 class HotPointer(Struct, frozen=True, omit_defaults=True):
-    """Names the newest bundle of an image and workload."""
+    """Pointer to the newest bundle of an image and workload."""
 
     index_digest: Sha256
     bundle_digest: Sha256
-    """The digest of the bundle's header, which holds the digests of all else."""
+    """Digest of the bundle's header, which holds the digests of all frames."""
     size_bytes: Count
     header_bytes: Annotated[int, Meta(ge=HEADER_BYTES_MIN, le=HEADER_BYTES_MAX)]
     hotset_digest: Sha256
     trace_count: Count
-    """How many traces it was made from."""
+    """Number of traces that the bundle was made from."""
     created_ns: Count64
     scattered: Annotated[tuple[PathBytes, ...], Meta(max_length=SCATTERED_COUNT_MAX)] = ()
-    """Files of which each start reads other bytes, so that they are not in the bundle."""
+    """Files of which each start reads different bytes, so that they are not in the bundle."""
 
 
 POINTER_FORM: Form[HotPointer] = Form(
@@ -61,17 +72,23 @@ POINTER_FORM: Form[HotPointer] = Form(
 )
 
 
+# ---- keys ---------------------------------------------------------------------------------------
+
+
 def _hex(digest: str) -> str:
     return digest.partition(":")[2]
 
 
 def pointer_key(index_digest: str, workload: str) -> str:
-    """Returns the key of the pointer to a bundle."""
+    """Return the key of the pointer to a bundle."""
     return f"hot/{_hex(index_digest)}/{workload}.json"
 
 
 def name_folder(name: str) -> str:
-    """Where it says which images of a name have bundles; `name` is without tag and digest."""
+    """Return the prefix of the keys of the records of similar images under an image's name.
+
+    `name` is without tag and digest.
+    """
     quoted = quote(name, safe="")
     if len(quoted) > _NAME_BYTES_MAX:
         quoted = hashlib.sha256(name.encode()).hexdigest()
@@ -79,42 +96,48 @@ def name_folder(name: str) -> str:
 
 
 def name_key(name: str, workload: str) -> str:
-    """Where it says that for one workload."""
+    """Return the key of the record of images with bundles that share this name."""
     return f"{name_folder(name)}{workload}.json"
 
 
 def stream_key(stream_digest: str, workload: str) -> str:
-    """Returns the key of the record of images with bundles whose largest stream this is."""
+    """Return the key of the record of images with bundles that share this largest stream."""
     return f"hot/streams/{quote(stream_digest, safe='')}/{workload}.json"
 
 
 def header_key(digest: str) -> str:
-    """Returns the key of the header of a bundle; `digest` is the SHA-256 of the header."""
+    """Return the key of the header of a bundle; `digest` is the SHA-256 of the header."""
     return f"bundles/sha256/{_hex(digest)}/header"
 
 
 def part_key(digest: str, part: int) -> str:
-    """Returns the key of a part of a bundle."""
+    """Return the key of a part of a bundle."""
     return f"bundles/sha256/{_hex(digest)}/{part}"
 
 
 def hotset_key(digest: str) -> str:
-    """Returns the key of a hot set."""
+    """Return the key of a hot set."""
     return f"hotsets/sha256/{_hex(digest)}"
 
 
 def trace_prefix(index_digest: str, workload: str) -> str:
-    """Returns the prefix of the keys of a workload's traces."""
+    """Return the prefix of the keys of a workload's traces."""
     return f"traces/{_hex(index_digest)}/{workload}/"
 
 
 def lease_key(index_digest: str, workload: str) -> str:
-    """The key of the lease that a builder of the workload's bundle holds."""
+    """Return the key of the lease that a builder of the workload's bundle holds."""
     return f"leases/hot/{_hex(index_digest)}/{workload}"
 
 
+# ---- the bundle and its pointer -----------------------------------------------------------------
+
+
 def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
-    """Raises: CorruptError, UnknownFormatError."""
+    """Decode the pointer to a bundle of an image.
+
+    Raises: CorruptError, also if it points to another image's bundle; UnknownFormatError.
+    """
     pointer = POINTER_FORM.decode(data, where)
     if pointer.index_digest != index_digest:
         raise CorruptError(f"{where} points to the bundle of another image")
@@ -122,7 +145,10 @@ def decode_pointer(data: bytes, index_digest: str, where: str) -> HotPointer:
 
 
 def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer | None:
-    """None where the workload has no bundle yet. Raises: as `decode_pointer`, UnavailableError."""
+    """Read the pointer to the workload's bundle. Return None if there is no bundle yet.
+
+    Raises: CorruptError, UnknownFormatError, UnavailableError.
+    """
     key = pointer_key(index_digest, workload)
     try:
         data = store.read(key, 0, POINTER_FORM.size_max + 1)
@@ -132,22 +158,26 @@ def read_pointer(store: Store, index_digest: str, workload: str) -> HotPointer |
 
 
 def read_bundle(store: Store, pointer: HotPointer, stream_lengths: Sequence[int]) -> Bundle:
-    """The header of the pointer's bundle, verified. Raises: NotFoundError, CorruptError,
-    UnknownFormatError, UnavailableError."""
+    """Read and verify the header of the pointer's bundle.
+
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
+    """
     header = read_header(store, pointer)
     return decode_bundle(header, pointer, stream_lengths, store.url)
 
 
 def read_header(store: Store, pointer: HotPointer) -> bytes:
-    """The stored header of the pointer's bundle. Raises: NotFoundError, UnavailableError."""
+    """Return the stored header of the pointer's bundle. Raises: NotFoundError, UnavailableError."""
     return store.read(header_key(pointer.bundle_digest), 0, pointer.header_bytes)
 
 
 def decode_bundle(
     header: bytes, pointer: HotPointer, stream_lengths: Sequence[int], where: str
 ) -> Bundle:
-    """What a header says, verified against the pointer. Raises: CorruptError,
-    UnknownFormatError."""
+    """Decode a header after comparing it with the pointer's digest.
+
+    Raises: CorruptError, UnknownFormatError.
+    """
     if hashlib.sha256(header).hexdigest() != _hex(pointer.bundle_digest):
         key = header_key(pointer.bundle_digest)
         raise CorruptError(f"{where}/{key} does not match the digest in its name")
@@ -155,7 +185,7 @@ def decode_bundle(
 
 
 def read_hotset(store: Store, pointer: HotPointer) -> HotSet:
-    """Return the hot set from which the pointer's bundle was made, verified.
+    """Read and verify the hot set from which the pointer's bundle was made.
 
     Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
     """
@@ -169,8 +199,11 @@ def read_hotset(store: Store, pointer: HotPointer) -> HotSet:
     return hot
 
 
+# ---- traces -------------------------------------------------------------------------------------
+
+
 def publish_trace(store: Store, trace: Trace) -> str:
-    """Store a trace under a name of its content; returns its key."""
+    """Store a trace under a key made of its content. Return the key."""
     data = trace_format.encode(trace)
     name = hashlib.sha256(data).hexdigest()[:32]
     key = trace_prefix(trace.index_digest, trace.workload) + name
@@ -179,15 +212,15 @@ def publish_trace(store: Store, trace: Trace) -> str:
 
 
 def trace_keys(store: Store, index_digest: str, workload: str) -> list[str]:
-    """Keys of a workload's traces, the newest first, at most `MERGED_TRACE_COUNT`."""
+    """Return the keys of a workload's newest `MERGED_TRACE_COUNT` traces, the newest first."""
     return _all_trace_keys(store, index_digest, workload)[:MERGED_TRACE_COUNT]
 
 
 def drop_old_traces(store: Store, index_digest: str, workload: str) -> int:
-    """Delete the traces that merging does not look at; returns how many.
+    """Delete the traces that are too old to be merged. Return their number.
 
-    For the holder of the workload's lease, so that a thousand nodes that record at once do not
-    leave a thousand traces for good. Raises: UnavailableError.
+    The caller holds the workload's lease. Without this, a thousand nodes that record at once would
+    leave a thousand traces. Raises: UnavailableError.
     """
     old = _all_trace_keys(store, index_digest, workload)[MERGED_TRACE_COUNT:]
     store.delete_many(old)
@@ -203,7 +236,7 @@ def _all_trace_keys(store: Store, index_digest: str, workload: str) -> list[str]
 
 
 def read_trace(store: Store, key: str) -> Trace:
-    """Raises: NotFoundError, CorruptError, UnknownFormatError."""
+    """Read and verify a trace. Raises: NotFoundError, CorruptError, UnknownFormatError."""
     data = store.read(key, 0, _TRACE_BYTES_MAX + 1)
     if hashlib.sha256(data).hexdigest()[:32] != key.rpartition("/")[2]:
         raise CorruptError(f"{store.url}/{key} does not match the digest in its name")
@@ -214,6 +247,71 @@ def read_trace(store: Store, key: str) -> Trace:
 
 
 def workloads(store: Store, index_digest: str) -> list[str]:
-    """Workloads that have traces of this image."""
+    """Return the workloads that have traces of an image, sorted."""
     prefix = f"traces/{_hex(index_digest)}/"
     return sorted({info.path[len(prefix) :].partition("/")[0] for info in store.list(prefix)})
+
+
+# ---- copies on this node ------------------------------------------------------------------------
+
+
+def keep_bundle(settings: Settings, workload: str, pointer: HotPointer, header: bytes) -> None:
+    """Write copies of a bundle's pointer and header to the node. Never raises."""
+    path = _copy_path(settings, pointer.index_digest, workload)
+    try:
+        write_private_file(path.with_suffix(".header"), header)
+        write_private_file(path, POINTER_FORM.encode(pointer))
+    except OSError as error:
+        _log.debug("the bundle of %s is not kept: %s", workload, error)
+
+
+def read_kept_bundle(
+    settings: Settings, index_digest: str, workload: str, stream_lengths: Sequence[int]
+) -> tuple[HotPointer, Bundle] | None:
+    """Return the bundle that was last kept on this node; None if there is no intact copy.
+
+    The store may have a newer bundle.
+    """
+    path = _copy_path(settings, index_digest, workload)
+    try:
+        data = _read_copy(path, POINTER_FORM.size_max)
+        pointer = decode_pointer(data, index_digest, str(path))
+        header = _read_copy(path.with_suffix(".header"), HEADER_BYTES_MAX)
+        return pointer, decode_bundle(header, pointer, stream_lengths, str(path))
+    except FileNotFoundError:
+        return None
+    except (BootseerError, OSError) as error:
+        _log.debug("the kept bundle of %s is not used: %s", workload, error)
+        return None
+
+
+def refuse_bundle(settings: Settings, workload: str, pointer: HotPointer) -> None:
+    """Mark a bundle with wrong bytes, so that this node never uses it again. Never raises."""
+    path = _copy_path(settings, pointer.index_digest, workload).with_suffix(".refused")
+    try:
+        write_private_file(path, pointer.bundle_digest.encode("ascii"))
+    except OSError as error:
+        _log.warning("the bundle of %s may be used again: %s", workload, error)
+
+
+def is_refused(settings: Settings, workload: str, pointer: HotPointer) -> bool:
+    """Return whether this node marked the bundle as wrong. Newer bundles are not affected."""
+    path = _copy_path(settings, pointer.index_digest, workload).with_suffix(".refused")
+    try:
+        return _read_copy(path, POINTER_FORM.size_max) == pointer.bundle_digest.encode("ascii")
+    except OSError:
+        return False
+
+
+def _copy_path(settings: Settings, index_digest: str, workload: str) -> Path:
+    name = f"{_hex(index_digest)}-{store_hex(settings.store_url)}-{workload}.json"
+    return settings.cache_dir / "catalogue" / "hot" / name
+
+
+def _read_copy(path: Path, bytes_max: int) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(bytes_max + 1)
+    # `cache.limit` removes copies by the time of their last use.
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return data

@@ -1,7 +1,6 @@
-"""Links of the records of images and bundles to other objects of a store.
+"""Links from the records of images and bundles to other objects of a store, for `bootseer gc`.
 
-The only place that says what a garbage collector knows of images (docs/format/store.md, "Use and
-garbage"). Functions and constants only.
+The format is described in docs/format/store.md, "Use and garbage". Functions and constants only.
 """
 
 from urllib.parse import unquote
@@ -9,7 +8,7 @@ from urllib.parse import unquote
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.errors import NotFoundError
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.bundle.bundle_reuse import name_of, read_similar
+from bootseer.prefetch.bundle.similar import name_of, read_similar
 from bootseer.prefetch.index.catalogue import layer_key
 from bootseer.prefetch.index.chains import chain_ids, chain_key, read_chain
 from bootseer.prefetch.index.records import IMAGE_FORM, LAYER_FORM
@@ -37,7 +36,7 @@ def _links_of_chain(store: Store, key: str) -> Links:
     chain = read_chain(store, unquote(key.removeprefix("chains/").removesuffix(".json")))
     if chain is None:
         raise NotFoundError(key)
-    # Their merged tree, which the layers' blobs are read by.
+    # The merged tree of the layers, by which their blobs are read.
     tree = (index_key(chain.index_digest),) if chain.index_digest else ()
     return Links((*map(layer_key, chain.diff_ids), *tree))
 
@@ -48,8 +47,8 @@ def _links_of_layer(store: Store, key: str) -> Links:
 
 
 def _links_of_similar(store: Store, key: str) -> Links:
-    # Builds of an image that stays lend their bundles to the next build, and for that their trees
-    # are needed, but not their blobs.
+    # The next build of an image borrows the bundle of an earlier one. That takes the earlier tree,
+    # but not its blobs.
     trees = tuple(index_key(one.index_digest) for one in read_similar(store, key))
     return Links(lends=trees, hangs_on=trees)
 
@@ -69,7 +68,7 @@ def _links_of_trace(key: str) -> Links:
 
 
 def _links_of_bundle(key: str) -> Links:
-    # Its parts come before its header, over a long time.
+    # The parts are published before the header, and that may take long.
     return Links((key.rpartition("/")[0] + "/",))
 
 
@@ -82,11 +81,11 @@ FORMATS = (
     Format("hot/", _links_of_pointer),
     Format("traces/", links_of=_links_of_trace),
 )
-"""What a garbage collector knows of images."""
+"""Formats of records with links."""
 CONTENT = (
-    # The headers, which name the parts, go first.
+    # Headers name the parts, so that they are removed first.
     Format("bundles/", links_of=_links_of_bundle, suffix="/header", is_content=True),
     Format("bundles/", links_of=_links_of_bundle, is_content=True),
     Format("hotsets/", is_content=True),
 )
-"""What pointers name."""
+"""Formats of objects that pointers name."""

@@ -1,9 +1,11 @@
-"""Looks names up below a directory, so that the kernel knows them: a small program of its own.
+"""Program that looks up names below a directory, so that the kernel caches them.
 
-`python name_walk.py FD` with paths on standard input, separated by NUL, as
-`preload_plan.PreloadPlan.names` has them; FD is the directory. A process that waits for a file
-system's answer cannot be killed, so a FUSE server never asks its own file system anything. A name
-that cannot be looked up is left out. Imports nothing of Bootseer.
+Usage: `python name_walk.py FD`, with FD an open directory, and paths separated by NUL on standard
+input, as `PreloadPlan.names` has them: a path that ends with a slash is a directory to list. Names
+that cannot be looked up are skipped.
+
+A program of its own, since a process that waits for a FUSE file system cannot be killed, so that a
+FUSE server never accesses its own. Imports nothing of Bootseer, so that it starts quickly.
 """
 
 import os
@@ -12,7 +14,7 @@ from collections.abc import Iterable
 
 
 def walk(root: int, paths: Iterable[bytes]) -> None:
-    """Have the kernel look up all `paths` below the directory that is open as `root`."""
+    """Look up all `paths` below the directory that is open as `root`."""
     for path in paths:
         try:
             if not path.endswith(b"/"):
@@ -29,6 +31,6 @@ def walk(root: int, paths: Iterable[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    # Where processors are short, what the start asks for itself comes first.
+    # If the CPUs are busy, the job's own requests come first.
     os.nice(10)
     walk(int(sys.argv[1]), sys.stdin.buffer.read().split(b"\0"))

@@ -1,8 +1,8 @@
-"""Replay of a bundle: its frames on their way into the node cache, in the order of use.
+"""Replay of a bundle: its frames are fetched into the node cache in the order of use.
 
-`plan_replay` is pure; the fetcher moves the bytes. A bundle is a help, never a condition: the first
-thing wrong with it ends its use with one warning, and faults go to the blobs. Of several servers on
-a node that replay one bundle at once, one fetches it and the others follow.
+A start never depends on its bundle: the first error ends the replay with one warning, and faults
+read the blobs. Of several servers of a node that replay the same bundle at once, one fetches it and
+the others follow: they wait for the frames of the first.
 
 Thread-safe; `start` it once.
 """
@@ -28,26 +28,27 @@ from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 _log = logging.getLogger(__name__)
 
 _FETCH_BYTES = ((8, 1), (24, 2**19), (None, 2**21))
-"""So many frames in requests of at most so many bytes (one frame at least). Requests run side by
-side and share the line, so large ones would all end together, and the first page would come with
-the last; small ones waste their latency. So: small while a start waits for its first pages, large
-when it is under way."""
+"""(number of frames, largest request in bytes), in the order of use; a request has one frame at
+least. Parallel requests share the network, so that large ones would all end at the same time, and
+the first page would come with the last. Small ones waste time by their latency. So the requests are
+small while a start waits for its first pages, and large later."""
 
 _SHARED_FETCH_BYTES = ((None, 1),)
-"""A frame that a fan-out brings costs no request. One that is read with others waits for the last
-of them."""
+"""The same for frames that a fan-out brings: they cost no request, and a frame that is fetched
+together with others waits for the last of them."""
 
 _FOLLOW_S = 120.0
-_PATIENCE_S = 0.5
-"""All waits for another server's fetches together: what is lost when it is slow. At 1 Gbit it
-brings 60 MB meanwhile."""
+"""Longest time for which a server follows another one."""
+_FOLLOWED_WAITS_S = 0.5
+"""Limit of all waits for frames of the followed server together: the loss if that server is slow.
+At 1 Gbit/s it fetches 60 MB in this time."""
 _POLL_S = 0.002
 _TURN_S = 0.02
-"""How often a follower looks whether the other one has finished."""
+"""Pause between two checks whether the followed server has ended."""
 _WINDOW_FRAMES = 16
-"""8 MiB: sorted by place within so much, by use beyond."""
+"""Frames (8 MiB) within which read-ahead from the disk is sorted by offset."""
 _GAP_BYTES = 32 * 1024
-"""Less than this between two pieces is read along: a disk moves it in less than a seek takes."""
+"""Gaps between two extents up to this size are read from the disk, too: a seek takes longer."""
 
 
 def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
@@ -61,8 +62,10 @@ def chunks_of(bundle: Bundle, digest: str) -> list[Chunk]:
 def plan_replay(
     chunks: Sequence[Chunk], is_cached: Callable[[Chunk], bool], *, is_shared: bool = False
 ) -> list[Fetch]:
-    """Return the fetches of the frames that are not here yet, in order of use. Pure (no I/O).
-    `is_shared`: a fan-out brings them in that order."""
+    """Return the fetches of the frames that are not cached yet, in the order of use. Pure.
+
+    `is_shared`: whether a fan-out brings the frames.
+    """
     fetches: list[Fetch] = []
     missing = [chunk for chunk in chunks if not is_cached(chunk)]
     for count, fetch_bytes in _SHARED_FETCH_BYTES if is_shared else _FETCH_BYTES:
@@ -77,30 +80,31 @@ def plan_replay(
     return fetches
 
 
-class Replaying(enum.Enum):
-    """State of a bundle for one start. A `Replay` begins when one is found."""
+class ReplayState(enum.Enum):
+    """State of the bundle of one start. A `BundleReplay` begins with FOLLOWING or FETCHING."""
 
     NONE = "none"
-    """None is looked for, or there is none."""
+    """The start uses no bundle, or there is none."""
     LOOKING = "looking"
+    """The bundle is looked up."""
     REFUSED = "refused"
-    """What there is was found wrong, by this start or an earlier one."""
+    """The bundle was found wrong by this start or an earlier one."""
     FOLLOWING = "following"
     """Another server of the node fetches the bundle."""
     FETCHING = "fetching"
     COMPLETE = "complete"
     GIVEN_UP = "given up"
-    """Something was wrong with the bundle or its store."""
+    """The bundle could not be fetched."""
     REFUTED = "refuted"
-    """Its bytes are not those of the image. Entered from any state."""
+    """The bundle has bytes that are not those of the image. Entered from any state."""
     NO_ROOM = "no room"
-    """The disk takes no more; nothing is wrong with the bundle."""
+    """The disk takes no more; the bundle is not to blame."""
 
 
-_UNDER_WAY = frozenset((Replaying.FOLLOWING, Replaying.FETCHING))
+_UNDER_WAY = frozenset((ReplayState.FOLLOWING, ReplayState.FETCHING))
 
 
-class Replay:
+class BundleReplay:
     """Transfer of one bundle into its file in the node cache."""
 
     def __init__(
@@ -114,18 +118,20 @@ class Replay:
         reads: SharedReads | None = None,
         url: str = "",
     ) -> None:
-        """`digest` is the bundle's in the store. `streams` are the image's: what they hold is not
-        fetched. `lock`: the server that holds this file fetches the bundle for all on this node.
-        `reads`: those of `fetcher`, if a fan-out may bring what is in the store `url`.
+        """Prepare the transfer of the bundle with `digest` in the store.
+
+        Frames that the image's `streams` hold are not fetched. The server that holds the lock file
+        `lock` fetches, and the others follow. `reads` are the shared reads of `fetcher`, if a
+        fan-out may bring the frames that are in the store `url`.
         """
         self.bundle = file.bundle
-        self.state = Replaying.FETCHING
+        self.state = ReplayState.FETCHING
         self.fetched_bytes = 0
-        """Uncompressed bytes that this replay brought."""
+        """Uncompressed bytes that this replay fetched."""
         self.finished_after_ns: int | None = None
         """Time from `start` to the last frame; None unless the replay is complete."""
         self.error: str | None = None
-        """Reason why it was given up."""
+        """Reason why the replay was given up."""
         self._file = file
         self._streams = streams
         self._fetcher = fetcher
@@ -137,23 +143,24 @@ class Replay:
         self._lock_path = lock
         self._reads, self._url = reads, url
         self._lock_fd = -1
-        self._patience_s = _PATIENCE_S
+        self._waits_left_s = _FOLLOWED_WAITS_S
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Begin to fetch, or to follow the server that does; returns at once."""
+        """Begin to fetch, or to follow the server that fetches. Returns at once."""
         started_ns = time.monotonic_ns()
         if self._takes_lead():
             self._submit()
         else:
-            self.state = Replaying.FOLLOWING
-            self._look_what_is_here()
+            self.state = ReplayState.FOLLOWING
+            self._find_pending()
         here = [n for n, is_pending in enumerate(self._pending) if not is_pending]
         if here:
             threading.Thread(target=self._warm, args=(here,), name="warm-disk", daemon=True).start()
         threading.Thread(target=self._watch, args=(started_ns,), name="replay", daemon=True).start()
 
     def _warm(self, numbers: Sequence[int]) -> None:
+        """Read frames that are present from the disk into memory ahead of the start."""
         proven = []
         for number in numbers:
             if self._stopping.is_set():
@@ -168,6 +175,7 @@ class Replay:
             self._streams[run.blob].read_ahead(run.offset, run.length)
 
     def _takes_lead(self) -> bool:
+        """Return whether this server now holds the lock for fetching the bundle."""
         if self._lock_path is None:
             return True
         try:
@@ -178,18 +186,19 @@ class Replay:
             _log.debug("replaying without regard to others: %s", error)
         return True
 
-    def _look_what_is_here(self) -> None:
+    def _find_pending(self) -> None:
         self._pending[:] = bytes(not self._is_here(n) for n in range(len(self._pending)))
 
     def _submit(self) -> None:
-        if self.is_over:
+        """Begin to fetch the frames that are not present."""
+        if self.has_ended:
             return
-        self._look_what_is_here()
+        self._find_pending()
         if self._file.is_refuted:
             self.refute(CorruptError("its bytes are not those of the image"))
         elif self._file.is_full and any(self._pending):
             self._give_up_for_room()
-        if self.is_over:
+        if self.has_ended:
             return
         fetches = plan_replay(
             self._chunks,
@@ -200,13 +209,15 @@ class Replay:
             self._batch = self._fetcher.submit(fetches, self._deliver)
         except BootseerError as error:
             self.give_up(error)
-        if self.is_over and self._batch is not None:
-            # Given up meanwhile, by another thread that saw no batch.
+        if self.has_ended and self._batch is not None:
+            # Another thread has given up the replay before it could see the batch.
             self._batch.cancel()
 
     def _shares(self) -> bool:
-        """Return whether a fan-out brings the frames. Of a bundle that is mostly here, the node
-        takes no part."""
+        """Return whether a fan-out brings the frames.
+
+        The node does not take part in the fan-out of a bundle that it has for the most part.
+        """
         if self._reads is None:
             return False
         if 2 * self.remaining_count > len(self._chunks):
@@ -216,12 +227,12 @@ class Replay:
 
     def _watch(self, started_ns: int) -> None:
         until_s = time.monotonic() + _FOLLOW_S
-        while self.state is Replaying.FOLLOWING:
+        while self.state is ReplayState.FOLLOWING:
             if self._stopping.wait(_TURN_S):
                 return
             if self._takes_lead() or time.monotonic() > until_s:
-                # The other one has finished, has died, or is too slow: the rest is ours.
-                self._enter(Replaying.FETCHING)
+                # The followed server has ended or is too slow: this one fetches the rest.
+                self._enter(ReplayState.FETCHING)
                 self._submit()
         try:
             if self._batch is not None:
@@ -233,22 +244,22 @@ class Replay:
                 self._lock_path.unlink(missing_ok=True)
                 os.close(self._lock_fd)
         finished_ns = time.monotonic_ns() - started_ns
-        if self._enter(Replaying.COMPLETE):
+        if self._enter(ReplayState.COMPLETE):
             self.finished_after_ns = finished_ns
 
-    def _enter(self, state: Replaying) -> bool:
-        """Enter `state`, unless the replay is over. Return whether the state changed."""
+    def _enter(self, state: ReplayState) -> bool:
+        """Enter `state`, unless the replay has ended. Return whether the state changed."""
         with self._lock:
-            if self.is_over and (state is not Replaying.REFUTED or self.state is state):
+            if self.has_ended and (state is not ReplayState.REFUTED or self.state is state):
                 return False
             self.state = state
-            if self.is_over:
-                # Also frames that another server brought before their turn came.
+            if self.has_ended:
+                # Some frames may be pending although another server has fetched them.
                 self._pending[:] = bytes(len(self._pending))
             return True
 
-    def give_up(self, error: BaseException, state: Replaying = Replaying.GIVEN_UP) -> None:
-        """Use the bundle no further. Idempotent."""
+    def give_up(self, error: BaseException, state: ReplayState = ReplayState.GIVEN_UP) -> None:
+        """End the replay because of `error`, with one warning. Idempotent."""
         if not self._enter(state):
             return
         self.error = str(error)
@@ -259,47 +270,47 @@ class Replay:
         _log.warning("the bundle is not used any further, the image is read without it: %s", error)
 
     def refute(self, error: CorruptError) -> None:
-        """Use the bundle no further: its bytes are wrong. Idempotent."""
-        self.give_up(error, Replaying.REFUTED)
+        """End the replay because the bundle has wrong bytes. Idempotent."""
+        self.give_up(error, ReplayState.REFUTED)
 
     def _give_up_for_room(self) -> None:
-        # To go on would bring what is thrown away, and then comes from the blobs once more.
-        self.give_up(NoSpaceError("the cache's disk takes no more"), Replaying.NO_ROOM)
+        # Further frames could not be kept, and their bytes would be fetched again by faults.
+        self.give_up(NoSpaceError("the cache's disk takes no more"), ReplayState.NO_ROOM)
 
     def stop(self) -> None:
-        """Touch the cache no more: it is about to be closed. Idempotent."""
+        """Stop using the cache, which is about to be closed. Idempotent."""
         self._stopping.set()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the replay has brought everything, or was given up."""
+    def has_ended(self) -> bool:
+        """Whether the replay has ended: all frames were fetched, or it was given up."""
         return self.state not in _UNDER_WAY
 
     @property
     def remaining_count(self) -> int:
-        """Frames still to come."""
+        """Number of frames that are not present yet."""
         return self._pending.count(1)
 
     def _is_here(self, number: int) -> bool:
         return self._file.is_here(number, self._streams)
 
     def is_cached(self, chunk: Chunk) -> bool:
-        """Return whether a frame need not be fetched, as far as is known without reading."""
+        """Return whether a frame need not be fetched. Reads nothing."""
         number = self._numbers.get(chunk)
         return number is not None and (not self._pending[number] or self._file.has_now(number))
 
     def demand(self, blob: int, offset: int, length: int, deadline_s: float) -> bool:
-        """Wait for the pending frames that hold any of this range, moving them to the front.
+        """Fetch the pending frames that hold any of a range with priority, and wait for them.
 
-        Return False if there are none. The wait for a frame ends, and with it the use of the
-        bundle, when nothing came for `deadline_s`. Never raises: the caller looks into the cache.
+        Return False if no such frame is pending. If no bytes arrive for `deadline_s`, the replay is
+        given up. Never raises: the caller reads the cache again.
         """
         waited = False
         for number in self._file.frames_for(blob, offset, length):
             if not self._pending[number]:
                 continue
             waited = True
-            if self.state is Replaying.FOLLOWING and self._comes_from_elsewhere(number):
+            if self.state is ReplayState.FOLLOWING and self._await_followed(number):
                 continue
             try:
                 self._fetcher.demand(self._chunks[number], self._deliver, deadline_s=deadline_s)
@@ -307,20 +318,20 @@ class Replay:
                 self.give_up(error)
         return waited
 
-    def _comes_from_elsewhere(self, number: int) -> bool:
-        """Wait a little for a frame that another server is about to bring."""
+    def _await_followed(self, number: int) -> bool:
+        """Wait a short time for a frame of the followed server. Return whether it has come."""
         while not self._is_here(number):
-            if self.state is not Replaying.FOLLOWING or self._patience_s <= 0:
+            if self.state is not ReplayState.FOLLOWING or self._waits_left_s <= 0:
                 return False
             time.sleep(_POLL_S)
-            self._patience_s -= _POLL_S
+            self._waits_left_s -= _POLL_S
         self._pending[number] = 0
         return True
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> None:
         number = self._numbers[chunk]
-        # On a full disk what was under way is kept in memory: it has been moved.
-        if not self._pending[number] and self.state is not Replaying.NO_ROOM:
+        # On a full disk, frames that were under way are kept in memory: they cost their transfer.
+        if not self._pending[number] and self.state is not ReplayState.NO_ROOM:
             return
         frame = self.bundle.frames[number]
         if not self._file.has_now(number) and not self._file.put(number, decode_frame(frame, data)):
@@ -336,11 +347,11 @@ class Replay:
 
 
 def disk_runs(frames: Sequence[BundleFrame]) -> Iterator[BundleExtent]:
-    """The bytes of `frames` as few long pieces, roughly in the frames' order. Pure.
+    """Yield the extents of `frames`, merged to few long ones, roughly in the order of use. Pure.
 
-    After a reboot, or when the page cache has been needed for something else, a complete image
-    starts from a cold disk, and its first reads come in small pieces all over the cache. The bundle
-    knows which will be wanted; `CachedStream.read_ahead` gives the kernel the hint.
+    After a reboot, or after other programs have used the memory, an image that is complete on the
+    node is read from a cold disk, in small pieces at scattered offsets. The caller reads these
+    extents ahead (`CachedStream.read_ahead`).
     """
     for first in range(0, len(frames), _WINDOW_FRAMES):
         window = frames[first : first + _WINDOW_FRAMES]

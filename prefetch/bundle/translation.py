@@ -1,9 +1,9 @@
-"""A bundle of one image, translated for another that was built anew from much the same files.
+"""Translation of a bundle for another image that has many of the same files, such as a rebuild.
 
-Pure (no I/O). Alone decides what of a bundle still serves. What both images store in the same
-stream (`Blob.stream_digest`) stays where it is. Elsewhere a bundle's bytes belong to files of the
-old image: the same content in the new one, at its path or else anywhere, is where they go. Only
-whole sectors of contents are moved; tar headers of a changed stream are nobody's.
+Bytes of a stream that both images have (`Blob.stream_digest`) keep their place. All other bytes of
+the bundle belong to files of the old image. They are moved to a file of the new image with the same
+content, preferably the one at the same path. Only whole sectors of file contents are moved, no tar
+headers. Pure.
 """
 
 import stat
@@ -16,31 +16,37 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from bootseer.blob.tree import Blob, Tree
-from bootseer.prefetch.bundle.format import Bundle, BundleExtent, BundleFrame
-from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, SectorMarks, sectors_of
+from bootseer.prefetch.bundle.format import (
+    SECTOR_BYTES,
+    Bundle,
+    BundleExtent,
+    BundleFrame,
+    SectorMarks,
+    sectors_of,
+)
 from bootseer.prefetch.index.stream_contents import StreamContents
 
 EXTENT_COUNT_MAX = 100_000
-"""So much of a bundle is translated; the rest is left out. A second's work in a process that has
-a start to serve, and far more than a start needs; what comes first was wanted first."""
+"""The most extents of a bundle that are translated, in the order of use; the rest is left out. It
+takes about a second in a process that has a start to serve, and is far more than a start needs."""
 
 STEP_COUNT_MAX = 2**22
-"""So many pairs of an old content and a new extent are looked at, some forty for each extent of a
-bundle: a tree may claim that millions of files share their bytes."""
+"""The most pairs of an old content and a new extent that are examined, about forty for each extent
+of a bundle: a tree may claim that millions of files share their bytes."""
 
 _SHARE = 8
-"""A frame is used if at least this fraction (1 / 8) of its content has a place. Otherwise faults
-bring the little that does: each moves a frame of its blob, 128 KiB, a fourth of ours."""
+"""A frame is used if at least 1 / `_SHARE` of its content is found in the new image. For less than
+that, faults are cheaper: each fetches 128 KiB of a blob, a fourth of a bundle's frame."""
 
 _Piece: TypeAlias = tuple[BundleExtent, int]
-"""Bytes of a new stream, and their position in the frame's content."""
+"""Extent of a new stream, and its position in the frame's content."""
 
 
 def translate(bundle: Bundle, old: Tree, new: Tree, new_index_digest: str) -> Bundle:
-    """What of `bundle`, which belongs to `old`, serves `new`: its frames in their order, with
-    extents of `new`'s streams. Frames that bring too little are left out, maybe all.
+    """Return `bundle`, made for the tree `old`, with the extents of the streams of `new`.
 
-    No sector comes twice. Raises: CorruptError for a tree whose contents make no sense.
+    Frames with too little content of `new` are left out, maybe all. No sector is in the bundle
+    twice. Raises: CorruptError for a tree with impossible contents.
     """
     places = _Places(old, new)
     frames: list[BundleFrame] = []
@@ -59,7 +65,7 @@ def translate(bundle: Bundle, old: Tree, new: Tree, new_index_digest: str) -> Bu
 
 
 def shared_streams(old: Sequence[Blob], new: Sequence[Blob]) -> dict[int, int]:
-    """Numbers of old blobs whose streams new blobs have, too -> those blobs' numbers. Pure."""
+    """Map each old blob to the new blob with the same stream, by their numbers. Pure."""
     numbers = {(blob.stream_digest, blob.stream_length): n for n, blob in enumerate(new)}
     found = {}
     for number, blob in enumerate(old):
@@ -70,7 +76,7 @@ def shared_streams(old: Sequence[Blob], new: Sequence[Blob]) -> dict[int, int]:
 
 
 class _Places:
-    """Maps bytes of the old image's streams to places in the new image's streams."""
+    """Map from bytes of the old image's streams to places in the new image's streams."""
 
     def __init__(self, old: Tree, new: Tree) -> None:
         self._old = old
@@ -78,7 +84,7 @@ class _Places:
         self._shared = shared_streams(old.blobs, new.blobs)
         self._taken = [SectorMarks() for _ in new.blobs]
         self._steps_left = STEP_COUNT_MAX
-        # Tar has none: sectors of the new streams in whose middle other contents begin.
+        # Sectors of the new streams in whose middle a file begins. A tar stream has none.
         self._crowded = {
             (blob, offset // SECTOR_BYTES)
             for blob, offset in zip(
@@ -90,7 +96,7 @@ class _Places:
         self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
 
     def add_pieces(self, extent: BundleExtent, position: int, pieces: list[_Piece]) -> None:
-        """Add the parts of an extent that the new image has; `position` is that of the extent."""
+        """Append the parts of an extent that the new image has; `position` is the extent's."""
         number = self._shared.get(extent.blob)
         if number is None:
             self._add_contents(extent, position, pieces)
@@ -98,7 +104,7 @@ class _Places:
             pieces.append((BundleExtent(number, extent.offset, extent.length), position))
 
     def _take(self, blob: int, offset: int, length: int) -> bool:
-        """Mark sectors as brought; False if some are already."""
+        """Take sectors of a new stream. Return False if one of them is already taken."""
         first, end = sectors_of(offset, length)
         taken = self._taken[blob]
         if taken.gaps(first, end) != [(first, end)]:
@@ -116,7 +122,7 @@ class _Places:
             number = numbers[i]
             start = starts[i]
             end = start + columns.extent_length[number]
-            # Behind the end of a file tar fills its last sector with zeros, and no more.
+            # Tar fills the last sector of a file with zeros.
             room_end = min(
                 starts[i + 1] if i + 1 < len(starts) else extent_end,
                 end + -end % SECTOR_BYTES,
@@ -134,7 +140,7 @@ class _Places:
             for file_offset, blob, blob_offset, length in targets:
                 low = max(first + shift, file_offset)
                 high = min(last + shift, file_offset + length)
-                # Whole sectors of the new stream only; the last one may end with it.
+                # Only whole sectors of the new stream, but for the last one of the stream.
                 to = blob_offset - file_offset
                 low += -(low + to) % SECTOR_BYTES
                 gap = -(high + to) % SECTOR_BYTES
@@ -154,7 +160,7 @@ class _Places:
                     pieces.append((BundleExtent(blob, low + to, high - low), place))
 
     def _target(self, inode: int) -> list[tuple[int, int, int, int]]:
-        """The extents, in the new image, of a file with the content of an old one."""
+        """Return the extents of the new file with the content of the old inode."""
         found = self._targets.get(inode)
         if found is None:
             number = self._find(inode)
@@ -163,8 +169,10 @@ class _Places:
         return found
 
     def _find(self, inode: int) -> int | None:
-        """The new inode with an old one's content: by content alone where only one has it, which
-        is quick and finds what was moved; of several the one at the same path, if any."""
+        """Return the new inode with the content of an old one; None if there is none.
+
+        Of several such inodes, the one at the same path is returned, if any.
+        """
         old = self._old.columns
         number = old.digest[inode]
         if not number or not stat.S_ISREG(old.mode[inode]):
@@ -178,14 +186,14 @@ class _Places:
 
     @cached_property
     def _by_digest(self) -> dict[bytes, int]:
-        """Digest of a content -> the first inode that has it."""
+        """Map from the digest of a content to the first new inode that has it."""
         digests, numbers = _digests(self._new), self._new.columns.digest
         inodes = range(self._new.inode_count - 1, -1, -1)
         return {digests[numbers[i]]: i for i in inodes if numbers[i]}
 
     @cached_property
     def _several(self) -> set[bytes]:
-        """Digests of contents that several inodes have."""
+        """Digests of contents that several new inodes have."""
         digests, counts = _digests(self._new), Counter(self._new.columns.digest)
         return {digests[number] for number, count in counts.items() if number and count > 1}
 

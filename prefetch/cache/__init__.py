@@ -1,1 +1,4 @@
-"""The node cache: streams of layers on the node's disk, which bytes are there, and its limit."""
+"""The node's cache on disk: streams of image layers (`node_cache`), indexes, and the size limit.
+
+Imports no other package of `prefetch`.
+"""

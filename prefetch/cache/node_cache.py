@@ -1,42 +1,51 @@
-"""The node cache: tar streams of image layers on this node's disk, for all servers of the node.
+"""The node cache: streams of image layers on this node's disk, shared by all servers of the node.
 
 Each stream has a folder below `cache_dir/streams`, named by what proves its bytes: `frames-<hex>`
 for a stream that is filled frame by frame, `sha256-<hex>` or `blake3-<hex>` for one that was pulled
-whole, `own-<hex>` for one that a registry sent in place of a lost blob and that serves a single
-image. `bundle-<hex>` holds the frames of a bundle, which nothing proves, for a single image, too.
-docs/format/cache.md describes the files and why an index's own word for a stream is no name here.
+whole, and `own-<hex>` for one that a registry sent in place of a lost blob. `bundle-<hex>` holds
+the unproven frames of a bundle. Streams of the last two kinds serve one image only.
+
+An index states a digest of each blob's whole stream, but no check compares that digest with the
+frames: the author of an index may write anything there, and the cache never believes it. Every
+frame is verified, so the offsets and digests of all frames name the stream (docs/format/cache.md,
+"Keys").
 
 Thread-safe. Several processes may use one cache at once.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Container, Sequence
+import struct
+from array import array
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from msgspec import Struct
 
+from bootseer.base.content_digest import ContentHasher
+from bootseer.base.redact import public_url
+from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob
-from bootseer.errors import BootseerError, CorruptError, InvalidInputError
-from bootseer.linux.locks import remove_unused_lock, try_lock
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    DeadlineError,
+    InvalidInputError,
+    from_oserror,
+)
+from bootseer.linux.locks import lock_file, remove_unused_lock, try_lock
 from bootseer.linux.processes import boot_id
-from bootseer.prefetch.cache.files import alone, locked_if_there
 from bootseer.prefetch.cache.stream import (
     TRY_AGAIN_S,
     CachedStream,
+    locked_if_there,
     present_bytes,
     read_starts,
     whole_starts,
-)
-from bootseer.prefetch.cache.stream_keys import (
-    frame_starts,
-    frames_key,
-    is_stored,
-    own_key,
-    store_hex,
 )
 from bootseer.prefetch.cache.whole_stream import WholeStream, remove_abandoned
 
@@ -48,6 +57,81 @@ _KINDS = "sha256|blake3|frames|own|bundle"
 _KEY = re.compile(rf"(?:{_KINDS}):[0-9a-f]{{64}}")
 _FOLDER = re.compile(rf"(?:{_KINDS})-[0-9a-f]{{64}}")
 _LOCKS = frozenset((".pull", ".replay", ".fill"))
+_HEAD = struct.Struct("<16sQQ")
+_MAGIC = b"bootseer frames\0"
+
+
+def is_stored(blob: Blob) -> bool:
+    """Return whether a blob has frames that can be fetched, or is empty.
+
+    A blob without frames exists only on the node that pulled it.
+    """
+    return len(blob.frames) > 0 or blob.stream_length == 0
+
+
+def frame_starts(blob: Blob) -> "array[int]":
+    """Return the offset of each frame in the blob's stream, followed by the stream's length."""
+    frames = blob.frames
+    if isinstance(frames, FrameTable):
+        return frames.stream_offsets
+    end = frames[-1].stream_offset + frames[-1].stream_length if frames else 0
+    return array("Q", [*(frame.stream_offset for frame in frames), end])
+
+
+def frames_key(blob: Blob) -> str:
+    """Return `frames:<hex>`: BLAKE3 over the stream offsets and digests of all frames."""
+    frames = blob.frames
+    if isinstance(frames, FrameTable):
+        digests = bytes(frames.digests)
+    else:
+        digests = b"".join(frame.digest for frame in frames)
+    hasher = ContentHasher(_HEAD.pack(_MAGIC, blob.stream_length, len(frames)))
+    hasher.update(frame_starts(blob)[: len(frames)].tobytes())
+    hasher.update(digests)
+    return f"frames:{hasher.hexdigest()}"
+
+
+def replacement_key(blob: Blob, image_key: str) -> str:
+    """Return the key of the stream that a registry sent in place of a lost blob of one image."""
+    text = f"{image_key} {frames_key(blob)}"
+    return f"own:{hashlib.sha256(text.encode('ascii')).hexdigest()}"
+
+
+def store_hex(store_url: str) -> str:
+    """Return the name of a store in names of files: 16 hex digits of the SHA-256 of its URL.
+
+    User, password and query of the URL are left out: they are secret, or change.
+    """
+    return hashlib.sha256(public_url(store_url).encode()).hexdigest()[:16]
+
+
+def image_key_of(index_digest: str, store_url: str) -> str:
+    """Return the key of an image, for cached bytes that serve this image only.
+
+    The store is a part of the key: another store may have the same index, and a bundle written by
+    other people.
+    """
+    return f"{index_digest} {store_hex(store_url)}"
+
+
+@contextlib.contextmanager
+def hold_lock_file(path: Path, timeout_s: float, doing: str) -> Iterator[None]:
+    """Hold the lock file `path`, so that no other process of this node is `doing` the same.
+
+    The file is removed with the lock. The lock of a killed process is released.
+    Raises: DeadlineError if another process still holds it after `timeout_s`; BootseerError.
+    """
+    try:
+        fd = lock_file(path, timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(f"another process was still {doing} after {timeout_s:g} s") from error
+    except OSError as error:
+        raise from_oserror(error, f"lock {path}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
 
 
 class StreamUse(Struct, frozen=True):
@@ -68,57 +152,59 @@ class StreamDetails(Struct, frozen=True):
 
 
 class NodeCache:
-    """Open, add and remove the cached streams of one cache folder."""
+    """Streams of one cache folder: opening, adding and removing them."""
 
     def __init__(self, cache_dir: Path, *, try_again_s: float = TRY_AGAIN_S) -> None:
-        """A disk that refused a write is tried again no sooner than `try_again_s` later."""
+        """Make the cache. `try_again_s`: pause before the next write to a disk that refused one."""
         self._try_again_s = try_again_s
-        self._directory = cache_dir / STREAMS
-        self._boot = bytes.fromhex(boot_id().replace("-", "")) or os.urandom(16)
+        self.directory = cache_dir / STREAMS
+        """Folder of all streams."""
+        self.boot = bytes.fromhex(boot_id().replace("-", "")) or os.urandom(16)
+        """Id of this boot of the machine."""
 
-    def _path(self, key: str) -> Path:
+    def path_of(self, key: str) -> Path:
+        """Return the folder of the stream `key`. Raises: InvalidInputError for other strings."""
         if not _KEY.fullmatch(key):
             raise InvalidInputError(f"{key!r} is not a digest like sha256:<64 hex digits>")
-        return self._directory / key.replace(":", "-")
+        return self.directory / key.replace(":", "-")
 
     def open_pieces(
         self, key: str, starts: Sequence[int], *, takes_frames: bool = True
     ) -> CachedStream:
-        """Open the stream `key`, which is made if it is new. See `CachedStream` for the arguments.
+        """Open the stream `key`, and create it if it is new. For the arguments see `CachedStream`.
 
         Raises: BootseerError.
         """
-        directory = self._path(key)
+        directory = self.path_of(key)
         stream = CachedStream(
             directory,
             starts,
-            self._boot,
+            self.boot,
             takes_frames=takes_frames,
             try_again_s=self._try_again_s,
         )
-        # `trim` goes by the folder's time: the last use.
+        # `trim` takes the folder's time as that of the last use.
         with contextlib.suppress(OSError):
             os.utime(directory)
         return stream
 
     def has(self, key: str) -> bool:
-        """Return whether the cache has any of the stream `key`."""
-        return (self._path(key) / "data").exists()
+        """Return whether the cache has a stream `key`, maybe in part."""
+        return (self.path_of(key) / "data").exists()
 
     # ---- streams of images ----------------------------------------------------------------
 
     def open_blob(
-        self, blob: Blob, *, vouched: Container[str] = (), owner: str | None = None
+        self, blob: Blob, *, vouched: Container[str] = (), image_key: str | None = None
     ) -> CachedStream:
-        """Open the stream of a blob of an image.
+        """Open the stream of a blob of an image: the first of these that the cache has whole, or
+        else the stream of the blob's frames, which is created if it is new.
 
-        A blob whose stream digest is in `vouched` is read from the stream that this node pulled
-        under that digest, where all of it is here. `owner` (`stream_keys.owner_of`) names the
-        image, for streams that a registry sent for it. Else the stream is the one of the blob's
-        frames, and made if it is new.
+        1. the stream that this node pulled under the blob's stream digest, if it is in `vouched`;
+        2. the stream that a registry sent for the image `image_key` (see `image_key_of`).
 
-        Raises: CorruptError if the blob has no frames and is not vouched for: the author of the
-        index may not have had the stream; BootseerError.
+        Raises: CorruptError if the blob has no frames and is not vouched for, since the author of
+        the index may never have had the stream; BootseerError.
         """
         is_vouched = blob.stream_digest in vouched
         if not is_stored(blob):
@@ -133,24 +219,28 @@ class NodeCache:
         if stream is not None and stream.stream_length != blob.stream_length:
             stream.close()
             stream = None
-        return stream or (owner and self.open_own(blob, owner)) or self.open_frames(blob)
+        if stream is None and image_key is not None:
+            stream = self.open_replacement(blob, image_key)
+        return stream or self.open_frames(blob)
 
     def open_frames(self, blob: Blob) -> CachedStream:
         """Open the stream that is filled with the blob's frames. Raises: BootseerError."""
         return self.open_pieces(frames_key(blob), frame_starts(blob))
 
-    def open_own(self, blob: Blob, owner: str) -> CachedStream | None:
-        """Open the stream that a registry sent for the image `owner` in place of the blob. Return
-        None unless all of it is here. Raises: BootseerError."""
-        return self.open_whole(own_key(blob, owner))
+    def open_replacement(self, blob: Blob, image_key: str) -> CachedStream | None:
+        """Open the stream that a registry sent in place of the blob, for one image.
+
+        Return None unless all of it is present. Raises: BootseerError.
+        """
+        return self.open_whole(replacement_key(blob, image_key))
 
     def open_whole(self, key: str) -> CachedStream | None:
-        """Open the stream that was pulled whole under `key`. Return None unless all of it is here.
+        """Open the stream that was pulled whole under `key`.
 
-        After a crash of the machine this compares the pieces that were not compared since.
-        Raises: BootseerError.
+        Return None unless all of it is present. After a crash of the machine all pieces are
+        compared first. Raises: BootseerError.
         """
-        starts = read_starts(self._path(key))
+        starts = read_starts(self.path_of(key))
         if starts is None:
             return None
         stream = self.open_pieces(key, starts, takes_frames=False)
@@ -159,25 +249,18 @@ class NodeCache:
         stream.close()
         return None
 
-    def open_whole_blob(self, blob: Blob, *, vouched: Container[str] = ()) -> CachedStream | None:
-        """Open the stream of a blob as `open_blob` does. Return None unless all of it is here.
-        Raises: CorruptError, BootseerError."""
-        stream = self.open_blob(blob, vouched=vouched)
-        if stream.holds(0, stream.count):
-            return stream
-        stream.close()
-        return None
-
     def make_durable(self, blobs: Sequence[Blob], *, vouched: Container[str] = ()) -> None:
         """Flush an image's streams to the disk and mark them clean, unless a process uses them.
-        Never raises: a stream that is not marked is compared after a reboot."""
+
+        Never raises: a stream that is not marked is compared after a reboot.
+        """
         for blob in blobs:
             keys = [frames_key(blob)] if is_stored(blob) else []
             if blob.stream_digest in vouched:
                 keys.append(blob.stream_digest)
             for key in keys:
                 with contextlib.suppress(BootseerError):
-                    starts = read_starts(self._path(key))
+                    starts = read_starts(self.path_of(key))
                     if starts is not None:
                         self.open_pieces(key, starts).close()
 
@@ -185,46 +268,42 @@ class NodeCache:
 
     def new_stream(self) -> WholeStream:
         """Start a stream that arrives whole and in order. Other processes see it after `commit`.
-        Raises: BootseerError."""
-        remove_abandoned(self._directory)
-        return WholeStream(
-            self._directory, self._boot, self._path, self._open_length, self.make_room
-        )
 
-    def _open_length(self, key: str, length: int) -> CachedStream:
-        return self.open_pieces(key, whole_starts(length), takes_frames=False)
+        Raises: BootseerError.
+        """
+        remove_abandoned(self.directory)
+        return WholeStream(self)
 
     def make_room(self, wanted_bytes: int) -> int:
-        """Remove unused streams, the longest unused first, until `wanted_bytes` are freed. Return
-        the bytes freed."""
+        """Remove the longest unused streams, `wanted_bytes` in all. Return the bytes freed."""
         held_bytes = sum(stream.size_bytes for stream in self.streams())
         return self.trim(max(0, held_bytes - wanted_bytes))
 
     def pulling(self, key: str, deadline_s: float) -> AbstractContextManager[None]:
-        """Hold the node's lock for pulling the stream `key`. A process that waited must look
-        (`open_whole`) whether the stream is here by now. A killed holder lets go.
+        """Hold the node's lock for pulling the stream `key`.
 
+        A process that had to wait must check whether the stream has come meanwhile (`open_whole`).
         Entering raises DeadlineError if another process still holds the lock after `deadline_s`.
         """
-        return alone(self._path(key).with_suffix(".pull"), deadline_s, f"pulling {key}")
+        return hold_lock_file(self.path_of(key).with_suffix(".pull"), deadline_s, f"pulling {key}")
 
     def replay_lock(self, bundle: str, store_url: str) -> Path:
-        """Return the lock file of the one server that fetches the bundle of this digest out of this
-        store for the others."""
-        return self._path(bundle).with_suffix(f".{store_hex(store_url)}.replay")
+        """Return the path of the lock that a server holds while it fetches a bundle of a store.
+
+        The other servers of the node follow the holder.
+        """
+        return self.path_of(bundle).with_suffix(f".{store_hex(store_url)}.replay")
 
     def fill_lock(self, index_digest: str) -> Path:
-        """Return the lock file of the one server that completes the tree of this index in the
-        background."""
-        return self._path(index_digest).with_suffix(".fill")
+        """Return the path of the lock that a server holds while it fills the tree of an index."""
+        return self.path_of(index_digest).with_suffix(".fill")
 
-    # ---- looking after all of them --------------------------------------------------------
+    # ---- all streams ----------------------------------------------------------------------
 
     def streams(self) -> list[StreamUse]:
-        """List the cached streams with their size on disk and time of last use, the longest unused
-        first."""
+        """List the cached streams, the longest unused first."""
         found = []
-        for entry in _entries(self._directory):
+        for entry in _entries(self.directory):
             if not _FOLDER.fullmatch(entry.name):
                 continue
             try:
@@ -236,9 +315,8 @@ class NodeCache:
         return sorted(found, key=lambda stream: stream.used_ns)
 
     def details(self, key: str) -> StreamDetails | None:
-        """Return a stream's length, the bytes that are here and whether a process uses it; None if
-        it has no files that can be read. Read-only, but for a lock in passing."""
-        path = self._path(key)
+        """Return the details of a stream; None if its files cannot be read. Writes nothing."""
+        path = self.path_of(key)
         starts = read_starts(path)
         if starts is None:
             return None
@@ -251,27 +329,28 @@ class NodeCache:
         return StreamDetails(starts[-1], present, is_used)
 
     def recheck(self, key: str) -> int:
-        """Compare a stream with its checksums. Return the number of damaged bytes; they are fetched
-        when they are read. Raises: BootseerError."""
-        path = self._path(key)
+        """Compare a stream with its checksums. Return the number of damaged bytes.
+
+        Damaged bytes become absent, and are fetched when they are read. Raises: BootseerError.
+        """
+        path = self.path_of(key)
         starts = read_starts(path)
         if starts is None:
             return 0
-        # Not a use: `trim` goes by those.
-        stream = CachedStream(path, starts, self._boot)
+        # Not `open_pieces`, since this is no use for which `trim` should keep the stream.
+        stream = CachedStream(path, starts, self.boot)
         try:
             return stream.check_all()
         finally:
             stream.close()
 
     def trim(self, limit_bytes: int) -> int:
-        """Remove unused streams, the longest unused first, until all streams take at most
-        `limit_bytes`.
+        """Remove the longest unused streams until all streams take at most `limit_bytes`.
 
         Also removes lock files, empty folders and unfinished streams of killed processes. Return
         the bytes freed.
         """
-        remove_abandoned(self._directory)
+        remove_abandoned(self.directory)
         self._remove_left_over()
         streams = self.streams()
         total = sum(stream.size_bytes for stream in streams)
@@ -285,12 +364,11 @@ class NodeCache:
 
     def remove(self, key: str) -> bool:
         """Remove a stream, unless a process uses it. Return whether it was removed."""
-        return self._remove(self._path(key))
+        return self._remove(self.path_of(key))
 
     def _remove_left_over(self) -> None:
-        """Remove lock files that nobody holds and folders without a stream: killed processes left
-        them."""
-        for path in _entries(self._directory):
+        """Remove the lock files and empty folders that killed processes left."""
+        for path in _entries(self.directory):
             if path.suffix in _LOCKS:
                 remove_unused_lock(path)
             elif _FOLDER.fullmatch(path.name) and not (path / "data").exists():
@@ -306,7 +384,7 @@ class NodeCache:
                             return False
                     finally:
                         os.close(fd)
-                # Who opens the stream waits for our lock before it looks for what is in the folder.
+                # A process that opens the stream waits for this lock before it reads the folder.
                 shutil.rmtree(directory)
         except OSError:
             return False

@@ -1,8 +1,8 @@
-"""A tar stream on its way into the node cache, whole and in order, before its digest is known.
+"""Streams that arrive whole and in order, before their digests are known.
 
-Each such stream has a folder `new-<random>` (docs/format/cache.md), which no reader looks at until
-`commit` gives it its name. Its writer holds the folder's lock; a folder whose lock is free was left
-by a killed process, and `remove_abandoned` removes it.
+Such a stream has a folder `new-<random>` (docs/format/cache.md) in the node cache until `commit`
+gives the folder its final name. Readers ignore the folder until then. Its writer holds the folder's
+lock; a folder whose lock is free was left by a killed process, and `remove_abandoned` removes it.
 
 A `WholeStream` is for one thread.
 """
@@ -14,13 +14,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
+from bootseer.linux.disk_usage import FULL
 from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
-from bootseer.prefetch.cache.files import FULL, LOCK_S, OPEN_FLAGS
 from bootseer.prefetch.cache.stream import (
+    LOCK_S,
+    OPEN_FLAGS,
     WHOLE_PIECE_BYTES,
     CachedStream,
     checksum,
@@ -29,57 +31,48 @@ from bootseer.prefetch.cache.stream import (
     write_all,
 )
 
+if TYPE_CHECKING:
+    from bootseer.prefetch.cache.node_cache import NodeCache
+
 _log = logging.getLogger(__name__)
 
 _PREFIX = "new-"
 ROOM_BYTES = 2**24
-"""Bytes of a full disk that are freed at once."""
+"""Bytes that are freed at a time on a full disk."""
 
 
 class WholeStream:
-    """A stream that is being pulled. Made by `NodeCache.new_stream`; removed at the end of its
-    `with` block unless it was committed."""
+    """Stream that is being pulled. Removed at the end of its `with` block unless committed.
 
-    def __init__(
-        self,
-        streams: Path,
-        boot: bytes,
-        path_of: Callable[[str], Path],
-        open_stream: Callable[[str, int], CachedStream],
-        make_room: Callable[[int], int],
-    ) -> None:
-        """`path_of` gives the folder of a key and `open_stream` opens a stream by its key and
-        length. `make_room` frees so many bytes of the disk, if it can, and returns how many.
+    Made by `NodeCache.new_stream`.
+    """
 
-        Raises: BootseerError.
-        """
+    def __init__(self, cache: "NodeCache") -> None:
+        """Create the folder of the stream. Raises: BootseerError."""
         self.length_bytes = 0
         """Bytes appended so far."""
-        self._streams = streams
-        self._boot = boot
-        self._path_of = path_of
-        self._open_stream = open_stream
-        self._make_room = make_room
+        self._cache = cache
+        self._streams = streams = cache.directory
         self._written = 0
         self._sums: list[int] = []
         self._tail = bytearray()
         self._directory = streams / f"{_PREFIX}{os.urandom(8).hex()}"
         self._fds: list[int] = []
         try:
-            # Between folder and lock, a sweeper would take it for one of the dead.
-            with _alone(streams):
+            # A folder without a held lock looks abandoned.
+            with _folders_locked(streams):
                 make_private_directory(self._directory)
                 self._fds.append(lock_file(self._directory / "lock", LOCK_S))
             self._data_fd = os.open(self._directory / "data", OPEN_FLAGS, 0o600)
             self._fds.append(self._data_fd)
-            # As every user of a stream has it: from its commit on, `trim` must leave it alone.
+            # The lock that every user of a stream holds: after the commit `trim` must keep it.
             lock_within(self._data_fd, LOCK_S, is_shared=True)
         except OSError as error:
             self.abort()
             raise from_oserror(error, f"keep a new stream in {streams}") from error
 
     def append(self, data: bytes | memoryview) -> None:
-        """Keep the next bytes. Raises: NoSpaceError, BootseerError."""
+        """Append the next bytes. Raises: NoSpaceError, BootseerError."""
         self.length_bytes += len(data)
         view = memoryview(data)
         if self._tail:
@@ -105,33 +98,32 @@ class WholeStream:
         self._written += len(data)
 
     def _with_room(self, write: Callable[[], None]) -> None:
-        """Write; on a full disk make room and write again. No more room is made than that takes: a
-        layer may say that it is small, and other streams go only when bytes come.
+        """Call `write`, and again after making room as long as the disk is full.
 
+        Room is made for bytes that have come, since the announced size of a layer may be wrong.
         Raises: OSError.
         """
         while True:
             try:
                 write()
             except OSError as error:
-                if error.errno not in FULL or not (freed := self._make_room(ROOM_BYTES)):
+                if error.errno not in FULL or not (freed := self._cache.make_room(ROOM_BYTES)):
                     raise
-                _log.info("removed %d bytes that nobody uses: %s", freed, error)
+                _log.info("removed %d bytes of unused streams: %s", freed, error)
             else:
                 return
 
     def commit(self, key: str) -> CachedStream:
-        """Give the stream its name `key`, and return it opened; other processes see all of it at
-        once.
+        """Make the stream visible under `key`, in one step, and return it opened.
 
-        The caller MUST have verified that what was appended is the stream of that key. If the cache
-        has a part of the stream already, which servers may have open, that part is completed in
-        place. Raises: BootseerError; then nothing wrong has become visible.
+        The caller MUST have verified that the appended bytes are the stream of that key. If the
+        cache has a part of the stream already, which servers may have open, the missing pieces are
+        added to it. Raises: BootseerError; nothing has become visible then that is wrong.
         """
         if not self._fds:
-            raise InvalidInputError("the new stream was committed or given up already")
+            raise InvalidInputError("the new stream was already committed or aborted")
         try:
-            target = self._path_of(key)
+            target = self._cache.path_of(key)
             self._write(memoryview(self._tail))
             self._tail = bytearray()
             self._with_room(self._write_sums)
@@ -141,24 +133,29 @@ class WholeStream:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 return self._complete(key)
-            # Its lock is the stream's now, which opening needs.
+            # The folder's lock has become the lock of the stream, which `_open` takes.
             os.close(self._fds.pop(0))
-            return self._open_stream(key, self.length_bytes)
+            return self._open(key)
         except OSError as error:
             raise from_oserror(error, f"keep the stream {key} in {self._streams}") from error
         finally:
             self.abort()
 
+    def _open(self, key: str) -> CachedStream:
+        return self._cache.open_pieces(key, whole_starts(self.length_bytes), takes_frames=False)
+
     def _write_sums(self) -> None:
         fd = os.open(self._directory / "sums", OPEN_FLAGS, 0o600)
         try:
-            write_all(fd, encode_sums(whole_starts(self.length_bytes), self._sums, self._boot), 0)
+            write_all(
+                fd, encode_sums(whole_starts(self.length_bytes), self._sums, self._cache.boot), 0
+            )
         finally:
             os.close(fd)
 
     def _complete(self, key: str) -> CachedStream:
-        """Bring what an existing stream lacks."""
-        stream = self._open_stream(key, self.length_bytes)
+        """Write the pieces that the existing stream `key` lacks."""
+        stream = self._open(key)
         try:
             for number in stream.missing(0, stream.stream_length):
                 start = stream.starts[number]
@@ -174,12 +171,12 @@ class WholeStream:
         return stream
 
     def abort(self) -> None:
-        """Remove the stream. Idempotent; does nothing after `commit`. Never raises."""
+        """Remove the stream unless it was committed. Idempotent. Never raises."""
         if not self._fds:
             return
         shutil.rmtree(self._directory, ignore_errors=True)
         while self._fds:
-            # The lock, which comes first, is let go of last.
+            # The lock is the first in the list, so that it is released last.
             os.close(self._fds.pop())
 
     def __enter__(self) -> Self:
@@ -190,10 +187,10 @@ class WholeStream:
 
 
 def remove_abandoned(streams: Path) -> None:
-    """Remove what killed writers left in `streams`. Never raises."""
+    """Remove the folders that killed writers left in `streams`. Never raises."""
     if not streams.is_dir():
         return
-    with contextlib.suppress(OSError), _alone(streams):
+    with contextlib.suppress(OSError), _folders_locked(streams):
         for directory in streams.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
                 os.close(lock_file(directory / "lock", 0))
@@ -201,8 +198,8 @@ def remove_abandoned(streams: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(streams: Path) -> Iterator[None]:
-    """Hold the lock for making new folders and for looking for abandoned ones."""
+def _folders_locked(streams: Path) -> Iterator[None]:
+    """Hold the lock for creating new folders and for removing abandoned ones."""
     make_private_directory(streams)
     fd = os.open(streams, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

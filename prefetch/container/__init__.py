@@ -1,1 +1,5 @@
-"""Containers over an image's tree: their root, their process, and runc."""
+"""Containers over an image's tree, for `bootseer run --image`: root, process, and runc.
+
+`container.prepare_container` mounts the image; `extracted.prepare_extracted` works without FUSE.
+May import `images` and the packages below it.
+"""

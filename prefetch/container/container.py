@@ -1,11 +1,11 @@
-"""A container root over a mounted image, for `bootseer run --image`.
+"""Containers over mounted images, for `bootseer run --image`.
 
-The tree is mounted in the host's namespace by its server; a private
-mount namespace copies it and puts the overlay and the rest on top; then the host's own mount is
-taken off. So all of it lives exactly as long as the last process of the namespace: when that ends,
-however it ends, the kernel drops the mounts and the server follows and cleans up.
+The server mounts the tree in the host's mount namespace. A private mount namespace gets a copy of
+that mount, with an overlay and other mounts on top. Then the tree is unmounted in the host's
+namespace. So all mounts live as long as the last process of the private namespace: after its end,
+the kernel drops the mounts, and the server ends and cleans up.
 
-A `Container` belongs to one thread, the main one.
+A `Container` is for the main thread only.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from bootseer.base.documents import to_line
 from bootseer.errors import BootseerError, InvalidInputError, UnsupportedError, from_oserror
 from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux import namespaces
+from bootseer.linux.disk_usage import NO_DISK
 from bootseer.linux.mount_table import find_mount
 from bootseer.linux.private_files import make_private_directory, private_directory
 from bootseer.linux.root_paths import resolve_in_root
 from bootseer.linux.scripts import RunOptions
-from bootseer.prefetch.cache.files import NO_DISK
 from bootseer.prefetch.container.process import (
     ProcessSpec,
     User,
@@ -38,11 +38,11 @@ from bootseer.prefetch.container.process import (
     resolve_user,
     take_identity,
 )
-from bootseer.prefetch.container.root import Bind, furnish, mount_overlay, parse_bind
+from bootseer.prefetch.container.root import Bind, mount_overlay, parse_bind, populate
+from bootseer.prefetch.images.find import publish_later
+from bootseer.prefetch.images.mount import MountedImage, mount_image
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageConfig
-from bootseer.prefetch.resolve.find import publish_later
-from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.served.control import ask
 from bootseer.served.cover_users import join, lingering
@@ -59,44 +59,45 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CHROOT, RUNC = RUNTIMES = ("chroot", "runc")
-"""What starts a job in the root: this process itself, which isolates nothing; or runc."""
+"""Programs that start a job in the root: chroot by this process, without isolation; or runc."""
 LIVE = "live"
-"""How a tree comes that has lingered."""
+"""Value of `Container.how` for a tree that had stayed mounted after an earlier start."""
 
 
 class Container(Struct):
-    """A mounted image whose writable root can be entered. Made by `prepare_container`."""
+    """Mounted image with a writable root that can be entered. Made by `prepare_container`."""
 
     image: "MountedImage | ExtractedImage"
     root: Path
-    """The writable root; there is something in it after `enter`, in this process only."""
+    """Writable root. It is empty before `enter`, and in the namespaces of other processes."""
     scratch: Path
+    """Folder for the files that the container writes."""
     rootless: bool
     user: str
-    """Whom its processes run as, in the words of an image's configuration; "" is root."""
+    """User of its processes, as in an image's configuration; "" is root."""
     runtime: str = CHROOT
-    """One of `RUNTIMES`: what the job is started by."""
+    """Program that starts the job, one of `RUNTIMES`."""
     binds: list[Bind] = field(default_factory=list)
     how: str = ""
-    """How its tree came: "mounted", "changed" (instead of one that lingered), or LIVE."""
+    """Origin of its tree: "mounted", "changed" (mounted although another tree lingers), or LIVE."""
     lingers: bool = False
-    """Whether other containers of the same tree may follow, each with a scratch of its own."""
+    """Whether later containers may use the same tree, each with a scratch folder of its own."""
     entered: bool = False
     has_namespace: bool = False
     """Whether this process has left the host's mount namespace for one of its own."""
 
     @property
     def ready_name(self) -> str:
-        """For BOOTSEER_READY_SOCKETS."""
+        """Socket name for BOOTSEER_READY_SOCKETS."""
         return self.image.ready_name
 
     @property
     def config(self) -> ImageConfig:
-        """What the image says about its processes."""
+        """Configuration of the image."""
         return self.image.record.config
 
     def bind(self, source: Path, target: str, *, read_only: bool = False) -> None:
-        """Show a host's path at `target` of the container. Before `enter`."""
+        """Show a path of the host at `target` of the container. Must be called before `enter`."""
         if self.entered:
             raise InvalidInputError("binds must be named before the container is entered")
         if not target.startswith("/"):
@@ -104,10 +105,10 @@ class Container(Struct):
         self.binds.append(Bind(source, target, read_only))
 
     def enter(self) -> None:
-        """Move this process into the container's mount namespace and build the root there.
+        """Move this process into the container's mount namespace, and build the root there.
 
         The host's files stay visible until `exec`. Idempotent.
-        Raises: UnsupportedError and others; the process is then of no more use.
+        Raises: UnsupportedError, BootseerError; the process should end then.
         """
         if self.entered:
             return
@@ -116,10 +117,10 @@ class Container(Struct):
         if self.lingers:
             self.scratch = make_own_scratch(self.scratch)
         mount_overlay(self.image.directory, self.scratch, self.root, rootless=self.rootless)
-        # As docker does: an image may name a folder that it does not have.
+        # Created as docker does, since images may name a folder that they do not have.
         working_dir = resolve_in_root(self.root, self.config.working_dir or "/")
         working_dir.mkdir(parents=True, exist_ok=True)
-        furnish(self.root, self.binds)
+        populate(self.root, self.binds)
         if not self.lingers:
             self.image.detach()
         self.entered = True
@@ -142,7 +143,7 @@ class Container(Struct):
     # ---- running ------------------------------------------------------------------------------
 
     def job_environment(self, host: Mapping[str, str]) -> dict[str, str]:
-        """The launcher's variables as far as they make sense in here, and the image's on top."""
+        """Return the launcher's variables that are valid in the container, and the image's."""
         home = {"HOME": self.job_user().home}
         ready = {READY_VARIABLE: host.get(READY_VARIABLE, "")}
         environment = {**home, **job_environment(self.config, host), **ready}
@@ -150,22 +151,22 @@ class Container(Struct):
         return environment
 
     def job_user(self) -> User:
-        """Whom the job runs as. Raises: InvalidInputError where the image has no such user."""
+        """Return the user of the job. Raises: InvalidInputError if the image lacks that user."""
         return resolve_user(self.root if self.entered else self.image.directory, self.user)
 
     def run(
         self, args: Sequence[str], /, **options: Unpack[RunOptions]
     ) -> "subprocess.CompletedProcess[bytes]":
-        """`subprocess.run` of a program of the container, as its root user; enters it first.
+        """Enter the container, and run a program of it as its root user with `subprocess.run`.
 
-        Raises: as `enter`; OSError where the program cannot be started; TimeoutExpired.
+        Raises: as `enter`; OSError if the program cannot be started; TimeoutExpired.
         """
         self.enter()
         working_dir = options.pop("cwd", None) or self.config.working_dir or "/"
 
         def into_root() -> None:
             os.chroot(self.root)
-            # First: a relative one would begin where this process is, which is outside.
+            # First, since a relative path would start at this process's folder, which is outside.
             os.chdir("/")
             os.chdir(working_dir)
 
@@ -176,11 +177,10 @@ class Container(Struct):
     def exec(
         self, command: Sequence[str], environment: Mapping[str, str], entrypoint: str | None = None
     ) -> NoReturn:
-        """Become the image's entrypoint with `command`, inside: this process keeps its id and goes
-        on as that program, or as the runc that runs it.
+        """Replace this process by the image's entrypoint with `command`, or by runc that runs it.
 
-        `environment` is all that it gets; see `job_environment`. `entrypoint`: see `arguments_of`.
-        Raises: as `enter`; SetupFailedError (126, 127) where there is no such program.
+        `environment` has all variables of the program; see `job_environment`, and `arguments_of`.
+        Raises: as `enter`; SetupFailedError (126, 127) if there is no such program.
         """
         self.enter()
         spec = ProcessSpec(
@@ -197,10 +197,10 @@ class Container(Struct):
         become(spec, rootless=self.rootless)
 
     def close(self) -> None:
-        """Unmount, where nobody began to enter the container.
+        """Unmount the tree if this process has not begun to enter the container.
 
-        Otherwise the tree is mounted in this process's own namespace as well, and goes when this
-        process ends: waiting for that here would be in vain. What has lingered stays.
+        If it has, its own namespace has the tree mounted, too, and the tree is unmounted with the
+        end of this process. A tree that had lingered stays mounted.
         """
         if not self.has_namespace and self.how != LIVE:
             self.image.close()
@@ -215,12 +215,12 @@ def prepare_container(
     user: str | None = None,
     runtime: str = CHROOT,
 ) -> Container:
-    """Mount the image for a container of this process; its bundle is on its way when it returns.
-    A tree of the same that lingers after the job's last start is taken over as it is.
+    """Mount an image for a container of this process, and start to replay its bundle.
 
-    `binds`: "SRC:/DST[:ro]". `process`, if one was begun, serves it. `user`: instead of the
-    image's. If this process ends before it has entered, all is taken down.
-    Raises: as `mount.mount_image`.
+    A tree of the image that lingers after an earlier start is used again. If this process ends
+    before it has entered the container, everything is unmounted. `binds` are "SRC:/DST[:ro]".
+    `process` is a server process that was started ahead. `user` replaces that of the image's
+    configuration. Raises: as `mount.mount_image`.
     """
     parsed = [parse_bind(text) for text in binds]
     with contextlib.ExitStack() as stack:
@@ -271,14 +271,14 @@ def prepare_container(
 
 
 def _make_scratch(wanted: Path, state_dir: Path) -> Path:
-    """Where the container's writes go. Raises: BootseerError."""
+    """Create the folder for the container's writes. Raises: BootseerError."""
     try:
         make_private_directory(wanted)
     except OSError as error:
         if error.errno not in NO_DISK:
             raise from_oserror(error, f"make the folder {wanted}") from error
         _log.warning(
-            "cannot make %s: %s; what the container writes goes to %s instead",
+            "cannot make %s: %s; the files that the container writes go to %s instead",
             wanted,
             error.strerror,
             state_dir,
@@ -288,10 +288,10 @@ def _make_scratch(wanted: Path, state_dir: Path) -> Path:
 
 
 def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
-    """Replace this process by `spec`, in the current root.
+    """Replace this process by the program of `spec`, in the current root.
 
-    Raises: SetupFailedError with 127 or 126, as shells have it, where the program is missing or
-    may not be run; BootseerError.
+    Raises: SetupFailedError, with exit code 127 if the program is missing and 126 if it cannot be
+    run; BootseerError.
     """
     try:
         os.makedirs(spec.working_dir, exist_ok=True)
@@ -299,39 +299,43 @@ def become(spec: ProcessSpec, *, rootless: bool) -> NoReturn:
         if not rootless:
             take_identity(spec.user)
         elif spec.user.uid:
-            _log.warning("without root every process of a container runs as its root user")
+            _log.warning("without root, all processes of a container run as its root user")
     except OSError as error:
         raise from_oserror(error, f"start {spec.arguments[0]} in the container") from error
     execute(spec)
 
 
-# ---- trees that stay after their job, for the next start ---------------------------------------
+# ---- trees that linger for the next start ------------------------------------------------------
 
 
 def _fingerprint_of(settings: Settings, identity: str, owner: tuple[int, int] | None) -> str:
-    """The same for trees that the next start can use as its own. `identity`: the image's, whose
-    index is another one once it is published. Pure, but for our user."""
+    """Return a fingerprint that is equal for all trees that a start can use.
+
+    `identity` stands for the image, since its index changes when it is published.
+    """
     served = [settings.store_url, str(settings.cache_dir), settings.deadline_s]
     what = [identity, settings.workload, os.geteuid(), owner, *served, settings.fill_bytes_per_s]
     return hashlib.sha256(to_line(what).encode()).hexdigest()
 
 
 def _take_over(settings: Settings, resolved: FoundImage, fingerprint: str) -> MountedImage | None:
-    """A tree that lingers and has this fingerprint, which is kept for this process from now on.
-    One whose server does not answer is ended. Never raises."""
+    """Return a lingering tree with this fingerprint, in use by this process from now on.
+
+    A server that does not answer is ended. Return None if there is no such tree. Never raises.
+    """
     for state_dir, state in lingering(settings.run_dir, RUN):
         if state.fingerprint != fingerprint:
             continue
         try:
             ask(state_dir, "status")
         except BootseerError as error:
-            _log.info("%s cannot be taken over: %s", state.directory, error)
+            _log.info("the tree on %s cannot be used again: %s", state.directory, error)
             with contextlib.suppress(OSError):
                 end_silent(state_dir, state)
             continue
         if find_mount(Path(state.directory)) is not None and join(state_dir, None, os.getpid()):
             resolved.release()
             publish_later(settings, resolved)
-            # What it records is over.
+            # Without a ready socket: the record of the tree is complete.
             return MountedImage(settings, resolved.record, state, state_dir, "")
     return None

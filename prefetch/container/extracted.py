@@ -33,13 +33,13 @@ from bootseer.fuse.kernel.mount import can_mount_directly
 from bootseer.linux.locks import lock_within, try_lock
 from bootseer.linux.private_files import private_directory
 from bootseer.linux.processes import boot_id
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.container.container import CHROOT, Container
 from bootseer.prefetch.container.root import parse_bind
+from bootseer.prefetch.images.find import publish_later
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.find import publish_later
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
 from bootseer.store import open_store

@@ -1,8 +1,7 @@
-"""What runs in a container: arguments, environment, folder and user, as docker would derive them
-from an image's configuration.
+"""Process of a container: arguments, environment, folder and user, by the image's configuration.
 
-`resolve_user` looks into the container's root, `find_program` and what is below it acts in it; the
-rest is pure.
+The rules are those of docker. `resolve_user` reads files of the container's root; `find_program`,
+`take_identity` and `execute` act inside of it; all else is pure.
 """
 
 import os
@@ -27,11 +26,11 @@ _HOST_ONLY = frozenset(
         *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "MANPATH"),
     )
 )
-"""Variables that speak of the host's files."""
+"""Variables that name files of the host."""
 
 
 class User(Struct, frozen=True):
-    """The user who runs the process."""
+    """User of a process."""
 
     uid: int
     gid: int
@@ -40,7 +39,7 @@ class User(Struct, frozen=True):
 
 
 class ProcessSpec(Struct, frozen=True):
-    """One process to run."""
+    """Process to run in a container."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -51,22 +50,24 @@ class ProcessSpec(Struct, frozen=True):
 def arguments_of(
     config: ImageConfig, command: Sequence[str], entrypoint: str | None = None
 ) -> tuple[str, ...]:
-    """Entrypoint and command; a given `command` replaces the image's CMD, a given `entrypoint` both
-    the image's own, and an empty one is none. Pure.
+    """Return entrypoint and command. Pure.
 
-    Raises: InvalidInputError when there is nothing to run.
+    A given `command` replaces the image's CMD. A given `entrypoint` replaces the image's ENTRYPOINT
+    and CMD; an empty one stands for none.
+
+    Raises: InvalidInputError if both are empty.
     """
     if entrypoint is None:
         arguments = (*config.entrypoint, *(command or config.cmd))
     else:
         arguments = (*((entrypoint,) if entrypoint else ()), *command)
     if not arguments:
-        raise InvalidInputError("the image has no command of its own; say one after --")
+        raise InvalidInputError("the image has no command of its own; give one after --")
     return arguments
 
 
 def image_environment(config: ImageConfig) -> dict[str, str]:
-    """The image's own variables. Pure."""
+    """Return the variables of the image's configuration. Pure."""
     found = {"PATH": DEFAULT_PATH}
     for line in config.env:
         name, _, value = line.partition("=")
@@ -76,8 +77,11 @@ def image_environment(config: ImageConfig) -> dict[str, str]:
 
 
 def job_environment(config: ImageConfig, host: Mapping[str, str]) -> dict[str, str]:
-    """For a training job: the launcher's variables (rank, master address, ...) without those that
-    speak of the host's files, and the image's on top. Pure."""
+    """Return the variables of a job. Pure.
+
+    They are the launcher's (rank, master address and so on) without those that name files of the
+    host, and the image's, which override them.
+    """
     kept = {
         name: value
         for name, value in host.items()
@@ -87,7 +91,10 @@ def job_environment(config: ImageConfig, host: Mapping[str, str]) -> dict[str, s
 
 
 def _lines(root: Path, path: str) -> list[list[str]]:
-    """The fields of a passwd-like file in the root; none where it is missing or no plain file."""
+    """Return the fields of each line of a file like passwd in the root.
+
+    Return no lines if the file is missing or not a regular file.
+    """
     file = resolve_in_root(root, path)
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
@@ -100,9 +107,9 @@ def _lines(root: Path, path: str) -> list[list[str]]:
 
 
 def resolve_user(root: Path, text: str) -> User:
-    """The user of the image's "user", "uid", "user:group" or "uid:gid"; "" is root.
+    """Return the user that "USER", "UID", "USER:GROUP" or "UID:GID" means in the image.
 
-    Raises: InvalidInputError for a name that the image's /etc/passwd or /etc/group lacks.
+    "" means root. Raises: InvalidInputError if the image's /etc/passwd or /etc/group lacks a name.
     """
     name, _, group = text.partition(":")
     name = name or "0"
@@ -126,10 +133,10 @@ def resolve_user(root: Path, text: str) -> User:
 
 
 def execute(spec: ProcessSpec) -> NoReturn:
-    """Replace this process by the program, in the current root and as the current user.
+    """Replace this process by the program of `spec`, in the current root and as the current user.
 
-    Raises: SetupFailedError with 127 or 126, as shells have it, where it is missing or cannot be
-    run.
+    Raises: SetupFailedError, with exit code 127 if the program is missing and 126 if it cannot be
+    run, as shells do.
     """
     program = find_program(spec)
     try:
@@ -141,7 +148,7 @@ def execute(spec: ProcessSpec) -> NoReturn:
 
 
 def take_identity(user: User) -> None:
-    """Become `user`; as root. Raises: OSError."""
+    """Become `user`. This process must be root's. Raises: OSError."""
     if (user.uid, user.gid, user.groups) != (0, 0, ()) or os.getgroups():
         os.setgroups(user.groups)
         os.setgid(user.gid)
@@ -150,15 +157,15 @@ def take_identity(user: User) -> None:
 
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32 - 1:
-        raise InvalidInputError(f"{text!r} in the image is no user or group number")
+        raise InvalidInputError(f"{text!r} in the image is not a user or group number")
     return int(text)
 
 
 def find_program(spec: ProcessSpec) -> str:
-    """Where execvp would find the program, in the current root and as the current user.
+    """Return the path of the program as execvp(3) finds it, in the current root.
 
-    Raises: SetupFailedError with 127 or 126, as shells have it, where it is missing or may not be
-    run.
+    Raises: SetupFailedError, with exit code 127 if the program is missing and 126 if the current
+    user may not run it.
     """
     name, path = spec.arguments[0], spec.environment.get("PATH", "")
     candidates = [name]

@@ -1,8 +1,8 @@
-"""A writable root directory over an image's tree, with what programs expect in it.
+"""Root directory of a container: an overlay over an image's tree, and the mounts in it.
 
-Alone decides what is mounted where in a container: overlayfs over the tree, /proc, /sys, /dev, the
-host's name resolution, and the user's binds. Works in the mount namespace of the caller, which must
-be private. The image is not trusted: no link in it leads outside the root.
+Mounts /proc, /sys and /dev, the host's files for name resolution, and the user's binds. Works in
+the mount namespace of the caller, which must be private. The image is not trusted: paths are
+resolved so that no link in it leads out of the root.
 """
 
 import errno
@@ -24,11 +24,11 @@ from bootseer.served.covers import container_source
 _log = logging.getLogger(__name__)
 
 _HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
-"""The network is the host's, and so are its names."""
+"""Files for name resolution: containers use the host's network."""
 
 
 class Bind(Struct, frozen=True):
-    """A host's file or directory that shows in the container."""
+    """File or directory of the host that is shown in the container."""
 
     source: Path
     target: str
@@ -36,17 +36,17 @@ class Bind(Struct, frozen=True):
 
 
 def host_binds() -> list[Bind]:
-    """The files of the host that every container sees. Nothing that it does changes them."""
+    """Return read-only binds of the host's files that every container needs."""
     files = [(name, Path(name)) for name in _HOST_FILES]
     return [Bind(path.resolve(), name, read_only=True) for name, path in files if path.exists()]
 
 
 def parse_bind(text: str) -> Bind:
-    """The bind that "SRC:DST" or "SRC:DST:ro" names. Raises: InvalidInputError, NotFoundError."""
+    """Parse "SRC:DST" or "SRC:DST:ro". Raises: InvalidInputError, NotFoundError."""
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     if not source or not target.startswith("/") or mode not in ("", "ro", "rw"):
-        raise InvalidInputError(f"{text!r} is no bind; write SRC:/DST or SRC:/DST:ro")
+        raise InvalidInputError(f"{text!r} is not a bind; write SRC:/DST or SRC:/DST:ro")
     path = Path(source).expanduser().absolute()
     if not path.exists():
         raise NotFoundError(f"cannot bind {source}: it does not exist")
@@ -54,7 +54,7 @@ def parse_bind(text: str) -> Bind:
 
 
 def _make_target(root: Path, path: str, *, is_dir: bool) -> Path:
-    """A directory or file in the root to mount on."""
+    """Return a directory or file in the root to mount on. It is created if it is missing."""
     target = resolve_in_root(root, path)
     if target == root:
         raise InvalidInputError(f"cannot mount on {path} of a container: that is its root")
@@ -67,16 +67,16 @@ def _make_target(root: Path, path: str, *, is_dir: bool) -> Path:
 
 
 def mount_overlay(tree: Path, scratch: Path, root: Path, *, rootless: bool) -> None:
-    """Mount the writable root on `root`; what is written goes to `scratch`.
+    """Mount an overlay on `root`, with `tree` below and the upper directory in `scratch`.
 
-    Raises: UnsupportedError where this kernel does not allow it.
+    Raises: UnsupportedError if this kernel does not allow it.
     """
     try:
         _try_overlay(tree, scratch, root, rootless)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise _overlay_error(error) from error
-        # The cache lies on a file system that cannot be an upper layer, such as another overlay.
+        # Some file systems cannot have an upper directory, such as another overlay.
         _log.warning("%s cannot take a container's writes: they go to memory instead", scratch)
         try:
             namespaces.mount("tmpfs", scratch, "tmpfs", options="mode=700")
@@ -87,7 +87,7 @@ def mount_overlay(tree: Path, scratch: Path, root: Path, *, rootless: bool) -> N
 
 def _overlay_error(error: OSError) -> UnsupportedError:
     return UnsupportedError(
-        f"this kernel does not let us mount an overlay file system: {error.strerror}; run as "
+        f"this kernel refuses to mount an overlay file system: {error.strerror}; run as "
         "root, or use `bootseer image mount` for read-only access"
     )
 
@@ -96,7 +96,7 @@ def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
     upper, work = scratch / "upper", scratch / "work"
     upper.mkdir(exist_ok=True)
     work.mkdir(exist_ok=True)
-    # The upper directory's attributes are those of "/".
+    # The attributes of the upper directory are shown as those of "/".
     status = tree.stat()
     if not rootless:
         os.chown(upper, status.st_uid, status.st_gid)
@@ -105,10 +105,10 @@ def _try_overlay(tree: Path, scratch: Path, root: Path, rootless: bool) -> None:
     mount_layers([tree], scratch, root, source=container_source(scratch), options=options)
 
 
-def furnish(root: Path, binds: Sequence[Bind]) -> None:
-    """Mount what programs expect, then the user's binds.
+def populate(root: Path, binds: Sequence[Bind]) -> None:
+    """Mount /proc, /sys, /dev and the host's files, and then the user's binds.
 
-    Raises: InvalidInputError, UnsupportedError and others.
+    Raises: InvalidInputError, BootseerError.
     """
     try:
         for path in ("/proc", "/sys", "/dev"):
@@ -127,7 +127,7 @@ def furnish(root: Path, binds: Sequence[Bind]) -> None:
 
 
 def bind_into(root: Path, bind: Bind) -> None:
-    """Show `bind.source` at `bind.target` of the root. Raises: OSError, InvalidInputError."""
+    """Mount `bind.source` on `bind.target` in the root. Raises: OSError, InvalidInputError."""
     target = _make_target(root, bind.target, is_dir=bind.source.is_dir())
     if bind.read_only:
         namespaces.bind_read_only(bind.source, target)

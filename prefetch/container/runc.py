@@ -1,11 +1,10 @@
-"""Running a container with runc: its bundle, its configuration, and becoming `runc run`.
+"""Containers run by runc: their OCI bundle and configuration, and becoming `runc run`.
 
-What separates such a container from its host is decided here: as much as containerd's default
-configuration, but for the network, which is the host's, and so the name is, too: it is what
-/etc/hosts and DNS know. The root is the one that `container.Container` has built and set-ups have
-changed; what was mounted below it comes with it, since runc binds it recursively.
+The isolation is that of containerd's default configuration, except that network and host name are
+the host's. The root is the one that `container.Container` has built; runc binds it recursively, so
+that mounts below it, such as those of set-ups, are kept.
 
-Main thread only; forks.
+For the main thread only; forks.
 """
 
 import contextlib
@@ -33,23 +32,23 @@ from bootseer.served.ending import runc_folder, runc_name
 
 _REPORT_BYTES_MAX = 1 << 16
 _OWN_MOUNTS = ("/proc", "/sys", "/dev")
-"""Folders on which runc mounts file systems of the container's own."""
+"""Folders on which runc mounts new file systems for the container."""
 FRESH_SYSFS, BOUND_SYSFS = "fresh", "bound"
-"""A sysfs of the container's own; or a view of the host's, without what is mounted in that: for
-where the kernel makes none, because the network belongs to another user namespace."""
+"""A new sysfs; or a bind of the host's without the mounts in it, if the kernel refuses a new one
+because the network belongs to another user namespace."""
 
 
-class Device(Struct, frozen=True):
-    """A device node."""
+class DeviceNode(Struct, frozen=True):
+    """Device that the container may use."""
 
     kind: str
-    """"c" or "b"."""
+    """"c" for character devices, "b" for block devices."""
     major: int
     minor: int
 
 
 def check_runc() -> str:
-    """Return the path of runc. Raises: UnsupportedError where it cannot be used."""
+    """Return the path of runc. Raises: UnsupportedError if it cannot be used."""
     runc = shutil.which("runc")
     if runc is None:
         raise UnsupportedError("--runtime runc: runc is not installed; install it, or leave it out")
@@ -59,11 +58,13 @@ def check_runc() -> str:
 
 
 def exec_runc(spec: ProcessSpec, root: Path, state_dir: Path, binds: Sequence[Bind]) -> NoReturn:
-    """Become `runc run` of a process in `root`, which is built and furnished, in this namespace.
+    """Replace this process by `runc run` of a process in `root`.
 
-    runc passes signals on, and the exit code of the process through. `state_dir`: the folder of
-    the server that ends what is left if runc is killed. `binds` are mounted below `root` already.
-    Raises: SetupFailedError with 126 or 127 where there is no such program; BootseerError.
+    runc forwards signals, and exits with the exit code of the process. `root` has all mounts,
+    `binds` among them, in this process's mount namespace. `state_dir` is the folder of the server
+    that ends the container if runc is killed.
+    Raises: SetupFailedError, with exit code 126 or 127, if the program cannot be run;
+    BootseerError.
     """
     runc = check_runc()
     _try_in_child(lambda: _become_program(spec, root))
@@ -88,17 +89,19 @@ def exec_runc(spec: ProcessSpec, root: Path, state_dir: Path, binds: Sequence[Bi
 
 
 def _unmount_own(root: Path) -> None:
-    """Unmount the host's file systems where runc mounts others: with those of control groups, which
-    lie below, they would still be there, and not all be covered. Raises: OSError."""
+    """Unmount the host's file systems where runc mounts new ones. Raises: OSError.
+
+    The new mounts would not cover all of them, such as control groups below /sys.
+    """
     for path in _OWN_MOUNTS:
         namespaces.unmount(resolve_in_root(root, path))
 
 
 def _binds_below(root: Path, binds: Iterable[Bind], bundle: Path) -> list[Bind]:
-    """Return the binds that lie below what runc mounts itself, and are to be mounted again.
+    """Return the binds below the folders of `_OWN_MOUNTS`, which runc must mount again.
 
-    runc's "ro" leaves writable what is mounted below a bind's source, so that such a bind gets a
-    read-only view, which lies in `bundle`. Raises: OSError.
+    With "ro", runc leaves mounts below the source of a bind writable. So a read-only bind gets a
+    read-only view of its source, in `bundle`. Raises: OSError.
     """
     own = [resolve_in_root(root, path) for path in _OWN_MOUNTS]
     found = []
@@ -118,21 +121,21 @@ def _binds_below(root: Path, binds: Iterable[Bind], bundle: Path) -> list[Bind]:
     return found
 
 
-def _devices(binds: Iterable[Bind]) -> list[Device]:
-    """Return the device nodes that are bound, and so may be used. Raises: OSError."""
+def _devices(binds: Iterable[Bind]) -> list[DeviceNode]:
+    """Return the devices among the binds, which the container may use. Raises: OSError."""
     found = []
     for bind in binds:
         status = bind.source.stat()
         if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
             kind = "c" if stat.S_ISCHR(status.st_mode) else "b"
-            found.append(Device(kind, os.major(status.st_rdev), os.minor(status.st_rdev)))
+            found.append(DeviceNode(kind, os.major(status.st_rdev), os.minor(status.st_rdev)))
     return found
 
 
 def _sysfs(bundle: Path) -> str:
-    """Return whether the kernel makes a new sysfs here. Raises: OSError.
+    """Return FRESH_SYSFS if the kernel can mount a new sysfs here, else BOUND_SYSFS.
 
-    It makes none for a network of another user namespace, as in a container that is in one.
+    The kernel refuses if the network belongs to another user namespace. Raises: OSError.
     """
     probe = bundle / "sysfs"
     probe.mkdir()
@@ -144,15 +147,16 @@ def _sysfs(bundle: Path) -> str:
     return FRESH_SYSFS
 
 
-# ---- whether the program can be started ---------------------------------------------------------
+# ---- check that the program can be started ------------------------------------------------------
+
+# runc exits with 1 if it cannot start the program, which could be the program's own exit code.
 
 
 def _become_program(spec: ProcessSpec, root: Path) -> NoReturn:
-    """Become the program as runc would, which exits with 1 where it cannot: that could be the
-    program's own code. Raises: as `execute`; BootseerError."""
+    """Replace this process by the program, as runc would. Raises: as `execute`; BootseerError."""
     try:
         os.chroot(root)
-        # As root, which need not be able to enter it; runc makes one that is missing.
+        # As root, since the user need not have access to it; runc creates a missing folder.
         with contextlib.suppress(FileNotFoundError):
             os.chdir(spec.working_dir)
         take_identity(spec.user)
@@ -162,10 +166,11 @@ def _become_program(spec: ProcessSpec, root: Path) -> NoReturn:
 
 
 def _try_in_child(work: Callable[[], object]) -> None:
-    """Let `work` become a program in a child process that ends before the program's first
-    instruction: whether the kernel would run it is known then, and nothing has happened.
+    """Call `work`, which becomes a program, in a child process that is killed before its first
+    instruction.
 
-    Raises: what `work` raised.
+    So it is known whether the kernel can run the program, without running it. Raises: the error of
+    `work`.
     """
     parent = os.getpid()
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
@@ -188,7 +193,7 @@ def _try_in_child(work: Callable[[], object]) -> None:
 def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
     try:
         namespaces.die_with_parent(parent)
-        # execve(2): a traced process stops when it has become the program.
+        # A traced process stops once it has become the program (execve(2)).
         namespaces.be_traced()
         work()
     except BaseException as error:
@@ -199,8 +204,8 @@ def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
 
 # ---- the configuration: config.json of the OCI runtime specification 1.0; pure ------------------
 
-# What containerd and docker give by default. CAP_MKNOD makes nodes that the device cgroup then
-# does not let anybody open.
+# The defaults of containerd and docker. Device nodes made with CAP_MKNOD cannot be opened, because
+# of the device cgroup.
 _CAPABILITIES = (
     *("CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL"),
     *("CAP_MKNOD", "CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID"),
@@ -221,7 +226,7 @@ _MASKED = (
 )
 _READ_ONLY = (
     *("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"),
-    # Of cgroups v1, what holds the hierarchies: runc leaves it writable.
+    # With cgroups v1, runc leaves the folder of the hierarchies writable.
     "/sys/fs/cgroup",
 )
 
@@ -230,14 +235,15 @@ def runtime_config(
     spec: ProcessSpec,
     root: str,
     binds: Sequence[Bind],
-    devices: Sequence[Device],
+    devices: Sequence[DeviceNode],
     *,
     terminal: bool,
     sysfs: str = FRESH_SYSFS,
 ) -> dict[str, Any]:
-    """Return the configuration of a container with the host's network; all else is separate. Pure.
+    """Return config.json of a container that shares only the network with the host. Pure.
 
-    `binds`: mounted on top of the rest. `devices`: device nodes that may be used.
+    `binds` are mounted after all other file systems. Only `devices` may be used. `sysfs`:
+    FRESH_SYSFS or BOUND_SYSFS.
     """
     return {
         "ociVersion": "1.0.2",
@@ -289,7 +295,7 @@ _TERMINALS = ("ptmxmode=0666", "mode=0620", "gid=5")
 def _sys(sysfs: str) -> Mapping[str, Any]:
     if sysfs == FRESH_SYSFS:
         return _mount("/sys", "sysfs", "sysfs", *_UNUSABLE, "ro")
-    # Not "rbind": what is mounted below, such as cgroups, would be there and writable.
+    # Not "rbind", which would show mounts below it, such as cgroups, and leave them writable.
     return _mount("/sys", "bind", "/sys", "bind", *_UNUSABLE, "ro")
 
 
@@ -298,7 +304,7 @@ def _bind(bind: Bind) -> Mapping[str, Any]:
     return _mount(bind.target, "bind", str(bind.source), "rbind", "rprivate", access)
 
 
-def _usable(device: Device) -> Mapping[str, Any]:
+def _usable(device: DeviceNode) -> Mapping[str, Any]:
     return {
         "allow": True,
         "type": device.kind,
@@ -314,16 +320,15 @@ def _mount(target: str, kind: str, source: str, *options: str) -> Mapping[str, A
 
 # ---- system calls -------------------------------------------------------------------------------
 
-# The same calls that containerd's default profile (its `contrib/seccomp/seccomp_default.go`) allows
-# a container with these capabilities: no mounts, no namespaces, no keyrings, no kernel modules, no
-# bpf. Pure.
+# The system calls that containerd's default profile (`contrib/seccomp/seccomp_default.go`) allows a
+# container with these capabilities: no mounts, namespaces, keyrings, kernel modules or bpf. Pure.
 
-# errno.ENOSYS, of every Linux that libseccomp knows.
+# ENOSYS on all architectures that libseccomp knows.
 _NO_SUCH_CALL = 38
 _AF_ALG, _AF_VSOCK = 38, 40
 # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWCGROUP of clone(2).
 _NEW_NAMESPACES = 0x7E020000
-# What personality(2) may be set to: Linux, 32 bits on 64, uname26; the last one only asks.
+# Allowed arguments of personality(2): Linux, 32 bits on 64, uname26; the last one only queries.
 _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
 
 _ARCHITECTURES = {
@@ -332,8 +337,8 @@ _ARCHITECTURES = {
     "riscv64": ("SCMP_ARCH_RISCV64",),
     "loongarch64": ("SCMP_ARCH_LOONGARCH64",),
 }
-"""libseccomp's names of architectures by `platform.machine()`; elsewhere libseccomp takes the
-machine's own alone."""
+"""libseccomp's names of architectures, by `platform.machine()`. For other machines, libseccomp
+takes the native architecture only."""
 
 _OF_MACHINE = {
     "x86_64": ("arch_prctl", "modify_ldt"),
@@ -393,9 +398,9 @@ _ALLOWED = """
 
 
 def seccomp_profile(machine: str = "") -> dict[str, Any]:
-    """`linux.seccomp` of a runtime configuration, for `machine` (default: this one's name).
+    """Return `linux.seccomp` of config.json, for `machine` (default: this machine).
 
-    libseccomp leaves out names that it does not know. A call that is not named fails with EPERM.
+    libseccomp ignores names that it does not know. A call that is not listed fails with EPERM.
     """
     machine = machine or platform.machine()
     names = [*_ALLOWED.split(), *_OF_MACHINE.get(machine, ())]
@@ -404,8 +409,8 @@ def seccomp_profile(machine: str = "") -> dict[str, Any]:
         "architectures": list(_ARCHITECTURES.get(machine, ())),
         "syscalls": [
             _allowed(names),
-            # One condition each: runc makes several of one argument alternatives, which would allow
-            # both families.
+            # One rule for each condition: runc combines several conditions on one argument by "or",
+            # which would allow both families.
             _allowed(["socket"], _argument(0, "SCMP_CMP_LT", _AF_ALG)),
             _allowed(["socket"], _argument(0, "SCMP_CMP_EQ", _AF_ALG + 1)),
             _allowed(["socket"], _argument(0, "SCMP_CMP_GT", _AF_VSOCK)),
@@ -414,7 +419,7 @@ def seccomp_profile(machine: str = "") -> dict[str, Any]:
                 for value in _PERSONALITIES
             ),
             _allowed(["clone"], _argument(0, "SCMP_CMP_MASKED_EQ", _NEW_NAMESPACES)),
-            # Its flags lie in memory, where no filter sees them. On ENOSYS C libraries use clone.
+            # A filter cannot read the flags of clone3 in memory. On ENOSYS, C libraries use clone.
             {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _NO_SUCH_CALL},
         ],
     }
@@ -425,5 +430,5 @@ def _allowed(names: list[str], *arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _argument(index: int, comparison: str, value: int) -> dict[str, Any]:
-    # For SCMP_CMP_MASKED_EQ `value` is the mask, and what must be left is `valueTwo`.
+    # For SCMP_CMP_MASKED_EQ, `value` is the mask, and `valueTwo` the expected result.
     return {"index": index, "value": value, "valueTwo": 0, "op": comparison}

@@ -17,7 +17,7 @@ from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import POINTS, blob_key, index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, InvalidInputError, NotFoundError
-from bootseer.prefetch.cache.kept_indexes import keep_index, read_index
+from bootseer.prefetch.cache.indexes import keep_index, read_index
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
     IMAGE_FORM,

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -33,11 +32,9 @@ from bootseer.errors import (
     UnknownFormatError,
     from_oserror,
 )
-from bootseer.linux.locks import remove_unused_lock
 from bootseer.linux.private_files import write_private_file
-from bootseer.prefetch.cache.kept_indexes import index_folder, keep_index, read_index
-from bootseer.prefetch.cache.node_cache import CachedStream
-from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.cache.indexes import keep_index, read_index
+from bootseer.prefetch.cache.node_cache import CachedStream, store_hex
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import (
     IMAGE_FORM,
@@ -50,9 +47,6 @@ from bootseer.settings.config import Settings
 
 _log = logging.getLogger(__name__)
 _Record = TypeVar("_Record")
-
-_KEPT_S = 30 * 86400.0
-"""Records that no start asked for in so long go at the next `trim`."""
 
 
 class FoundImage(Struct, frozen=True):
@@ -253,24 +247,6 @@ class NodeCatalogue:
         )
         self._write(self._path("layers", digest), _LAYER_FORM.encode(record))
 
-    # ---- keeping it small ---------------------------------------------------------------------
-
-    def trim(self) -> int:
-        """Remove records and indexes that no start used for a month, and lock files that nobody
-        holds. Returns how many files. Never
-        raises: what is needed after all is pulled, or fetched, again."""
-        oldest_s = time.time() - _KEPT_S
-        # Of publishers that were killed.
-        count = sum(map(remove_unused_lock, self._directory.glob("*.lock")))
-        for folder in (index_folder(self._cache_dir), *self._directory.glob("*")):
-            with contextlib.suppress(OSError), os.scandir(folder) as entries:
-                for entry in entries:
-                    with contextlib.suppress(OSError):
-                        if entry.stat(follow_symlinks=False).st_mtime < oldest_s:
-                            os.unlink(entry.path)
-                            count += 1
-        return count
-
     # ---- files --------------------------------------------------------------------------------
 
     def _path(self, kind: str, name: str) -> Path:
@@ -281,7 +257,7 @@ class NodeCatalogue:
         try:
             with path.open("rb") as file:
                 data = file.read(form.size_max + 1)
-            # `trim` goes by the last use.
+            # `cache.limit` removes records by the time of their last use.
             os.utime(path)
         except OSError:
             return None

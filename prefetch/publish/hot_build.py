@@ -24,14 +24,14 @@ from bootseer.errors import (
     from_oserror,
 )
 from bootseer.linux.private_files import private_directory
-from bootseer.prefetch.bundle import bundle_reuse, hot_store
-from bootseer.prefetch.bundle.bundle_accuracy import accuracy_of, is_worthwhile, scattered_inodes
+from bootseer.prefetch.bundle import hot_store, similar
+from bootseer.prefetch.bundle.accuracy import accuracy_of, is_worthwhile, scattered_inodes
 from bootseer.prefetch.bundle.format import PART_COUNT, BundleExtent, plan_frames, write_bundle
 from bootseer.prefetch.bundle.hot_store import HotPointer
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.reading.registry_layers import LayerReader
+from bootseer.prefetch.reading.registry import LayerReader
 from bootseer.prefetch.record import hotset
 from bootseer.prefetch.record.trace import Trace
 from bootseer.settings.config import Settings
@@ -150,7 +150,7 @@ def build_bundle(
         hot_store.POINTER_FORM.encode(pointer),
         replace=True,
     )
-    bundle_reuse.publish_similar(store, pointer, reference, workload, tree)
+    similar.publish_similar(store, pointer, reference, workload, tree)
     _log.info("published a bundle of %d bytes from %d traces", size_bytes, len(traces))
     return pointer
 

@@ -23,8 +23,7 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.prefetch.cache.files import alone
-from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, hold_lock_file
 from bootseer.prefetch.index.catalogue import load_tree
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.node_catalogue import NodeCatalogue, NodeLayer
@@ -66,7 +65,7 @@ def publish_node_image(settings: Settings, index_digest: str) -> str:
     if image is None:
         return index_digest
     lock = settings.cache_dir / "catalogue" / f"{index_digest.partition(':')[2]}.lock"
-    with alone(lock, _WAIT_S, f"publishing {index_digest}"):
+    with hold_lock_file(lock, _WAIT_S, f"publishing {index_digest}"):
         with open_own_store(settings) as store:
             record = catalogue.find_published(index_digest)
             if record is None:

@@ -24,7 +24,7 @@ from msgspec import Struct
 from bootseer.base.documents import from_line
 from bootseer.errors import BootseerError
 from bootseer.linux.private_files import private_directory, write_private_file
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.indexes import read_kept_tree
 from bootseer.served.folders import (
     PUBLISH,
     MountState,

@@ -1,1 +1,5 @@
-"""Reads of a tree's streams through the node cache, and every way in which missing bytes come."""
+"""Reads of an image's streams: from the node cache, the bundle, the store or the registry.
+
+`image_bytes` answers reads; `fill` completes an image. May import `bundle` and the packages below
+it.
+"""

@@ -1,6 +1,6 @@
-"""Figures of faults: their waits, and the source of the bytes.
+"""Figures of faults: waiting times, and bytes by source.
 
-`FaultRecorder` counts, from any thread; `FaultFigures` and `SourceFigures` are frozen copies.
+`FaultRecorder` counts and is thread-safe; `FaultFigures` and `SourceFigures` are frozen copies.
 """
 
 import threading
@@ -12,53 +12,53 @@ from msgspec import Struct
 from bootseer.transfer.figures import percentile
 
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds: from a wait for a frame that is nearly here to a store that hardly answers."""
+"""Upper bounds of the histogram of waits."""
 
 _KEPT_WAITS_COUNT = 8192
-"""Percentiles are over the latest faults; bounded for a mount that lives for weeks."""
+"""Number of the latest waits over which percentiles are computed."""
 
 
 class FaultFigures(Struct, frozen=True):
-    """Counts since the worker started."""
+    """Counts of faults, reads that found bytes missing, since the worker started."""
 
     fault_count: int
-    """Reads that found something missing."""
     failed_count: int
-    """How many faults were answered with an error."""
+    """Faults that were answered with an error."""
     bundle_wait_count: int
-    """How many faults were answered by waiting for the bundle."""
+    """Faults that waited for a frame of the bundle."""
     fault_wait_ns: int
-    """All faults' waits together."""
+    """Sum of all waits."""
     wait_p50_ns: int
-    """Over the latest 8192 faults, as the next; 0 before the first."""
+    """Median of the latest 8192 waits; 0 before the first."""
     wait_p99_ns: int
+    """99th percentile of the latest 8192 waits; 0 before the first."""
     wait_max_ns: int
-    """Over all."""
     wait_counts: tuple[int, ...]
-    """Faults by wait: one number for each bound in `BUCKETS_S`, and one for those beyond; none is
-    counted twice."""
+    """Histogram: faults up to each bound in `BUCKETS_S` and above the one before, and those above
+    the last bound."""
     fault_frame_count: int
     """Frames of blobs that faults fetched."""
     readahead_frame_count: int
+    """Frames of blobs that were fetched ahead of a reader."""
 
 
 class SourceFigures(Struct, frozen=True):
-    """Uncompressed bytes by what brought them, since the worker started."""
+    """Uncompressed bytes by source, since the worker started."""
 
     cache_bytes: int
-    """Asked for, and here already: the only ones that are counted again when they are read again,
-    past the kernel's own cache."""
+    """Bytes of reads that found all of their bytes in the cache, counted at each read."""
     bundle_bytes: int
+    """Bytes that the replay of the bundle fetched."""
     fault_bytes: int
-    """Bytes that came because of faults, without the bundle's."""
+    """Bytes of blobs that faults fetched."""
     readahead_bytes: int
-    """Were fetched ahead of a reader."""
+    """Bytes of blobs that were fetched ahead of a reader."""
     fill_bytes: int
-    """Came in the background."""
+    """Bytes of blobs that the background fill fetched."""
 
 
 class FaultRecorder:
-    """Counters of one server's streams."""
+    """Counters of one server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,21 +67,21 @@ class FaultRecorder:
         self._waits_ns: deque[int] = deque(maxlen=_KEPT_WAITS_COUNT)
         self._counts = [0] * (len(BUCKETS_S) + 1)
         self._fault_frames = self._readahead_frames = 0
-        # Written without the lock, which a hit must not cost: a lost count is no harm.
+        # Written without the lock, to keep hits fast: a lost count does no harm.
         self._hit_bytes = 0
         self._fault_bytes = self._readahead_bytes = self._fill_bytes = 0
 
     @property
     def fault_count(self) -> int:
-        """Faults so far, those under way left out."""
+        """Number of faults that have ended."""
         return self._fault_count
 
     def hit(self, length: int) -> None:
-        """A read was answered from the cache."""
+        """Count a read that was answered from the cache."""
         self._hit_bytes += length
 
     def fault(self, wait_ns: int, *, failed: bool) -> None:
-        """A read had to wait."""
+        """Count a fault."""
         with self._lock:
             self._fault_count += 1
             self._failed_count += failed
@@ -91,18 +91,18 @@ class FaultRecorder:
             self._counts[bisect_left(BUCKETS_S, wait_ns / 1e9)] += 1
 
     def bundle_wait(self) -> None:
-        """A fault waited for the bundle."""
+        """Count a fault that waited for the bundle."""
         with self._lock:
             self._bundle_wait_count += 1
 
     def frames(self, *, fault_count: int = 0, readahead_count: int = 0) -> None:
-        """Counts frames that were asked for."""
+        """Count frames of blobs that are fetched."""
         with self._lock:
             self._fault_frames += fault_count
             self._readahead_frames += readahead_count
 
-    def came(self, *, fault: int = 0, readahead: int = 0, fill: int = 0) -> None:
-        """Counts uncompressed bytes that came."""
+    def received(self, *, fault: int = 0, readahead: int = 0, fill: int = 0) -> None:
+        """Count uncompressed bytes that were fetched."""
         with self._lock:
             self._fault_bytes += fault
             self._readahead_bytes += readahead
@@ -126,7 +126,7 @@ class FaultRecorder:
             )
 
     def sources(self, bundle_bytes: int) -> SourceFigures:
-        """Returns the bytes by source; the bundle's are counted elsewhere."""
+        """Return the bytes by source. `bundle_bytes` are counted by the replay."""
         with self._lock:
             return SourceFigures(
                 self._hit_bytes,

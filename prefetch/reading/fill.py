@@ -1,14 +1,15 @@
-"""The fill of an image: all of it brought into the node's cache, in the background or at once.
+"""Fill of an image: all of its bytes are fetched into the node's cache.
 
-The background fill (`Fill`) begins when the start is over and its bundle is here, pauses
-while there are faults or the cache has no room, and ends when the image is complete. A complete
-image starts without store or registry. What was brought stays: the next start's fill goes on there.
+`Fill` does this in the background. It begins when the start has ended and the bundle is fetched,
+pauses while there are faults or the cache has no room, and ends when the image is complete. Fetched
+bytes stay, so that the fill of the next start continues. A complete image starts without store or
+registry.
 
-Of the servers of an image on a node one fills, the one that holds a lock file; when it ends another
-one takes over. The others touch that file when they have had faults, and then the fill pauses, too.
+One server of an image on a node fills: the one that holds a lock file. When it ends, another one
+takes over. The others touch the file when they have faults, upon which the fill pauses as well.
 
-A `Fill` has one thread of its own; `state` and `stop` from any thread. `fetch_tree` returns when
-all is here.
+A `Fill` has one thread of its own; `state` and `stop` are thread-safe. `fetch_tree` fetches all of
+an image at once.
 """
 
 import contextlib
@@ -23,11 +24,11 @@ from pathlib import Path
 from bootseer.base.progress import Progress
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.linux.locks import lock_file
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree
+from bootseer.prefetch.cache.indexes import read_kept_tree
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.reading.registry_layers import LayerReader
+from bootseer.prefetch.reading.registry import LayerReader
 from bootseer.settings.config import Settings
 from bootseer.store import Store
 from bootseer.transfer.policy import Policy, dice
@@ -35,21 +36,21 @@ from bootseer.transfer.policy import Policy, dice
 _log = logging.getLogger(__name__)
 
 QUIET_S = 5.0
-"""A job that has had no fault for so long computes and does not load."""
+"""Time without faults after which a job counts as started, so that a fill does not disturb it."""
 _TURN_S = 1.0
-"""Seconds between two checks whether it is this server's turn."""
+"""Pause between two attempts to take the lock."""
 _PAUSES = Policy(base_s=5.0, cap_s=300.0)
-"""The pauses after failures: no reader waits for a fill."""
+"""Pauses after failures. They are long, since no reader waits for a fill."""
 WINDOW_BYTES = 64 * 2**20
-"""Planned at a time: an image may have millions of frames."""
+"""Bytes of a stream that are planned at a time: an image may have millions of frames."""
 _NO_ROOM_S = 60.0
-"""Seconds between two looks whether room was made."""
+"""Pause between two attempts to make room."""
 _ROOM_BYTES = 64 * 2**20
 """Bytes between two checks whether the disk has room."""
 
 
 class Fill:
-    """The background fill of one image."""
+    """Background fill of one image."""
 
     def __init__(
         self,
@@ -62,12 +63,15 @@ class Fill:
         no_room_s: float = _NO_ROOM_S,
         lock: Path | None = None,
     ) -> None:
-        """`make_room(count)` says whether the cache may take so many bytes more. `pauses`: after
-        each failure in a row. `no_room_s`: seconds between two looks whether room was made.
-        `lock`: the server that holds this file fills for all servers of the image on this node."""
+        """Prepare the fill.
+
+        `may_begin` returns whether the start has ended. `make_room` returns whether the cache may
+        take a number of bytes more. `lock` is the lock file of the server that fills for all
+        servers of the image on this node.
+        """
         self.state = "waiting"
-        """"waiting" for the start's end, for its turn or for quiet, "filling", "complete",
-        "no room", "failing" (it tries again), "stopped"."""
+        """"waiting" for the end of the start, for the lock, or for a time without faults;
+        "filling"; "complete"; "no room"; "failing", to be tried again; or "stopped"."""
         self._streams = streams
         self._may_begin = may_begin
         self._make_room = make_room
@@ -83,24 +87,24 @@ class Fill:
         self._failures = 0
 
     def start(self) -> None:
-        """Begin to wait for the start's end."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon. Reads under way end with the fetcher of the image's bytes. Idempotent."""
+        """Make the thread end soon. Closing the image's fetcher ends its reads. Idempotent."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end that `stop` asked for."""
+        """Wait for the thread to end after `stop`."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         noted_faults = 0
-        while not (self._may_begin() and self._is_our_turn()):
+        while not (self._may_begin() and self._take_lock()):
             if self._streams.faults.fault_count != noted_faults:
                 noted_faults = self._streams.faults.fault_count
-                self._tell_filler()
+                self._note_fault()
             if self._stopping.wait(min(_TURN_S, self._quiet_s)):
                 self.state = "stopped"
                 return
@@ -108,12 +112,12 @@ class Fill:
             while self._pass():
                 pass
         finally:
-            self._end_turn()
+            self._release_lock()
         _log.info("the background fill ends: %s", self.state)
 
     # ---- one server of several ----------------------------------------------------------------
 
-    def _is_our_turn(self) -> bool:
+    def _take_lock(self) -> bool:
         if self._lock_path is not None:
             try:
                 self._lock_fd = lock_file(self._lock_path, 0)
@@ -123,18 +127,20 @@ class Fill:
                 _log.debug("filling without regard to others: %s", error)
         return True
 
-    def _end_turn(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock_fd >= 0 and self._lock_path is not None:
             self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
 
-    def _tell_filler(self) -> None:
+    def _note_fault(self) -> None:
+        """Make the server that fills pause."""
         if self._lock_path is not None:
-            # No thread fills: then there is none to tell.
+            # There is no file if no server fills.
             with contextlib.suppress(OSError):
                 os.utime(self._lock_path)
 
     def _others_are_quiet(self) -> bool:
+        """Return whether the other servers had no fault for a while."""
         if self._lock_fd < 0:
             return True
         age_s = time.time() - os.fstat(self._lock_fd).st_mtime
@@ -143,15 +149,15 @@ class Fill:
     # ---- filling ------------------------------------------------------------------------------
 
     def _pass(self) -> bool:
-        """Fetch the missing frames once. Return whether to look once more."""
-        # What a bundle brought comes first, to be compared.
+        """Fetch the frames that are missing now. Return whether to check for missing ones again."""
+        # Frames of claimed bytes come first, so that these are compared soon.
         claimed = self._streams.unproven()
         windows = [
             (blob, start, min(WINDOW_BYTES, stream.stream_length - start))
             for blob, stream in enumerate(self._streams.blobs)
             for start in range(0, stream.stream_length, WINDOW_BYTES)
         ]
-        # Nodes that were started together ask different servers of the store.
+        # A random start, so that nodes that were started together read different objects.
         first = random.randrange(len(windows)) if windows else 0
         is_complete = True
         for window in (*claimed, *windows[first:], *windows[:first]):
@@ -170,28 +176,25 @@ class Fill:
                 else:
                     self._failures = 0
         if is_complete:
-            # What is stored nowhere is not missing from anywhere.
+            # Streams that are stored nowhere do not count.
             self.state = "complete"
         elif self._streams.is_full:
             return self._rest_without_room()
         return not is_complete
 
     def is_quiet(self) -> bool:
-        """Wait until there is no fault for a while; False: stop."""
+        """Wait until there was no fault for a while. Return False if the fill must stop."""
         faults = self._streams.faults
         while self._seen_faults != faults.fault_count or not self._others_are_quiet():
             self.state = "waiting"
             self._seen_faults = faults.fault_count
-            if self._stopping.wait(self._quiet_s):
-                break
-        if self._stopping.is_set():
-            self.state = "stopped"
-            return False
-        return True
+            if not self._pause(self._quiet_s):
+                return False
+        return self._pause(0)
 
     def _has_room(self, count: int) -> bool:
-        """Wait until the cache has room; False: stop."""
-        # A frame may unpack to a multiple of its stored length; the limit is not that exact.
+        """Wait until the cache has room. Return False if the fill must stop."""
+        # Counted as stored, although a frame may decompress to a multiple: the limit is not exact.
         self._room_bytes -= count
         if self._streams.is_full and not self._rest_without_room():
             return False
@@ -203,26 +206,26 @@ class Fill:
         return True
 
     def _rest_without_room(self) -> bool:
-        """Wait before the next look whether there is room; False: stop."""
+        """Wait before the next attempt to make room. Return False if the fill must stop."""
         if self.state != "no room":
             _log.info("the background fill waits for room in the cache")
         self.state = "no room"
-        if self._stopping.wait(self._no_room_s):
-            self.state = "stopped"
-            return False
         self._room_bytes = -1
-        return True
+        return self._pause(self._no_room_s)
 
     def _rest(self, error: BootseerError) -> bool:
-        """Wait before the next try; False: stop."""
-        if self._stopping.is_set():
-            self.state = "stopped"
+        """Wait before the next try after an error. Return False if the fill must stop."""
+        if not self._pause(0):
             return False
         self.state = "failing"
         if self._failures == 0:
             _log.warning("the background fill will try again later: %s", error)
         self._failures += 1
-        if self._stopping.wait(self._pauses.delay_s(self._failures, dice())):
+        return self._pause(self._pauses.delay_s(self._failures, dice()))
+
+    def _pause(self, pause_s: float) -> bool:
+        """Wait. Return False if the fill must stop."""
+        if self._stopping.wait(pause_s):
             self.state = "stopped"
             return False
         return True
@@ -231,12 +234,10 @@ class Fill:
 def fetch_tree(
     settings: Settings, store: Store, index_digest: str, name: str, *, is_local: bool = False
 ) -> int:
-    """Bring all blobs of a tree, whose index is on this node, into the node's cache.
+    """Fetch the bytes of a tree that this node lacks. Return the stored size of all blobs.
 
-    Only bytes that the node lacks are moved. Return the stored size of all blobs.
-
-    `is_local`: whether this node made the index, of streams that it pulled. Raises: NoSpaceError,
-    CorruptError, NotFoundError, BootseerError.
+    The tree's index must be in the node's cache. `is_local`: whether this node made the index, of
+    streams that it pulled. Raises: NoSpaceError, CorruptError, NotFoundError, BootseerError.
     """
     tree = read_kept_tree(settings.cache_dir, index_digest, run_dir=settings.run_dir)
     layers = LayerReader(settings, store, name, tree.blobs)

@@ -3,14 +3,14 @@
 A read is answered from the first place that has its bytes:
 
 1. the streams of the node cache, which hold proven bytes (`cache.stream`);
-2. what bundles brought for this image (`bundle.file`), which nothing proves yet; while a replay has
-   the bundle on its way, a fault waits for it;
-3. the frames of the blob, out of the store: verified, kept in the stream, and compared with what a
-   bundle brought of them. Faults that follow each other are read ahead;
-4. a second source of the whole stream (`repairs`), where the store has lost the blob.
+2. the files of bundles (`bundle.file`), whose bytes are not proven yet; while a replay fetches the
+   bundle, a fault waits for its frame;
+3. the frames of the blob in the store: verified, kept in the stream, and compared with the bundle
+   files. Frames behind them are read ahead when faults follow each other;
+4. the registry, which sends the whole stream if the store has lost the blob (`reading.registry`).
 
-Where the disk takes nothing, the last frames are kept in memory. `ImageBytes` is thread-safe; no
-wait is without a deadline.
+If the disk takes no more, the latest frames are kept in memory. `ImageBytes` is thread-safe; every
+wait has a deadline.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
-from bootseer.prefetch.bundle.file import BundleFile
-from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.bundle.file import BundleFile, BundleFiles
+from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
 from bootseer.prefetch.reading.fault_figures import FaultFigures, FaultRecorder, SourceFigures
-from bootseer.prefetch.reading.repairs import Repair, Repairs
+from bootseer.prefetch.reading.registry import Repair, Repairs
 from bootseer.transfer.chunks import ChunkFetcher, Reader
 from bootseer.transfer.figures import Statistics
 from bootseer.transfer.policy import REQUEST, UNTIL_DEADLINE
@@ -42,31 +42,30 @@ from bootseer.transfer.ranges import Chunk, Fetch, Priority, plan
 _log = logging.getLogger(__name__)
 
 _MEMORY_BYTES = 64 * 2**20
-"""Decoded frames kept where the disk takes none: enough for the frames of all server threads."""
-_BUNDLES_MAX = 2
-"""Bundles that are asked: the one of this start, and the one that the node used before."""
-_LOOK_S = 0.25
-"""A fault waits no longer for the bundle that the node has, which is opened as the server starts: a
-fault before that would fetch what is here."""
-_OTHERS_S = 2.0
-_OTHERS_SHARE = 0.1
-"""A share of the deadline: for another server of the node that is fetching the same. It reads from
-the same store, so that to ask oneself would rarely be faster."""
+"""Decoded frames kept in memory on a full disk: enough for the frames of all server threads."""
+_LOOKUP_S = 0.25
+"""Longest wait of a fault for the lookup of the bundle as the server starts: the bundle file of the
+node may have the bytes."""
+_OTHER_SERVER_S = 2.0
+_OTHER_SERVER_SHARE = 0.1
+"""Limits, in seconds and as a share of the deadline, of the wait for another server of the node
+that fetches the same frames. It reads from the same store, so that a second request would rarely be
+faster."""
 _POLL_S = 0.001
 _BUNDLE_SHARE = 0.25
 _BUNDLE_S_MAX = 10.0
-"""A share of the deadline: a frame of the bundle of which nothing has come by then comes from a
-store that hangs."""
+"""Limits of the wait for a frame of the bundle without any bytes: a store that sends nothing for so
+long hangs."""
 _STORE_SHARE = 2 / 3
-"""A share of a read's deadline, where there is a second source: enough for two attempts at the
-store."""
+"""Share of a read's deadline for the store, if there is a registry: enough for two attempts."""
 _AHEAD_FRAMES_MAX = 16
 """2 MiB of a file that is read from start to end: hides 10 ms of latency at 200 MB/s."""
 _READERS_MAX = 1024
-_AGAIN_S = 1.0
-"""The kernel's second request comes within milliseconds; a program that tries again comes later."""
+_REPEATED_S = 1.0
+"""Time for which a range that could not be read fails at once: the kernel repeats a failed request
+within milliseconds."""
 _RANGES_MAX = 64
-"""No more than the server threads can have under way at once, several times over."""
+"""The most such ranges that are remembered: more than the server threads can have under way."""
 
 Buffer: TypeAlias = bytes | memoryview
 Range: TypeAlias = tuple[int, int, int]
@@ -74,7 +73,10 @@ Range: TypeAlias = tuple[int, int, int]
 
 
 class Budget:
-    """Rest of one read's deadline: how long it may still wait without any bytes. For one thread."""
+    """Rest of a read's deadline: the time that it may still wait without any bytes.
+
+    For one thread.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -83,9 +85,9 @@ class Budget:
 
     @contextlib.contextmanager
     def spending(self, limit_s: float) -> Iterator[float]:
-        """Charge the time that the body takes, at most `limit_s`, which it gets.
+        """Charge the time that the body takes, at most `limit_s`, which the body gets.
 
-        A body that waits no longer than `limit_s` without bytes takes more only while bytes come.
+        The body must not wait longer than `limit_s` without bytes.
         """
         start_s = time.monotonic()
         try:
@@ -94,12 +96,12 @@ class Budget:
             self.left_s -= min(time.monotonic() - start_s, limit_s)
 
     def restart(self) -> None:
-        """Begin anew, because bytes have come."""
+        """Restore the full deadline, because bytes have arrived."""
         self.left_s = self._deadline_s
 
 
 class ImageBytes:
-    """The bytes of the streams of `blobs`. Close it."""
+    """Bytes of the streams of an image's blobs. `close` it at the end."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class ImageBytes:
         on_progress: Callable[[int], None] = lambda count: None,
         repair: Repair | None = None,
         on_damage: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
-        owner: str | None = None,
+        image_key: str | None = None,
         vouched: Container[str] = (),
         on_refuted: Callable[[Sequence[Range]], None] = lambda ranges: None,
         decode: Callable[[int, int, memoryview], bytes] | None = None,
@@ -121,28 +123,29 @@ class ImageBytes:
         """Open the blobs' streams.
 
         Args:
-            read_object: `Store.read_verified`.
-            fill_bytes_per_s: Caps what is fetched at the lowest priority.
-            on_progress: Gets the stored bytes of each part that came.
-            repair: Is asked when a frame of a blob cannot be had.
-            on_damage: Gets chunks of which one at least came damaged, whatever happens then; it
-                must be quick.
-            owner: The image (`stream_keys.owner_of`), for streams that a registry sent for it.
+            blobs: Blobs of the image.
+            read_object: Reads stored bytes: `LayerReader.read_into`.
+            cache: Cache of the node.
+            deadline_s: Longest time that a read waits without any bytes.
+            workers: Number of parallel requests for anything but faults.
+            fill_bytes_per_s: Limit of the rate at the lowest priority.
+            on_progress: Called with the stored bytes of each part that has arrived.
+            repair: Fetches the whole stream of a blob that the store has lost.
+            on_damage: Called with chunks that may be damaged. Must be quick.
+            image_key: `node_cache.image_key_of`, by which streams of a registry are found.
             vouched: Digests of streams that this node may have pulled (`NodeCache.open_blob`).
-            on_refuted: Gets the ranges of which wrong bytes may have been read, because a bundle
-                brought them, whichever server found that. Called in a thread of its own.
-            decode: Turns frame (blob, number) into its content, verified: `LayerReader.decode`. By
-                default all are zstd frames.
+            on_refuted: Called, in a thread of its own, with the ranges of a wrong bundle.
+            decode: `LayerReader.decode`. By default, all frames are zstd frames.
 
         Raises: BootseerError if the cache cannot be opened.
         """
         self.blobs = blobs
         self.faults = FaultRecorder()
         self.on_damage = on_damage
-        self.replay: Replay | None = None
-        """The bundle of this start, once it is on its way (`use`)."""
+        self.replay: BundleReplay | None = None
+        """Replay of this start's bundle, once `use` was called with it."""
         self.cache = cache
-        self._owner = owner
+        self._image_key = image_key
         self._decode = decode or self._decode_frame
         self._deadline_s = deadline_s
         self._numbers = {
@@ -153,19 +156,20 @@ class ImageBytes:
         self._on_refuted = on_refuted
         self._late = _LateRanges()
         self._memory = _FrameMemory(_MEMORY_BYTES)
-        self._ahead = _ReadAhead()
-        self._bundles: tuple[tuple[BundleFile, Callable[[], None]], ...] = ()
-        self._has_looked = threading.Event()
-        self._has_looked.set()
-        self._changing = threading.Lock()
-        self._left: list[CachedStream | BundleFile] = []
+        self._ahead = _ReadAheadPolicy()
+        self._bundles = BundleFiles(self._refuted)
+        self._looked_up = threading.Event()
+        self._looked_up.set()
+        self._switching = threading.Lock()
+        # Streams that a thread may still read. They are closed at the end.
+        self._replaced: list[CachedStream] = []
         self._is_closed = False
         self.streams: list[CachedStream] = []
-        """The stream of each blob. An item changes when a pulled stream turns out to be damaged,
-        and when a registry has sent one."""
+        """Stream of each blob. It is replaced if a pulled stream turns out to be damaged, or if the
+        registry has sent one."""
         try:
             for blob in blobs:
-                self.streams.append(cache.open_blob(blob, vouched=vouched, owner=owner))
+                self.streams.append(cache.open_blob(blob, vouched=vouched, image_key=image_key))
         except BaseException:
             for stream in self.streams:
                 stream.close()
@@ -174,8 +178,8 @@ class ImageBytes:
             read_object,
             threads=workers,
             deadline_s=deadline_s,
-            # A second source need not wait for the end of the first one. Without one, a store that
-            # refuses at once, as one that restarts, is asked again until the deadline.
+            # If there is a registry, it is asked after a few attempts. If not, a store that refuses
+            # connections, as while it restarts, is asked again until the deadline.
             demand_policy=REQUEST if repair else UNTIL_DEADLINE,
             fill_bytes_per_s=fill_bytes_per_s,
             is_cached=self._is_here,
@@ -196,11 +200,11 @@ class ImageBytes:
     ) -> Buffer:
         """Return `length` bytes at `offset` of the stream of blob number `blob`.
 
-        Waits no longer than one deadline without any bytes, whichever server is asked, or several
-        while a second source brings bytes; `budget` is the rest of one that several reads share.
-        `reader` identifies who reads on (a file) and `end` where that ends: reads of one reader
-        that follow each other are fetched ahead. Raises: DeadlineError, CorruptError,
-        UnavailableError, NotFoundError, OSError.
+        Waits no longer than one deadline without any bytes, or several while the registry sends
+        bytes. `budget` is the rest of a deadline that several reads share. `reader` identifies a
+        file whose bytes in the stream end at `end`: behind faults of a file that follow each other,
+        frames are read ahead.
+        Raises: DeadlineError, CorruptError, UnavailableError, NotFoundError, OSError.
         """
         content = self.streams[blob].get(offset, length)
         if content is None:
@@ -225,22 +229,24 @@ class ImageBytes:
             self.faults.fault(time.monotonic_ns() - started_ns, failed=failed)
 
     def new_budget(self) -> Budget:
-        """Return a budget: one deadline for several reads."""
+        """Return the budget of a read that is made of several."""
         return Budget(self._deadline_s)
 
     def get(self, blob: int, offset: int, length: int) -> Buffer | None:
-        """Return bytes of a stream without waiting; None unless all are here. Raises: OSError."""
+        """Return bytes of a stream; None unless all are on this node. Raises: OSError."""
         content = self.streams[blob].get(offset, length)
         return self._gather(blob, offset, length) if content is None else content
 
     def _gather(self, blob: int, offset: int, length: int) -> Buffer | None:
-        """The bytes, piece by piece from the place that has them; None if some are nowhere here."""
+        """Return bytes that the stream does not hold, or not all of them.
+
+        Pieces come from bundle files, the stream and memory. Return None if one is missing.
+        """
         if not self._bundles and not self._memory.is_used:
             return None
-        for file, _ in self._bundles:
-            content = file.get(blob, offset, length)
-            if content is not None:
-                return content
+        content = self._bundles.get(blob, offset, length)
+        if content is not None:
+            return content
         stream = self.streams[blob]
         pieces: list[Buffer] = []
         position, end = offset, min(offset + length, stream.stream_length)
@@ -258,20 +264,16 @@ class ImageBytes:
     def _unkept(
         self, stream: CachedStream, blob: int, number: int, offset: int, length: int
     ) -> Buffer | None:
-        """Bytes of one piece that the stream does not hold, from memory or a bundle."""
+        """Return bytes of a piece that the stream does not hold, from memory or a bundle file."""
         if stream.takes_frames:
             content = self._memory.get(blob, number)
             if content is not None:
                 start = offset - stream.starts[number]
                 return content[start : start + length]
-        for file, _ in self._bundles:
-            found = file.get(blob, offset, length)
-            if found is not None:
-                return found
-        return None
+        return self._bundles.get(blob, offset, length)
 
     def _missing(self, blob: int, offset: int, length: int) -> list[int]:
-        """Return the pieces of a range that neither cache, memory nor bundles have."""
+        """Return the pieces of a range whose wanted bytes are not on this node."""
         stream = self.streams[blob]
         found = []
         for number in stream.missing(offset, length):
@@ -284,14 +286,14 @@ class ImageBytes:
     def _fault(
         self, blob: int, offset: int, length: int, reader: int, end: int, budget: Budget
     ) -> Buffer:
-        if not self._has_looked.is_set():
-            with budget.spending(min(_LOOK_S, budget.left_s)) as limit_s:
-                self._has_looked.wait(limit_s)
+        if not self._looked_up.is_set():
+            with budget.spending(min(_LOOKUP_S, budget.left_s)) as limit_s:
+                self._looked_up.wait(limit_s)
             if (content := self.get(blob, offset, length)) is not None:
                 return content
         replay = self.replay
         if replay is not None:
-            # The blobs are still to be asked within the deadline.
+            # A share of the deadline, so that there is time left for the blob.
             with budget.spending(min(_BUNDLE_SHARE * budget.left_s, _BUNDLE_S_MAX)) as limit_s:
                 has_waited = replay.demand(blob, offset, length, limit_s)
             if has_waited:
@@ -308,8 +310,8 @@ class ImageBytes:
                 self.on_damage([self.chunk(blob, number) for number in missing])
             if (content := self.get(blob, offset, length)) is not None:
                 return content  # A bundle or another server brought it meanwhile.
-            self._repairs.bring(
-                self.blobs[blob], lambda: self._use_sent(blob), error, budget.left_s
+            self._repairs.fetch(
+                self.blobs[blob], lambda: self._use_replacement(blob), error, budget.left_s
             )
         content = self.get(blob, offset, length)
         if content is None:
@@ -322,21 +324,21 @@ class ImageBytes:
     def _fetch(
         self, blob: int, offset: int, length: int, reader: int, end: int, limit_s: float
     ) -> None:
+        """Fetch the missing frames of a range from the store, and read ahead behind them."""
         if not self.blobs[blob].frames:
             raise CorruptError(
                 f"the stream {self.blobs[blob].stream_digest} is stored nowhere yet, and this "
                 "node has lost a part of it; pull the image again"
             )
-        self._for_frames(blob)
+        self._use_frames(blob)
         numbers = self._missing(blob, offset, length)
-        if numbers:
+        if not numbers:
+            return
+        if reader >= 0:
             self._read_ahead(blob, numbers, reader, end)
-            self._fetch_now(blob, numbers, limit_s)
-
-    def _fetch_now(self, blob: int, numbers: Sequence[int], limit_s: float) -> None:
         stream = self.streams[blob]
         first, stop = numbers[0], numbers[-1] + 1
-        others_s = time.monotonic() + min(_OTHERS_S, limit_s * _OTHERS_SHARE)
+        others_s = time.monotonic() + min(_OTHER_SERVER_S, limit_s * _OTHER_SERVER_SHARE)
         while not stream.announce(first, stop) and time.monotonic() < others_s:
             time.sleep(_POLL_S)
             if stream.holds(first, stop):
@@ -346,7 +348,7 @@ class ImageBytes:
                 return
             chunks = [self.chunk(blob, number) for number in numbers]
             self.faults.frames(fault_count=len(chunks))
-            # Planned without looking into the cache again: the fetcher does, at the last moment.
+            # The fetcher checks at the last moment which of them are present by then.
             fetches = plan(chunks, lambda chunk: False, priority=Priority.DEMAND, max_gap_bytes=0)
             self.fetcher.demand_all(fetches, self._deliver_fault, deadline_s=limit_s)
         except UnavailableError as error:
@@ -357,122 +359,84 @@ class ImageBytes:
             stream.withdraw(first, stop)
 
     def _read_ahead(self, blob: int, numbers: Sequence[int], reader: int, end: int) -> None:
-        """Ask for frames behind those that a fault needs, when faults follow each other."""
-        if reader < 0:
-            return
+        """Fetch frames behind those of a fault, if faults of the reader follow each other."""
         last = frames_for(self.blobs[blob], end - 1, 1).stop
-        ahead = self._ahead.behind(reader, numbers[0], numbers[-1] + 1, last)
+        ahead = self._ahead.frames_for(reader, numbers[0], numbers[-1] + 1, last)
         if ahead:
             self.faults.frames(readahead_count=len(ahead))
             chunks = [self.chunk(blob, number) for number in ahead]
             fetches = plan(chunks, self._is_here, max_gap_bytes=0)
             self.fetcher.submit(fetches, self._deliver_ahead)
 
-    # ---- which stream a blob is read from -----------------------------------------------------
+    # ---- replacing a stream -------------------------------------------------------------------
 
-    def _for_frames(self, blob: int) -> CachedStream:
-        """The stream that takes the blob's frames. A pulled stream that lacks a piece is left for
-        it: no frame is ever written to that, since other images read it, too."""
-        with self._changing:
+    def _use_frames(self, blob: int) -> CachedStream:
+        """Return the stream that takes the blob's frames, which readers use from now on.
+
+        A pulled stream that lacks a piece is replaced by it. Frames are never written to a pulled
+        stream, since other images read that, too.
+        """
+        with self._switching:
             stream = self.streams[blob]
             if stream.takes_frames:
                 return stream
             frames = self.cache.open_frames(self.blobs[blob])
-            self._left.append(stream)
+            self._replaced.append(stream)
             self.streams[blob] = frames
         _log.warning("%s is damaged: the layer is read from the store", stream.directory)
         return frames
 
-    def _use_sent(self, blob: int) -> bool:
-        """Switch a blob to the stream that the second source sent. Return whether it is whole."""
+    def _use_replacement(self, blob: int) -> bool:
+        """Use the stream that the registry sent for a blob. Return whether it is whole."""
         stored = self.blobs[blob]
         if not stored.frames:
             return self.streams[blob].holds(0, self.streams[blob].count)
-        if self._owner is None:
+        if self._image_key is None:
             return False
-        with self._changing:
-            sent = self.cache.open_own(stored, self._owner)
+        with self._switching:
+            sent = self.cache.open_replacement(stored, self._image_key)
             if sent is None or sent.stream_length != stored.stream_length:
                 return False
-            self._left.append(self.streams[blob])
+            self._replaced.append(self.streams[blob])
             self.streams[blob] = sent
             return True
 
     # ---- bundles ------------------------------------------------------------------------------
 
     def expect_bundle(self) -> None:
-        """Let faults wait a moment for a bundle of the node, until `use` is called."""
-        self._has_looked.clear()
+        """Make faults wait a moment for the lookup of the bundle, until `use` is called."""
+        self._looked_up.clear()
 
     def use(
         self,
         file: BundleFile | None,
         refuse: Callable[[], None] = lambda: None,
-        replay: Replay | None = None,
+        replay: BundleReplay | None = None,
     ) -> None:
-        """Read what `file` has, and wait for what `replay` has on its way. `refuse` is called when
-        this server has found its bytes wrong, before any other is told. The file is closed with
-        this object."""
+        """Read from a bundle file, which this object closes, and let faults wait for its replay.
+
+        `refuse` is called if this server finds wrong bytes in the file, before other servers learn
+        of that.
+        """
         if file is not None:
-            with self._changing:
-                known = [one for one in self._bundles if one[0] is not file]
-                kept = ((file, refuse), *known)
-                self._bundles = kept[:_BUNDLES_MAX]
-                self._left += [one for one, _ in kept[_BUNDLES_MAX:]]
+            self._bundles.add(file, refuse)
         if replay is not None:
             self.replay = replay
-        self._has_looked.set()
+        self._looked_up.set()
 
     def unproven(self) -> list[Range]:
-        """Return the ranges that only bundles brought."""
-        return [
-            (extent.blob, extent.offset, extent.length)
-            for file, _ in self._bundles
-            for extent in file.unproven(self.streams)
-        ]
+        """Return the ranges that only bundle files hold."""
+        return [(one.blob, one.offset, one.length) for one in self._bundles.unproven(self.streams)]
 
-    def look_for_refutation(self) -> None:
-        """Drop the bundles that another server of the image has refuted."""
-        for file, _ in self._bundles:
-            if file.is_refuted:
-                self._drop(
-                    file,
-                    CorruptError(
-                        "another server of the image on this node found that bytes of a bundle are "
-                        "not those of the image"
-                    ),
-                )
+    def drop_refuted(self) -> None:
+        """Drop the bundle files that another server of the image has refuted."""
+        self._bundles.drop_refuted()
 
-    def _compare(self, blob: int, offset: int, content: bytes) -> None:
-        """Compare what bundles brought with a frame that was found right."""
-        for file, refuse in self._bundles:
-            try:
-                file.compare(blob, offset, content)
-            except CorruptError as error:
-                # In this order: a server that starts now must not find the bundle.
-                refuse()
-                file.refute()
-                self._drop(file, error)
-
-    def _drop(self, file: BundleFile, error: CorruptError) -> None:
-        with self._changing:
-            kept = tuple(one for one in self._bundles if one[0] is not file)
-            if len(kept) == len(self._bundles):
-                return
-            self._bundles = kept
-            # A thread may be reading it: closed at the end.
-            self._left.append(file)
-        _log.error(
-            "a bundle brought bytes that are not those of the image: %s. It is not used any more, "
-            "and the image is read without it. What has read the image so far may have got wrong "
-            "bytes: start it again, and find out who can write to `hot/` and `bundles/` of the "
-            "store",
-            error,
-        )
+    def _refuted(self, file: BundleFile, error: CorruptError) -> None:
         if self.replay is not None and self.replay.bundle is file.bundle:
             self.replay.refute(error)
         ranges = [tuple(extent) for frame in file.bundle.frames for extent in frame.extents]
-        # Not here: a reader waits for this thread, and the kernel for the reader.
+        # Not in this thread, for which a reader may wait, and the kernel for the reader.
         threading.Thread(
             target=self._on_refuted, args=(ranges,), name="refuted", daemon=True
         ).start()
@@ -488,8 +452,10 @@ class ImageBytes:
     def fill_fetches(
         self, ranges: Iterable[Range] | None = None, priority: Priority = Priority.FILL
     ) -> list[Fetch]:
-        """Return fetches of the stored frames of `ranges` that are not here; by default of
-        everything, which takes half a kilobyte for each 128 KiB."""
+        """Return fetches of the frames of `ranges` that the streams do not hold.
+
+        By default they are those of the whole image, at half a kilobyte of memory for each 128 KiB.
+        """
         if ranges is None:
             ranges = [(blob, 0, one.stream_length) for blob, one in enumerate(self.blobs)]
         wanted: dict[tuple[int, int], None] = {}
@@ -498,13 +464,15 @@ class ImageBytes:
                 continue
             missing = self.streams[blob].missing(offset, length)
             if missing and not self.streams[blob].takes_frames:
-                missing = self._for_frames(blob).missing(offset, length)
+                missing = self._use_frames(blob).missing(offset, length)
             wanted.update(((blob, number), None) for number in missing)
         return plan((self.chunk(*one) for one in wanted), lambda chunk: False, priority=priority)
 
     def fill(self, fetches: Sequence[Fetch] | None = None) -> None:
-        """Bring `fetches`, by default everything, here in the background priority. Returns when
-        they are. Raises: as `read`."""
+        """Carry out `fetches`, by default those of the whole image, at the lowest priority.
+
+        Returns when all bytes have arrived. Raises: as `read`.
+        """
         wanted = self.fill_fetches() if fetches is None else fetches
         self.fetcher.submit(wanted, self._deliver_fill).wait()
 
@@ -518,7 +486,7 @@ class ImageBytes:
         return blob, number, frames[number]
 
     def _is_here(self, chunk: Chunk) -> bool:
-        """Whether a chunk is here, without reading: it is asked under the fetcher's lock."""
+        """Return whether a chunk is present. Reads nothing: the fetcher holds its lock."""
         if chunk.key not in self._numbers:
             replay = self.replay
             return replay is not None and replay.is_cached(chunk)
@@ -527,16 +495,16 @@ class ImageBytes:
         return stream.takes_frames and stream.holds_now(number, number + 1)
 
     def _deliver_fault(self, chunk: Chunk, data: memoryview) -> None:
-        self.faults.came(fault=self._deliver(chunk, data))
+        self.faults.received(fault=self._deliver(chunk, data))
 
     def _deliver_ahead(self, chunk: Chunk, data: memoryview) -> None:
-        self.faults.came(readahead=self._deliver(chunk, data))
+        self.faults.received(readahead=self._deliver(chunk, data))
 
     def _deliver_fill(self, chunk: Chunk, data: memoryview) -> None:
-        self.faults.came(fill=self._deliver(chunk, data))
+        self.faults.received(fill=self._deliver(chunk, data))
 
     def _deliver(self, chunk: Chunk, data: memoryview) -> int:
-        """Keep a frame; how many bytes came, 0 for one that another thread brought meanwhile."""
+        """Keep a frame of a blob. Return its uncompressed size, or 0 if it was already present."""
         blob, number, frame = self._place_of(chunk)
         stream = self.streams[blob]
         if not stream.takes_frames or stream.holds_now(number, number + 1):
@@ -545,19 +513,19 @@ class ImageBytes:
         content = self._decode(blob, number, data) if known is None else known
         if not stream.put(number, content):
             self._memory.put(blob, number, content)
-        self._compare(blob, frame.stream_offset, content)
+        self._bundles.compare(blob, frame.stream_offset, content)
         return frame.stream_length if known is None else 0
 
     # ---- the rest -----------------------------------------------------------------------------
 
     @property
     def proven_bytes(self) -> int:
-        """Bytes of the image that are here and were compared with its index."""
+        """Bytes of the image in the streams, which are proven."""
         return sum(stream.present_bytes() for stream in self.streams)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the image that are here."""
+        """Bytes of the image on this node."""
         return self.proven_bytes + sum(length for _, _, length in self.unproven())
 
     @property
@@ -568,12 +536,10 @@ class ImageBytes:
     @property
     def is_full(self) -> bool:
         """Whether the disk refused the last write."""
-        return any(one.is_full for one in self.streams) or any(
-            file.is_full for file, _ in self._bundles
-        )
+        return any(one.is_full for one in self.streams) or self._bundles.is_full
 
     def verify(self, may_go_on: Callable[[], bool]) -> None:
-        """Compare the pieces that a crash of the machine may have lost, after one."""
+        """After a crash of the machine, compare all pieces with their checksums."""
         for stream in self.streams:
             if stream.is_doubtful:
                 stream.check_all(may_go_on)
@@ -583,7 +549,7 @@ class ImageBytes:
         return self.faults.snapshot()
 
     def sources(self) -> SourceFigures:
-        """Return the bytes so far by source."""
+        """Return the bytes by source so far."""
         replay = self.replay
         return self.faults.sources(replay.fetched_bytes if replay else 0)
 
@@ -592,20 +558,19 @@ class ImageBytes:
         return self.fetcher.statistics()
 
     def close(self, *, durable: bool = True) -> None:
-        """End all transfers and close the cache (see `CachedStream.close`). Bundles that are all
-        proven by now are removed. Idempotent."""
+        """End all transfers and close the cache. Idempotent.
+
+        Bundle files whose bytes are all proven are removed. `durable`: see `CachedStream.close`.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if self.replay is not None:
             self.replay.stop()
         self.fetcher.close()
-        for file, _ in self._bundles:
-            if not file.is_refuted and file.is_proven(self.streams):
-                file.remove()
-            file.close()
-        for one in self._left:
-            one.close()
+        self._bundles.close(self.streams)
+        for stream in self._replaced:
+            stream.close()
         for stream in self.streams:
             stream.close(durable=durable)
 
@@ -619,22 +584,22 @@ class _Late(Struct, frozen=True):
 
 
 class _LateRanges:
-    """Ranges that could not be had within their deadline a moment ago. Thread-safe."""
+    """Ranges whose last read has just ended at its deadline. Thread-safe."""
 
     def __init__(self) -> None:
         self._ranges: list[_Late] = []
         self._lock = threading.Lock()
 
     def note(self, blob: int, offset: int, length: int, error: BootseerError) -> None:
-        """Note that a read of this range has waited for all of its deadline, in vain."""
+        """Note that a read of this range has ended at its deadline."""
         now_s = time.monotonic()
-        late = _Late(blob, offset, offset + length, now_s + _AGAIN_S, error)
+        late = _Late(blob, offset, offset + length, now_s + _REPEATED_S, error)
         with self._lock:
             self._ranges = [one for one in self._ranges if one.until_s > now_s][-_RANGES_MAX:]
             self._ranges.append(late)
 
     def check(self, blob: int, offset: int, length: int) -> None:
-        """Raise DeadlineError for a range that a read has waited for until a moment ago."""
+        """Raise DeadlineError if the range overlaps one that was noted a moment ago."""
         if not self._ranges:
             return
         now_s = time.monotonic()
@@ -645,7 +610,7 @@ class _LateRanges:
 
 
 class _FrameMemory:
-    """The last decoded frames, for a node whose disk takes no more. Thread-safe."""
+    """The latest decoded frames, for a node whose disk takes no more. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.is_used = False
@@ -655,7 +620,7 @@ class _FrameMemory:
         self._lock = threading.Lock()
 
     def put(self, blob: int, number: int, content: bytes) -> None:
-        """Keep a frame's content, at the cost of older ones."""
+        """Keep a frame's content. Older frames are dropped to stay below the limit."""
         with self._lock:
             self.is_used = True
             key = (blob, number)
@@ -667,36 +632,36 @@ class _FrameMemory:
                 self._size_bytes -= len(dropped)
 
     def get(self, blob: int, number: int) -> bytes | None:
-        """Return the content, if it is still kept."""
+        """Return a frame's content; None if it is not kept."""
         if not self.is_used:
             return None
         with self._lock:
             return self._frames.get((blob, number))
 
 
-class _Reader(Struct):
-    """Progress of one file that is read from start to end."""
+class _SequentialReader(Struct):
+    """Progress of a file that is read from start to end."""
 
     next_frame: int
     window: int
 
 
-class _ReadAhead:
-    """Decides which frames to fetch behind those that a fault needs. Thread-safe."""
+class _ReadAheadPolicy:
+    """Choice of the frames that are fetched ahead of a reader. Thread-safe."""
 
     def __init__(self) -> None:
-        self._readers: OrderedDict[int, _Reader] = OrderedDict()
+        self._readers: OrderedDict[int, _SequentialReader] = OrderedDict()
         self._lock = threading.Lock()
 
-    def behind(self, reader: int, first: int, after: int, last: int) -> range:
-        """Return the frames to fetch ahead of a reader.
+    def frames_for(self, reader: int, first: int, after: int, last: int) -> range:
+        """Return the frames to fetch ahead of a reader that has a fault on `[first, after)`.
 
-        `reader` has a fault on the frames from `first` up to `after`; `last` ends its file.
+        `last` is the end of the frames of the reader's file.
         """
         with self._lock:
             state = self._readers.pop(reader, None)
             if state is None or not state.next_frame - state.window <= first <= state.next_frame:
-                state = _Reader(after, 0)
+                state = _SequentialReader(after, 0)
             else:
                 state.window = min(max(2 * state.window, 1), _AHEAD_FRAMES_MAX)
             self._readers[reader] = state

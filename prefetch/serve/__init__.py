@@ -1,1 +1,4 @@
-"""The process that serves a tree: its plan, its worker, what it does on the side, its figures."""
+"""The server process of a mounted tree: `plan` for the process that starts one, `server` inside.
+
+May import `publish` and the packages below it.
+"""

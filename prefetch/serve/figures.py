@@ -1,4 +1,4 @@
-"""All figures of one launch: what `status`, the timeline and Prometheus show. Pure model."""
+"""Figures of one mount, as `bootseer status`, the timeline and Prometheus show them. Pure."""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -9,44 +9,46 @@ from msgspec import Struct
 from bootseer.base.documents import to_builtins
 from bootseer.base.exposition import Family, Sample, one
 from bootseer.base.exposition import render as render_families
-from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy
-from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.bundle.accuracy import BundleAccuracy
+from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.reading.fault_figures import BUCKETS_S, FaultFigures, SourceFigures
 from bootseer.transfer.figures import Statistics
 
 
 class PrefetchFigures(Struct, frozen=True):
-    """A bundle's way into the cache, and how well it met what was read. Bytes of streams are
-    uncompressed."""
+    """Replay and accuracy of a bundle. Bytes are uncompressed, but for `bundle_size_bytes`."""
 
     bundle: str | None
-    """Its digest."""
+    """Digest of the bundle."""
     bundle_index: str | None
-    """The image that it was made for: maybe an earlier build of this one."""
+    """Index of the image that the bundle was made for, maybe an earlier build of this one."""
     bundle_size_bytes: int
-    """The stored size of the bundle."""
+    """Stored size of the bundle."""
     bundle_stream_bytes: int
+    """Uncompressed size of the bundle."""
     fetched_stream_bytes: int
-    """What this launch had to fetch of it."""
+    """Bytes of the bundle that this start fetched."""
     remaining_frame_count: int
     finished_after_s: float | None
-    """Seconds until the bundle was here; None while it comes, or when it was given up."""
+    """Duration of the replay; None unless it is complete."""
     error: str | None
-    """Why it was given up."""
+    """Reason why the replay was given up."""
     asked_bytes: int
-    """What the kernel asked for."""
+    """Bytes that the kernel read."""
     used_bytes: int
-    """Bytes that are in the bundle and were asked for."""
+    """Bytes of the bundle that the kernel read."""
     wasted_bytes: int
+    """Bytes of the bundle that the kernel did not read."""
     missed_bytes: int
+    """Bytes that the kernel read and the bundle does not have."""
     precision: float | None
     recall: float | None
 
 
 def prefetch_figures(
-    replay: Replay, accuracy: BundleAccuracy, *, bundle: str | None, bundle_index: str | None
+    replay: BundleReplay, accuracy: BundleAccuracy, *, bundle: str | None, bundle_index: str | None
 ) -> PrefetchFigures:
-    """The figures of `replay`, which met what was read as `accuracy` says."""
+    """Return the figures of a replay and its bundle's accuracy."""
     finished_ns = replay.finished_after_ns
     return PrefetchFigures(
         bundle=bundle,
@@ -67,18 +69,18 @@ def prefetch_figures(
 
 
 class FillFigures(Struct, frozen=True):
-    """The background fill."""
+    """Figures of the background fill."""
 
     state: str
-    """As `fill.Fill.state`; "off" where there is none."""
+    """See `fill.Fill.state`; "off" if there is no fill."""
     bytes_per_s: int
-    """Its cap."""
+    """Limit of its rate."""
     missing_bytes: int
-    """Uncompressed bytes of the image that are not here."""
+    """Uncompressed bytes of the image that are not proven on this node."""
 
 
 class LaunchFigures(Struct, frozen=True):
-    """One mount's figures, at one moment."""
+    """Figures of a mount at one moment."""
 
     image: str
     workload: str
@@ -95,7 +97,7 @@ class LaunchFigures(Struct, frozen=True):
 
 
 def status_of(figures: LaunchFigures) -> dict[str, Any]:
-    """The figures as JSON values, under the keys of `status`."""
+    """Return the figures for JSON, with the keys of `bootseer status`."""
     faults = to_builtins(figures.faults)
     bounds = (*BUCKETS_S, None)
     faults["waits"] = [
@@ -115,7 +117,7 @@ def status_of(figures: LaunchFigures) -> dict[str, Any]:
 
 
 def span_attributes(figures: LaunchFigures) -> Mapping[str, str | int | float | bool]:
-    """The figures of a start as attributes of its span (docs/format/timeline.md)."""
+    """Return the figures as attributes of the start's span (docs/format/timeline.md)."""
     faults, sources, prefetch = figures.faults, figures.sources, figures.prefetch
     found: dict[str, str | int | float | bool | None] = {
         "bootseer.bytes": figures.moved.fetched_bytes,
@@ -149,7 +151,10 @@ _PREFIX = "bootseer_image_"
 
 
 def render(figures: LaunchFigures, slot: int) -> str:
-    """The whole file; `slot` tells mounts of one image and workload apart that run at once."""
+    """Return the figures as a file for Prometheus.
+
+    `slot` tells simultaneous mounts of the same image and workload apart.
+    """
     own = (("image", figures.image), ("workload", figures.workload), ("slot", str(slot)))
     return render_families(_families(figures), own)
 
@@ -158,9 +163,9 @@ def _families(figures: LaunchFigures) -> Iterator[Family]:
     start_s, cached_bytes = figures.started_ns / 1e9, figures.cached_bytes
     for name, text, value in (
         ("mounted", "1 while the image is mounted, 0 after its end.", figures.is_mounted),
-        ("start_time_seconds", "When the image was mounted, in seconds since the epoch.", start_s),
-        ("size_bytes", "Size of the uncompressed image.", figures.image_bytes),
-        ("cached_bytes", "How much of the uncompressed image is on this node.", cached_bytes),
+        ("start_time_seconds", "Time of the mount, in seconds since the epoch.", start_s),
+        ("size_bytes", "Uncompressed size of the image.", figures.image_bytes),
+        ("cached_bytes", "Uncompressed bytes of the image on this node.", cached_bytes),
     ):
         yield one(_PREFIX + name, "gauge", text, value)
     yield from _of_faults(figures.faults)
@@ -168,7 +173,7 @@ def _families(figures: LaunchFigures) -> Iterator[Family]:
     yield Family(
         _PREFIX + "source_bytes_total",
         "counter",
-        "Uncompressed bytes by what brought them; cache: reads that found all here.",
+        "Uncompressed bytes by source; cache: reads that found all bytes on this node.",
         [
             Sample(sources.cache_bytes, (("source", "cache"),)),
             Sample(sources.bundle_bytes, (("source", "bundle"),)),
@@ -180,9 +185,9 @@ def _families(figures: LaunchFigures) -> Iterator[Family]:
     moved = figures.moved
     for name, text, value in (
         ("fetched_bytes_total", "Stored bytes fetched over the network.", moved.fetched_bytes),
-        ("fetches_total", "Requests to the store that were answered.", moved.fetch_count),
-        ("fetch_retries_total", "Requests that failed and were tried again.", moved.retry_count),
-        ("fetch_timeouts_total", "Requests given up at their deadline.", moved.hung_count),
+        ("fetches_total", "Requests that the store answered.", moved.fetch_count),
+        ("fetch_retries_total", "Requests that failed and were repeated.", moved.retry_count),
+        ("fetch_timeouts_total", "Requests that ended at their deadline.", moved.hung_count),
         ("corrupt_chunks_total", "Chunks that did not match their digest.", moved.corrupt_count),
     ):
         yield one(_PREFIX + name, "counter", text, value)
@@ -198,7 +203,7 @@ def _of_faults(faults: FaultFigures) -> Iterator[Family]:
     yield Family(
         _PREFIX + "fault_seconds",
         "histogram",
-        "How long reads waited that found something missing.",
+        "Waiting times of reads that found bytes missing.",
         [
             *buckets,
             Sample(faults.fault_wait_ns / 1e9, suffix="_sum"),
@@ -208,7 +213,7 @@ def _of_faults(faults: FaultFigures) -> Iterator[Family]:
     yield Family(
         _PREFIX + "fault_failures_total",
         "counter",
-        "Reads that were answered with an error.",
+        "Reads that failed.",
         [Sample(faults.failed_count)],
     )
 
@@ -218,14 +223,14 @@ def _of_prefetch(figures: LaunchFigures) -> Iterator[Family]:
     if prefetch is None:
         return
     for name, text, value in (
-        ("prefetch_bytes", "Uncompressed bytes of the bundle.", prefetch.bundle_stream_bytes),
-        ("prefetch_used_bytes", "Of the bundle: read by the start.", prefetch.used_bytes),
-        ("prefetch_wasted_bytes", "Of the bundle: not read.", prefetch.wasted_bytes),
-        ("prefetch_missed_bytes", "Read by the start, not in the bundle.", prefetch.missed_bytes),
+        ("prefetch_bytes", "Uncompressed size of the bundle.", prefetch.bundle_stream_bytes),
+        ("prefetch_used_bytes", "Bytes of the bundle that were read.", prefetch.used_bytes),
+        ("prefetch_wasted_bytes", "Bytes of the bundle, not read.", prefetch.wasted_bytes),
+        ("prefetch_missed_bytes", "Bytes read, not in the bundle.", prefetch.missed_bytes),
         ("prefetch_precision_ratio", "Share of the bundle that was read.", prefetch.precision),
-        ("prefetch_recall_ratio", "Share of what was read that the bundle had.", prefetch.recall),
-        ("prefetch_seconds", "Until all of the bundle was here.", prefetch.finished_after_s),
-        ("prefetch_failed", "1 if the bundle was given up.", prefetch.error is not None),
+        ("prefetch_recall_ratio", "Share of the read bytes in the bundle.", prefetch.recall),
+        ("prefetch_seconds", "Duration of the bundle's replay.", prefetch.finished_after_s),
+        ("prefetch_failed", "1 if the replay was given up.", prefetch.error is not None),
     ):
         if value is not None:
             yield one(_PREFIX + name, "gauge", text, value)

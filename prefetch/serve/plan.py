@@ -1,7 +1,7 @@
-"""The caller's side of a mounted tree: what its server is to do, and beginning and ending it.
+"""Plans for servers of mounted trees, and starting such a server.
 
-Images, environments and volumes share it. Light: the program that starts a server loads no
-more than this. Any thread.
+Used for images, environments and volumes. Loads little, since the program that starts a server
+waits for that. Thread-safe.
 """
 
 import os
@@ -17,7 +17,6 @@ from bootseer.errors import (
 )
 from bootseer.linux import mount_table
 from bootseer.linux.processes import ProcessId
-from bootseer.prefetch.cache.stream_keys import owner_of
 from bootseer.served.ending import give_up
 from bootseer.served.folders import MountState, new_mount_dir
 from bootseer.served.processes import TREE, Process, start
@@ -25,43 +24,43 @@ from bootseer.served.ready_socket import new_ready_name
 from bootseer.settings.config import Settings
 
 SUBTYPE = "bootseer-image"
-"""The subtype of the FUSE mount."""
+"""Subtype of the FUSE mount."""
 
 ENVIRONMENT = "environment"
-"""The purpose of a mount that serves an environment."""
+"""Purpose of a mount that serves an environment."""
 
 READAHEAD_BYTES = 32 * 1024
-"""The kernel's read-ahead at record and replay; see docs/format/trace.md for the measurement."""
+"""Read-ahead of the kernel in a mount. docs/format/trace.md has the measurement."""
 
 
 class ServeOptions(Struct, frozen=True, kw_only=True):
-    """How a tree is to be served: the choices of the caller that mounts it."""
+    """Options of a mount, chosen by the process that mounts the tree."""
 
     workload: str | None = None
-    """Whose bundle is used, and whose starts are recorded; None: the settings' workload."""
+    """Workload whose bundle is used and whose starts are recorded; None: that of the settings."""
     purpose: str = "mount"
-    """As `MountState` has it."""
+    """See `MountState`."""
     scratch: str = ""
-    """A folder that is removed with the mount."""
+    """Folder that is removed with the mount."""
     fingerprint: str = ""
-    """As `MountState` has it."""
+    """See `MountState`."""
     watch_pid: int | None = None
-    """Unmount when this process ends."""
+    """Process with which the mount ends."""
     owner: tuple[int, int] | None = None
-    """Show everything as this user's: for user namespaces, which lack the image's owners."""
+    """User and group ids that are shown for all files. For user namespaces, in which the image's
+    owners do not exist."""
     is_local: bool = False
     """Whether this node made the index, of streams that it pulled; they may be stored nowhere."""
     checks_index: bool = True
-    """Whether the server checks the index: its digest, and that its names form a tree. Else the
-    process that starts it has just kept it, verified, checks its names meanwhile, and shows the
-    tree to nobody before."""
+    """Whether the server checks the digest of the index, and that its names form a tree. False if
+    the process that starts the server does so, before the tree is shown to any program."""
 
 
 DEFAULTS = ServeOptions()
 
 
 class ServePlan(Struct, frozen=True):
-    """What one server is to do: a line of JSON on its standard input."""
+    """Plan for one server, which gets it as a line of JSON on its standard input."""
 
     settings: Settings
     state: MountState
@@ -69,29 +68,26 @@ class ServePlan(Struct, frozen=True):
     ready_name: str
     options: ServeOptions
     allow_other: bool
-    """Let other users' processes in."""
-
-    @property
-    def owner(self) -> str:
-        """Return the image, for bytes in the node cache that serve this image alone."""
-        return owner_of(self.state.index_digest, self.settings.store_url)
+    """Whether processes of other users have access."""
 
 
 class Serving:
-    """A server that knows what it is to serve. `wait` for it, or give it up."""
+    """Server that has got its plan. `wait` until the tree is mounted."""
 
     def __init__(self, plan: ServePlan, process: Process) -> None:
         self.plan = plan
         self._process: Process | None = process
 
     def go(self) -> None:
-        """The index is in the node's cache. Idempotent."""
+        """Tell the server that the index is in the node's cache. Idempotent."""
         if self._process is not None:
             self._process.go()
 
     def wait(self) -> ServePlan:
-        """`go`, and until the tree is mounted; what its server carries out. Raises, once: as
-        `mount_image`; nothing is mounted then."""
+        """Call `go`, wait until the tree is mounted, and return the plan.
+
+        Raises: as `mount_image`, at the first call; nothing is mounted then.
+        """
         process, self._process = self._process, None
         try:
             if process is not None:
@@ -112,12 +108,11 @@ def begin_serving(
     state_dir: Path | None = None,
     process: Process | None = None,
 ) -> Serving:
-    """Have a server mount the tree whose index this node's cache holds, at `Serving.go` at the
-    latest, on `directory`, an existing one, as `mount_image` does; `wait` for it. `name` is what
-    people will see.
+    """Give a server the plan to mount a tree on an existing directory. `wait` for the result.
 
-    `process` serves it, if one was begun for the mount that `state_dir` is for.
-    Raises: as `mount_image`.
+    The tree is called `name` in messages. Its index must be in the node's cache by the time of
+    `Serving.go`. `process` is a server process that was started ahead, and `state_dir` the state
+    folder of its mount; by default both are new. Raises: as `mount_image`.
     """
     path = check_mount_point(directory)
     state_dir = state_dir or new_mount_dir(settings.run_dir)
@@ -141,7 +136,7 @@ def begin_serving(
         state_dir=state_dir,
         ready_name=new_ready_name(),
         options=options,
-        # Other users' processes in a container are let in; without root the kernel refuses.
+        # For processes of other users in a container. The kernel refuses it without root.
         allow_other=os.geteuid() == 0,
     )
     try:
@@ -154,7 +149,10 @@ def begin_serving(
 
 
 def check_mount_point(directory: Path) -> Path:
-    """The directory's absolute path. Raises: BusyError, NotFoundError, InvalidInputError."""
+    """Check that a directory can be mounted on, and return its absolute path.
+
+    Raises: BusyError, NotFoundError, InvalidInputError.
+    """
     path = mount_table.absolute(directory)
     if mount_table.find_mount(path) is not None:
         raise BusyError(

@@ -1,14 +1,15 @@
-"""The process behind a mounted tree, an image's or an environment's: `python -m` this module.
+"""Server of a mounted tree, an image or an environment: `python -m` this module.
 
-The process itself holds the mount and restarts its worker (`fuse.kernel`'s supervisor). A worker is
-an `ImageServer`: streams, one start, upkeep and control, around a tree and an access log that
-outlive it.
+The process holds the mount and restarts its worker (`served.supervision`). The worker runs an
+`ImageServer`: it answers the kernel, handles the start and control commands, and does the `Upkeep`.
+Tree and access log outlive the worker, since they are made before it is forked.
 """
 
 import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,29 +26,37 @@ from bootseer.fuse.kernel.options import KERNEL_DEADLINE_MAX_S, MountOptions
 from bootseer.fuse.kernel.server import Attached
 from bootseer.fuse.kernel.unmount import detach, unmount
 from bootseer.linux.processes import ProcessId, start_time
-from bootseer.prefetch.cache.damage import note_damage
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree, remove_spare_indexes
-from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.indexes import note_damage, read_kept_tree, remove_spare_indexes
+from bootseer.prefetch.cache.limit import CacheRoom
+from bootseer.prefetch.cache.node_cache import NodeCache, image_key_of
 from bootseer.prefetch.index.node_catalogue import vouched_streams
 from bootseer.prefetch.index.stream_contents import StreamContents
+from bootseer.prefetch.publish.publishing import wait_published
+from bootseer.prefetch.reading.fill import Fill
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.reading.registry_layers import LayerReader
-from bootseer.prefetch.reading.repairs import second_source
+from bootseer.prefetch.reading.registry import LayerReader, second_source
 from bootseer.prefetch.record.trace import AccessLog
-from bootseer.prefetch.serve.figures import LaunchFigures, span_attributes, status_of
+from bootseer.prefetch.serve.figures import (
+    FillFigures,
+    LaunchFigures,
+    render,
+    span_attributes,
+    status_of,
+)
 from bootseer.prefetch.serve.plan import ENVIRONMENT, READAHEAD_BYTES, SUBTYPE, ServePlan
 from bootseer.prefetch.serve.start import Start
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
-from bootseer.prefetch.serve.upkeep import Upkeep
 from bootseer.served import cover_users
 from bootseer.served.control import ControlServer
 from bootseer.served.ending import end_runc, is_in_use
+from bootseer.served.figures_file import FiguresFile, file_name
 from bootseer.served.folders import RUN, write_state
 from bootseer.served.life import living
 from bootseer.served.processes import TREE, Report, serve
 from bootseer.served.supervision.heartbeat import silence_for
 from bootseer.served.supervision.supervisor import supervise
 from bootseer.served.supervision.worker import RestartPolicy
+from bootseer.settings.config import Settings
 from bootseer.store import Store, load_backend, open_own_store
 from bootseer.store.objects.uses import note_use
 from bootseer.timeline import stage
@@ -60,27 +69,38 @@ _SHOWN = (
     *("id", "reference", "index_digest", "workload", "directory"),
     *("pid", "started_ns", "purpose", "scratch"),
 )
-"""The fields of the mount's state that its status shows."""
+"""Fields of the mount's state that `status` shows."""
 
 _SWITCH_S = 0.0005
-"""A thread that computes, as for a bundle's start, keeps the interpreter this long from one that
-answers the kernel, which asks for few things at a time: in 5 ms each, Python's default, an overlay
-over the tree took 80 ms to mount."""
+"""Interval after which a computing thread yields the interpreter to one that answers the kernel.
+With Python's default of 5 ms, mounting an overlay over the tree took 80 ms."""
 
 _KERNEL_DEADLINES = 10
 _KERNEL_DEADLINE_MIN_S = 600
-"""What no read takes that we live to answer, however many others wait for a silent store: of the
-store's deadlines, and at least."""
+"""Time after which the kernel gives a server up, in deadlines of the store and at least: no read of
+a working server takes that long, even if many others wait for a silent store."""
 
 _RESTART_COUNT = 12
-"""Restarts of a worker in ten seconds; pauses grow to a second, so one that can never start ends
-readers' waits then."""
+"""Restarts of a worker in ten seconds after which the mount ends, so that readers do not wait for a
+worker that can never start."""
+
+_ROUND_S = 15.0
+"""Pause between two rounds of the upkeep: the default interval of Prometheus."""
+_GROWN_BYTES = 256 * 2**20
+"""Growth of the cache after which its limit is checked again."""
+_LOOK_S = 1.0
+"""Pause between two checks whether another server has refuted a bundle of the image. Until then,
+the kernel may serve pages with wrong bytes."""
+_CLOSE_S = 5.0
+_NOTE_USE_S = 6 * 3600.0
+"""Pause between two notes that the image is in use: short enough that one may fail before a garbage
+collector takes the image for unused."""
 
 
 def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], object]) -> None:
-    """Mount and serve until unmounted. The index is in the node's cache when `await_index` returns.
+    """Mount the tree and serve it until it is unmounted.
 
-    Raises: BootseerError.
+    `await_index` returns once the index is in the node's cache. Raises: BootseerError.
     """
     with living(plan.state_dir, plan.state) as life:
         plan = replace(plan, state=life.state)
@@ -118,7 +138,7 @@ def serve_image(plan: ServePlan, report: Report, await_index: Callable[[], objec
             report=report,
             restart=RestartPolicy(_RESTART_COUNT),
         )
-    # Nobody waits for this: a slow disk takes its time for what a start brought.
+    # Last, since this may take long on a slow disk, and no process waits for it.
     vouched = vouched_streams(
         plan.settings, plan.state.index_digest, tree.blobs, is_local=plan.options.is_local
     )
@@ -131,10 +151,11 @@ def _kernel_deadline_s(plan: ServePlan) -> int:
 
 
 class ImageServer:
-    """One worker's life: `operations` for the kernel, `destroyed` at its end."""
+    """Worker of a mounted tree. `operations` answers the kernel."""
 
     def __init__(self, plan: ServePlan, tree: Tree, log: AccessLog) -> None:
-        """Raises: BootseerError, OSError."""
+        """Open store and cache. Raises: BootseerError, OSError."""
+        image_key = image_key_of(plan.state.index_digest, plan.settings.store_url)
         self._plan = plan
         self._tree = tree
         self._log = log
@@ -148,9 +169,9 @@ class ImageServer:
             NodeCache(plan.settings.cache_dir),
             deadline_s=plan.settings.deadline_s,
             fill_bytes_per_s=plan.settings.fill_bytes_per_s or None,
-            repair=second_source(plan.settings, plan.state.reference, plan.owner),
+            repair=second_source(plan.settings, plan.state.reference, image_key),
             on_damage=self._note_damage,
-            owner=plan.owner,
+            image_key=image_key,
             vouched=vouched_streams(
                 plan.settings,
                 plan.state.index_digest,
@@ -165,7 +186,7 @@ class ImageServer:
             plan.settings,
             plan.state.index_digest,
             self._streams,
-            lambda: self._start.is_over,
+            lambda: self._start.has_ended,
             self._note_use,
         )
         commands = {
@@ -187,7 +208,7 @@ class ImageServer:
             on_destroyed=self._destroyed,
         )
 
-    # ---- life -----------------------------------------------------------------------------
+    # ---- beginning and end ----------------------------------------------------------------
 
     def _mounted(self) -> None:
         worker = os.getpid()
@@ -198,7 +219,7 @@ class ImageServer:
         self._control.start(
             lambda: self._end_record("ready"), window_s, lambda: self._end_record("window")
         )
-        # Before the mount is announced, so that the bundle is on its way before the first read.
+        # Before the mount is reported, so that the replay begins before the first read.
         if self._plan.settings.prefetch:
             self._start.begin(self.operations.store_pages)
         self._upkeep.start(self._figures)
@@ -216,18 +237,21 @@ class ImageServer:
         self._upkeep.close()
         self._is_mounted = False
         self._upkeep.write_figures()
-        # The process around us makes the cache durable when nobody waits for it any more.
+        # Not durable: `serve_image` does that, when no process waits any more.
         self._reads.close()
         self._streams.close(durable=False)
         self._layers.close()
         self._store.close()
 
     def _watch(self, user: ProcessId) -> None:
-        """Go when this process ends, unless others use what covers the tree. Raises: OSError."""
+        """Unmount when this process ends, unless others use an overlay over the tree.
+
+        Raises: OSError.
+        """
         state_dir = self._plan.state_dir
         if cover_users.is_kept(state_dir):
             return
-        # A worker made anew after the first user has ended watches another one.
+        # A worker that is restarted after the end of the first user watches the next one.
         self._control.watch(cover_users.next_user(state_dir) or user, self._user_ended)
 
     def _user_ended(self) -> None:
@@ -239,7 +263,7 @@ class ImageServer:
         while (user := next_user(state_dir)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._control.watch(user, self._user_ended)
-                # What another job reads of what lingers is no part of this start.
+                # The next user is another job: its reads are no part of this start.
                 self._end_start()
                 return
         if not cover_users.is_kept(state_dir):
@@ -248,40 +272,46 @@ class ImageServer:
     def _unmount(self) -> None:
         _log.info("all users have ended: unmounting")
         if is_in_use(self._plan.state.scratch):
-            # What is left of a container may read on.
+            # Processes that are left of the container may still read.
             self._detach_command()
             return
         try:
             unmount(Path(self._plan.state.directory), timeout_s=_UNMOUNT_S)
         except InvalidInputError:
-            # Taken off already: it lives on in a container's mounts only.
+            # Unmounted already, except in the mount namespace of a container.
             _log.debug("%s is not mounted any more", self._plan.state.directory)
 
     def _detach_command(self) -> dict[str, Any]:
-        """Take the mount off our own namespace: a namespace that copied it (a container's) keeps
-        it, and with the last of those the kernel ends the connection."""
-        # Nothing there: it is off already, which is all that was asked for.
+        """Unmount in this process's mount namespace.
+
+        A container's namespace, which has a copy of the mount, keeps it. The kernel ends the
+        connection with the last copy.
+        """
+        # Raised if it is unmounted already.
         with contextlib.suppress(InvalidInputError):
             detach(Path(self._plan.state.directory), lazy=True)
         return {"detached": True}
 
     def _note_use(self) -> None:
-        """Let garbage collectors know. What only this node has is not in the store."""
+        """Tell garbage collectors that the image is in use, if the store has any of it."""
         stored = [blob.digest for blob in self._tree.blobs if len(blob.frames)]
         if stored:
             note_use(self._store, self._plan.state.index_digest, stored)
 
     def _note_damage(self, chunks: Sequence[Chunk]) -> None:
-        """Note the damage of an environment for its next start, which can do something about it: a
-        job that reads through a mapping gets a signal, and nobody a sentence."""
+        """Log damage of the store, and note that of an environment for its next start.
+
+        The next start reports it. In this one, a job that reads through a mapping only gets a
+        signal.
+        """
         keys = ", ".join(dict.fromkeys(chunk.key for chunk in chunks))
         _log.error("%s in %s is damaged", keys, self._store.url)
         if self._plan.state.purpose == ENVIRONMENT:
             note_damage(self._plan.settings.cache_dir, self._plan.state.index_digest, chunks)
 
     def _refuted(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """The bundle brought wrong bytes, somewhere in these ranges: the kernel may hold them."""
-        self._start.drop()
+        """Drop the pages of a bundle with wrong bytes from the kernel's page cache."""
+        self._start.drop_bundle()
         forget_pages = self.operations.forget_pages
         if forget_pages is None:
             return
@@ -305,7 +335,7 @@ class ImageServer:
             self._start.publish_record(ended)
 
     def _note_on_timeline(self) -> None:
-        """What serving the start took, beside the stages of the start itself."""
+        """Add the figures of serving to the timeline of the start."""
         with stage("image served") as span:
             for name, value in {**span_attributes(self._figures()), **counted()}.items():
                 span.set(name, value)
@@ -313,7 +343,7 @@ class ImageServer:
     # ---- status ---------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Everything that `status DIR` shows, as JSON values."""
+        """Return the values that `bootseer status DIR` shows, for JSON."""
         times = os.times()
         return {
             **{name: getattr(self._plan.state, name) for name in _SHOWN},
@@ -343,18 +373,111 @@ class ImageServer:
         )
 
 
+class Upkeep:
+    """Side work of one worker: a thread for checks, figures and notes of use, and the fill.
+
+    After a crash of the machine, the streams are verified. The cache is kept below its limit, and
+    bundles that another server has refuted are dropped. A failure never fails the start.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        index_digest: str,
+        streams: ImageBytes,
+        start_has_ended: Callable[[], bool],
+        note_use: Callable[[], None],
+    ) -> None:
+        """Prepare the upkeep; `start` it once, and `close` it before the streams.
+
+        `start_has_ended` returns whether the background fill may begin. `note_use` is called a few
+        times a day.
+        """
+        self._settings = settings
+        self._note_use = note_use
+        self._streams = streams
+        self._rate = settings.fill_bytes_per_s
+        self._room = CacheRoom(settings.cache_dir, settings.cache_limit_bytes)
+        self._file = None
+        if settings.metrics_dir is not None:
+            self._file = FiguresFile(settings.metrics_dir)
+        self._fill = None
+        if self._rate:
+            lock = NodeCache(settings.cache_dir).fill_lock(index_digest)
+            self._fill = Fill(streams, start_has_ended, self._room.make, lock=lock)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+        self._figures: Callable[[], LaunchFigures] | None = None
+
+    def start(self, figures: Callable[[], LaunchFigures]) -> None:
+        """Start the threads. `figures` returns the figures to write."""
+        self._figures = figures
+        self._thread.start()
+        if self._fill is not None:
+            self._fill.start()
+
+    def write_figures(self) -> None:
+        """Write the figures for Prometheus, if the settings say so."""
+        if self._file is not None and self._figures is not None:
+            figures = self._figures()
+            name = file_name("image", figures.image, figures.workload)
+            self._file.write(name, lambda slot: render(figures, slot))
+
+    def fill_figures(self) -> FillFigures:
+        """Return the figures of the background fill."""
+        state = "off" if self._fill is None else self._fill.state
+        missing_bytes = self._streams.image_bytes - self._streams.proven_bytes
+        return FillFigures(state, self._rate, missing_bytes)
+
+    def _run(self) -> None:
+        # Removes the folders of publishers that were killed, as it checks which ones still run.
+        wait_published(self._settings, 0)
+        self._streams.verify(lambda: not self._stopping.is_set())
+        trimmed_at_bytes = -_GROWN_BYTES
+        note_at_s = time.monotonic()
+        while not self._stopping.is_set():
+            if time.monotonic() >= note_at_s:
+                note_at_s += _NOTE_USE_S
+                self._note_use()
+            received = self._streams.statistics().delivered_bytes
+            if received - trimmed_at_bytes >= _GROWN_BYTES:
+                trimmed_at_bytes = received
+                self._room.make()
+            self.write_figures()
+            self._pause()
+
+    def _pause(self) -> None:
+        """Wait for the next round."""
+        ends_s = time.monotonic() + _ROUND_S
+        while (left_s := ends_s - time.monotonic()) > 0:
+            self._streams.drop_refuted()
+            if self._stopping.wait(min(_LOOK_S, left_s)):
+                return
+
+    def close(self) -> None:
+        """End the threads and all transfers of the image. Idempotent."""
+        self._stopping.set()
+        if self._fill is not None:
+            self._fill.stop()
+        self._streams.fetcher.close()
+        if self._fill is not None:
+            self._fill.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+
 def main() -> int:
-    """The exit code: 0 after an unmount."""
+    """Run the server, and return its exit code."""
     return serve(TREE, _serve, _load)
 
 
 def _load() -> None:
-    # No plan has named a store yet, and mostly this is it.
+    # Loaded before the plan comes: mostly, the environment names the store of the plan.
     load_backend(os.environ.get("BOOTSEER_STORE", ""))
 
 
 def _serve(line: bytes, report: Report) -> None:
-    # Nothing follows in the input, but it ends only when the tree's index is there.
+    # The end of the input says that the index is in the node's cache; nothing is read from it.
     serve_image(from_line(line, ServePlan), report, sys.stdin.buffer.read)
 
 

@@ -1,11 +1,11 @@
-"""One start from a mounted tree: its record, its bundle, and how well the two met.
+"""A start from a mounted tree: its record, its bundle, and the accuracy of the bundle.
 
-A bundle is found, its frames come into the cache (`bundle.replay`), and its names and pages are
-given to the kernel ahead (`bundle.kernel_preload`), while every access is noted. When the start is
-over, the record is published, unless the bundle met it well. Two enums say how far that is:
-`Recording` here, `Replaying` in `bundle.replay`.
+The bundle is looked up, its frames are fetched (`bundle.replay`), and its names and pages are given
+to the kernel ahead of the start (`bundle.preload`), while every access is recorded. When the start
+has ended, the record is published, unless the bundle was accurate enough. The states are
+`RecordState`, and `bundle.replay.ReplayState`.
 
-Threading: one thread of its own finds the bundle; `accessed` from any thread.
+Threading: a thread of its own looks the bundle up; `accessed` is thread-safe.
 """
 
 import enum
@@ -18,21 +18,25 @@ from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout.local import SharedReads
 from bootseer.prefetch.bundle import hot_store
-from bootseer.prefetch.bundle.bundle_accuracy import (
+from bootseer.prefetch.bundle.accuracy import (
     BundleAccuracy,
     accuracy_of,
     is_worthwhile,
     scattered_inodes,
 )
-from bootseer.prefetch.bundle.bundle_reuse import reuse_bundle
 from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.format import Bundle
-from bootseer.prefetch.bundle.hot_store import HotPointer
-from bootseer.prefetch.bundle.kept_bundle import is_refused, keep_bundle, kept_bundle, refuse_bundle
-from bootseer.prefetch.bundle.kernel_preload import KernelPreload, StorePages
-from bootseer.prefetch.bundle.preload_plan import plan_preload
-from bootseer.prefetch.bundle.replay import Replay, Replaying
-from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.bundle.hot_store import (
+    HotPointer,
+    is_refused,
+    keep_bundle,
+    read_kept_bundle,
+    refuse_bundle,
+)
+from bootseer.prefetch.bundle.preload import KernelPreload, StorePages, plan_preload
+from bootseer.prefetch.bundle.replay import BundleReplay, ReplayState
+from bootseer.prefetch.bundle.similar import reuse_bundle
+from bootseer.prefetch.cache.node_cache import NodeCache, image_key_of
 from bootseer.prefetch.publish.publishing import RecordInfo, start_publisher
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.prefetch.record.trace import AccessLog
@@ -44,33 +48,35 @@ from bootseer.store import Store
 _log = logging.getLogger(__name__)
 
 _ROOT_S = 5.0
-"""How long the tree's root is kept open for a bundle that is still looked for: the mount is in use
-meanwhile, and an unmount waits."""
+"""Time for which the tree's root is kept open while the bundle is looked up: an unmount has to wait
+for that."""
 
 
-class Recording(enum.Enum):
-    """State of the record of one start; the values are those of `bootseer status`."""
+class RecordState(enum.Enum):
+    """State of the record of one start. `bootseer status` shows the values."""
 
     OFF = "off"
     OPEN = "recording"
     ENDED = "ended"
-    """No access is added any more; nothing was read, or what follows is not decided yet."""
+    """The record is complete. It stays in this state if it has no access."""
     NOT_NEEDED = "not needed"
-    """The bundle met the start well enough."""
+    """The bundle was accurate enough."""
     PUBLISHING = "publishing"
     PUBLISHED = "published"
     FAILED = "failed"
     """The publisher failed."""
 
 
-_WRONG = frozenset((Replaying.REFUSED, Replaying.REFUTED, Replaying.GIVEN_UP))
-"""States in which the bundle in the store is to be made anew."""
-_UNDER_WAY = frozenset((Replaying.LOOKING, Replaying.FOLLOWING, Replaying.FETCHING))
+_WRONG = frozenset((ReplayState.REFUSED, ReplayState.REFUTED, ReplayState.GIVEN_UP))
+"""States after which the bundle in the store must be made anew."""
+_UNDER_WAY = frozenset((ReplayState.LOOKING, ReplayState.FOLLOWING, ReplayState.FETCHING))
 
 
 class Start:
-    """The start that one worker serves. `begin` it once the tree is mounted; `stop` it before the
-    streams close."""
+    """Start that one worker serves.
+
+    `begin` it once the tree is mounted; `stop` it before the streams are closed.
+    """
 
     def __init__(
         self,
@@ -82,59 +88,63 @@ class Start:
         log: AccessLog,
     ) -> None:
         self._plan = plan
+        self._cache = NodeCache(plan.settings.cache_dir)
         self._tree = tree
         self._store = store
         self._streams = streams
         self._reads = reads
         self._log = log
-        self._recording = Recording.OPEN if log.is_open else Recording.ENDED
+        self._recording = RecordState.OPEN if log.is_open else RecordState.ENDED
         if plan.settings.record == "never":
-            self._recording = Recording.OFF
+            self._recording = RecordState.OFF
         self._publisher: Process | None = None
-        self._without_replay = Replaying.NONE
+        self._without_replay = ReplayState.NONE
         self._pointer: HotPointer | None = None
         self._scattered: frozenset[int] = frozenset()
-        """Files of which each start reads other bytes: no bundle could meet them."""
+        """Inodes of files of which each start reads different bytes."""
         self._accuracy_at_end: BundleAccuracy | None = None
         self._preload: KernelPreload | None = None
         self._root = -1
         self._lock = threading.Lock()
 
     @property
-    def replaying(self) -> Replaying:
-        """How far the bundle is."""
+    def replay_state(self) -> ReplayState:
+        """State of the bundle."""
         replay = self._streams.replay
         return self._without_replay if replay is None else replay.state
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing is recorded any more, and no bundle is on its way."""
-        return not self._log.is_open and self.replaying not in _UNDER_WAY
+    def has_ended(self) -> bool:
+        """Whether the record is complete and the replay has ended."""
+        return not self._log.is_open and self.replay_state not in _UNDER_WAY
 
-    # ---- life -----------------------------------------------------------------------------
+    # ---- beginning and end ----------------------------------------------------------------
 
     def begin(self, store_pages: StorePages | None) -> None:
-        """Look for a bundle and use it; returns at once."""
-        self._without_replay = Replaying.LOOKING
+        """Look up the bundle and replay it, in the background.
+
+        `store_pages`: `Operations.store_pages`.
+        """
+        self._without_replay = ReplayState.LOOKING
         self._open_root()
         self._streams.expect_bundle()
         args = (store_pages,)
         threading.Thread(target=self._begin, args=args, name="bundle", daemon=True).start()
 
     def accessed(self, inode: int, offset: int, length: int) -> None:
-        """Note that the kernel asks for bytes of a file."""
+        """Record that the kernel reads bytes of a file."""
         self._log.append(inode, offset, length)
         if self._preload is not None:
             self._preload.touched(inode, offset)
 
-    def drop(self) -> None:
-        """Hand nothing more over to the kernel: a server found the bundle's bytes to be wrong."""
-        self._without_replay = Replaying.REFUSED
+    def drop_bundle(self) -> None:
+        """Stop the preload, since a server has found wrong bytes in the bundle."""
+        self._without_replay = ReplayState.REFUSED
         if self._preload is not None:
             self._preload.stop()
 
     def stop(self) -> None:
-        """Hand nothing more over to the kernel: the caches are about to be closed. Idempotent."""
+        """Stop the preload, since the caches are about to be closed. Idempotent."""
         self._close_root()
         with self._lock:
             if self._preload is not None:
@@ -142,7 +152,7 @@ class Start:
 
     def _begin(self, store_pages: StorePages | None) -> None:
         index, workload = self._plan.state.index_digest, self._plan.state.workload
-        ended = Replaying.NONE
+        ended = ReplayState.NONE
         try:
             found = self._find()
             if found is None:
@@ -151,52 +161,54 @@ class Start:
             self._pointer, bundle, file = found
             self._scattered = scattered_inodes(self._tree, self._pointer.scattered)
             digest = self._pointer.bundle_digest
-            replay = Replay(
+            replay = BundleReplay(
                 file,
                 digest,
                 self._streams.streams,
                 self._streams.fetcher,
-                # What is borrowed goes into a file of this image: no other server brings it.
-                lock=NodeCache(self._plan.settings.cache_dir).replay_lock(
+                # A similar image's bundle is kept in a file of this image, which only servers of
+                # this image fill.
+                lock=self._cache.replay_lock(
                     digest if self._pointer.index_digest == index else index,
                     self._plan.settings.store_url,
                 ),
                 reads=self._reads,
                 url=self._plan.settings.store_url,
             )
-            # Known to faults only once it knows itself what is here already.
+            # Before faults know of the replay, since it first finds the frames that are present.
             replay.start()
             refuse = partial(refuse_bundle, self._plan.settings, workload, self._pointer)
             self._streams.use(file, refuse, replay)
             if self._root >= 0:
                 self._begin_preload(bundle, replay, store_pages)
         except CorruptError as error:
-            ended = Replaying.REFUSED
+            ended = ReplayState.REFUSED
             _log.warning("no bundle is used: %s", error)
         except BootseerError as error:
             _log.warning("no bundle is used: %s", error)
         finally:
-            if self._without_replay is Replaying.LOOKING:
+            if self._without_replay is ReplayState.LOOKING:
                 self._without_replay = ended
             self._streams.use(None)
             self._close_root()
 
-    # ---- which bundle: the one that the node has all of, the image's own, or a relative's ---
+    # ---- lookup of the bundle -------------------------------------------------------------
 
     def _find(self) -> tuple[HotPointer, Bundle, BundleFile] | None:
-        """The bundle for this image and workload, its pointer and its file; None if there is none.
+        """Return a bundle for this image and workload, with its pointer and file; None if none.
 
-        A bundle of which every byte is on this node is taken without asking the store, which may be
-        down, for a newer one: nothing is left to fetch. Raises: BootseerError; CorruptError for a
-        bundle that was refused before.
+        The bundle that this node kept is taken if all of its bytes are on this node, without asking
+        the store for a newer one: the store may be down. Else it is the image's bundle in the
+        store, or else that of a similar image. Raises: CorruptError if this node refuses the
+        bundle; BootseerError.
         """
         settings, state, streams = self._plan.settings, self._plan.state, self._streams
         lengths = [blob.stream_length for blob in self._tree.blobs]
         file: BundleFile | None = None
-        kept = kept_bundle(settings, state.index_digest, state.workload, lengths)
+        kept = read_kept_bundle(settings, state.index_digest, state.workload, lengths)
         if kept is not None and not is_refused(settings, state.workload, kept[0]):
             file = self._open(kept[1])
-            # Faults need not wait for the store's word.
+            # Before the store is asked, so that faults can read the file at once.
             streams.use(file, partial(refuse_bundle, settings, state.workload, kept[0]))
             if file.is_whole(streams.streams):
                 return *kept, file
@@ -225,8 +237,8 @@ class Start:
         return pointer, bundle, self._open(bundle)
 
     def _open(self, bundle: Bundle) -> BundleFile:
-        cache = NodeCache(self._plan.settings.cache_dir)
-        return BundleFile(cache, bundle, self._plan.owner, len(self._tree.blobs))
+        image_key = image_key_of(self._plan.state.index_digest, self._plan.settings.store_url)
+        return BundleFile(self._cache, bundle, image_key, len(self._tree.blobs))
 
     def _check_refused(self, pointer: HotPointer) -> None:
         if is_refused(self._plan.settings, self._plan.state.workload, pointer):
@@ -238,15 +250,15 @@ class Start:
     # ---- preload --------------------------------------------------------------------------
 
     def _open_root(self) -> None:
-        # A record that was asked for says what was read, not what was read by others before.
+        # A record that the user asked for must not contain pages that the preload stored.
         if self._plan.settings.record == "always":
             return
         try:
-            # Before the mount is announced: it may be taken off its place at once. O_PATH asks the
-            # file system, which is ours, nothing.
+            # Before the mount is reported, since its caller may move or unmount it. O_PATH sends
+            # no request to the file system, which this process serves.
             self._root = os.open(self._plan.state.directory, os.O_PATH | os.O_DIRECTORY)
         except OSError as error:
-            _log.debug("the kernel is given nothing before the start asks: %s", error)
+            _log.debug("names and pages are not preloaded: %s", error)
             return
         timer = threading.Timer(_ROOT_S, self._close_root)
         timer.daemon = True
@@ -259,14 +271,14 @@ class Start:
             os.close(root)
 
     def _begin_preload(
-        self, bundle: Bundle, replay: Replay, store_pages: StorePages | None
+        self, bundle: Bundle, replay: BundleReplay, store_pages: StorePages | None
     ) -> None:
         preload = KernelPreload(
             plan_preload(self._tree, bundle.frames),
             self._streams.get,
             store_pages,
             self._log.append_preloaded,
-            lambda: replay.is_over,
+            lambda: replay.has_ended,
         )
         with self._lock:
             if self._root < 0:
@@ -278,35 +290,38 @@ class Start:
     # ---- the record -----------------------------------------------------------------------
 
     @property
-    def recording(self) -> Recording:
-        """How far the record is. One thread at a time."""
+    def recording(self) -> RecordState:
+        """State of the record. One thread at a time."""
         if self._publisher is not None and self._publisher.is_answered():
             publisher, self._publisher = self._publisher, None
             try:
                 publisher.wait(0)
-                self._recording = Recording.PUBLISHED
+                self._recording = RecordState.PUBLISHED
             except BootseerError:
-                self._recording = Recording.FAILED
+                self._recording = RecordState.FAILED
         return self._recording
 
     def publish_record(self, ended: str) -> None:
-        """Have the record, which takes no more, published, unless nobody needs it. `ended` says by
-        what the start was over. Raises: BootseerError, OSError."""
+        """Publish the record, in the background, unless the bundle was accurate enough.
+
+        The log must be closed. `ended`: event that ended the start, "ready", "window" or "unmount".
+        Raises: BootseerError, OSError.
+        """
         plan = self._plan
-        if self._recording is Recording.OFF:
+        if self._recording is RecordState.OFF:
             return
-        self._recording = Recording.ENDED
+        self._recording = RecordState.ENDED
         entries = self._log.entries()
         if not entries:
             return
-        is_wrong = self.replaying in _WRONG
+        is_wrong = self.replay_state in _WRONG
         if (
             plan.settings.record == "auto"
             and self._streams.replay is not None
             and not is_wrong
             and not is_worthwhile(self.accuracy(), self._own_trace_count, ended)
         ):
-            self._recording = Recording.NOT_NEEDED
+            self._recording = RecordState.NOT_NEEDED
             return
         info = RecordInfo(
             plan.state.index_digest,
@@ -320,28 +335,28 @@ class Start:
         )
         self._publisher = start_publisher(plan.settings, plan.state.id, info, entries)
         self._publisher.go()
-        self._recording = Recording.PUBLISHING
+        self._recording = RecordState.PUBLISHING
 
-    # ---- how well the bundle met what was read --------------------------------------------
+    # ---- accuracy of the bundle -----------------------------------------------------------
 
     @property
     def _own_trace_count(self) -> int:
-        """How many starts of this very image the bundle was made from."""
+        """Number of traces of this image that the bundle was made from."""
         pointer = self._pointer
         if pointer is None or pointer.index_digest != self._plan.state.index_digest:
             return 0
         return pointer.trace_count
 
     def accuracy(self) -> BundleAccuracy:
-        """Return how well the bundle met the log so far; final once the log is closed."""
+        """Return the accuracy of the bundle so far. Final once the log is closed."""
         if self._accuracy_at_end is not None:
             return self._accuracy_at_end
-        is_over = not self._log.is_open
+        has_ended = not self._log.is_open
         replay = self._streams.replay
         lengths = [blob.stream_length for blob in self._tree.blobs]
         bundle = replay.bundle if replay else None
         accuracy = accuracy_of(bundle, lengths, self._log.entries(), self._extents)
-        if is_over and replay is not None:
+        if has_ended and replay is not None:
             self._accuracy_at_end = accuracy
         return accuracy
 
@@ -349,7 +364,7 @@ class Start:
         return () if inode in self._scattered else self._tree.inode(inode).extents
 
     def figures(self) -> PrefetchFigures | None:
-        """Return the figures of the bundle; None where none is used."""
+        """Return the figures of the bundle; None if no bundle is used."""
         replay, pointer = self._streams.replay, self._pointer
         if replay is None:
             return None

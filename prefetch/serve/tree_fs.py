@@ -1,8 +1,9 @@
-"""What a tree looks like as a file system: defined here and only here.
+"""Read-only file system over a tree, as the kernel sees it.
 
-A node id is an inode number plus one. The tree never changes, so every answer may be kept by the
-kernel for ever: names, missing names, attributes and pages. Handles carry no state, which lets a
-new worker take over from a killed one. Thread-safe; `read` waits at most for the streams' deadline.
+A node id is an inode number plus one. The tree never changes, so that the kernel may cache every
+answer for ever: names, missing names, attributes and pages. Handles have no state, so that a new
+worker can take over from a killed one. Thread-safe; `read` waits no longer than the deadline of the
+streams.
 """
 
 import errno
@@ -10,7 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from bootseer.blob.tree import Extent, Tree
 from bootseer.errors import BootseerError, DeadlineError
@@ -24,69 +25,55 @@ from bootseer.fuse.kernel.operations import (
     Opened,
     Operations,
 )
-from bootseer.prefetch.reading.image_bytes import Budget
+from bootseer.prefetch.reading.image_bytes import ImageBytes
 
 _log = logging.getLogger(__name__)
 
 _TTL_S = 365 * 86_400.0
-"""The tree is immutable: as good as for ever."""
+"""Life of an answer in the kernel: practically for ever."""
 
 _FIRST_COOKIE = 3
-"""Cookies up to 2 belong to "." and ".."."""
+"""First directory cookie of a name; cookies up to 2 belong to "." and ".."."""
 _REPLY_NAMES_MAX = 1024
-"""More than the kernel's buffer for names has room for."""
+"""Names in one answer: more than fit into the kernel's buffer."""
 
 _ZEROS = bytes(1024 * 1024)
 _NEGATIVE = Entry(None, entry_ttl_s=_TTL_S)
 _DIRECTORY_BYTES = 4096
-"""What stat shows as a directory's size; tools divide by it."""
+"""Size of a directory in stat; not 0, since some tools divide by it."""
 
 
 _Content: TypeAlias = tuple[int, int, int, tuple[Extent, ...]]
-"""Size and extents of a file, and between them, where one extent is all of it, as in nearly every
-file, its blob and where it begins there; else -1 and 0."""
-
-
-class Streams(Protocol):
-    """What the file system needs of `reading.image_bytes.ImageBytes`."""
-
-    def read(
-        self,
-        blob: int,
-        offset: int,
-        length: int,
-        *,
-        reader: int = -1,
-        end: int = 0,
-        budget: Budget | None = None,
-    ) -> bytes | memoryview: ...
-
-    def new_budget(self) -> Budget: ...
+"""(size, blob, offset in its stream, extents) of a file. Nearly all files are one extent; for
+others the blob is -1 and the offset 0."""
 
 
 class TreeFileSystem(Operations):
-    """Serves `tree`, read-only, with contents from `streams`."""
+    """Operations of the file system over `tree`, with file contents from `streams`."""
 
     def __init__(
         self,
         tree: Tree,
-        streams: Streams,
+        streams: ImageBytes,
         *,
         on_access: Callable[[int, int, int], None] | None = None,
         owner: tuple[int, int] | None = None,
         on_mounted: Callable[[], None] | None = None,
         on_destroyed: Callable[[], None] | None = None,
     ) -> None:
-        """`on_access(inode, offset, length)` sees every read that the kernel asks for. `owner`
-        (uid, gid) is shown for everything: for mounts inside a user namespace, where the image's
-        own owners do not exist."""
+        """Make the file system.
+
+        `on_access` is called with (inode, offset, length) of every read of the kernel, and
+        `on_destroyed` once the tree is unmounted everywhere. `owner` are user and group ids to be
+        shown for all files: inside a user namespace, the image's owners do not exist.
+        """
         self._tree = tree
         self._streams = streams
         self._on_access = on_access
         self._owner = owner
         self._on_mounted = on_mounted
         self._on_destroyed = on_destroyed
-        # By node, for files that were read.
+        # Contents of files that were read, by node.
         self._contents: dict[int, _Content] = {}
         self._has_xattrs = bool(tree.columns.xattr_sets)
 
@@ -101,12 +88,12 @@ class TreeFileSystem(Operations):
     # ---- names and attributes -------------------------------------------------------------
 
     def _attributes(self, number: int) -> Attributes:
-        # Thousands of files are looked up in a start: not worth an `Inode` each.
+        # Thousands of files are looked up in a start, so that no `Inode` is made for each.
         tree, columns = self._tree, self._tree.columns
         mode = columns.mode[number]
         blocks: int | None = None
-        # Nothing of files is loaded for a directory: to mount an overlay on the tree, which a job
-        # waits for, asks for the root's attributes and no more.
+        # The columns of files are not loaded for a directory: mounting an overlay over the tree,
+        # for which a job waits, only takes the attributes of the root.
         if stat.S_ISDIR(mode):
             size = _DIRECTORY_BYTES
         elif stat.S_ISLNK(mode):
@@ -159,7 +146,7 @@ class TreeFileSystem(Operations):
 
     # ---- files ----------------------------------------------------------------------------
 
-    # `open` stays at its default, ENOSYS: the kernel opens files without asking and keeps pages.
+    # `open` is not implemented (ENOSYS): the kernel opens files without a request and keeps pages.
 
     def _content(self, node: int) -> _Content:
         known = self._contents.get(node)
@@ -178,8 +165,8 @@ class TreeFileSystem(Operations):
     def read(
         self, caller: Caller, node: int, handle: int, offset: int, length: int
     ) -> Buffer | Sequence[Buffer]:
-        # Few calls here and behind: a reader waits for each, and Python's code is mostly not
-        # in the processor's caches any more when the next request comes.
+        # Few calls, also in the methods called: a reader waits for each, and the interpreter's code
+        # has mostly left the processor's caches before the next request.
         size, blob, start, extents = self._contents.get(node) or self._content(node)
         end = min(offset + length, size)
         if offset >= end:
@@ -196,7 +183,7 @@ class TreeFileSystem(Operations):
         except BootseerError as error:
             path = os.fsdecode(self._tree.path(node - 1))
             _log.error("cannot read bytes %d to %d of /%s: %s", offset, end, path, error)
-            # Not ENOENT for a blob that is gone: the file is there.
+            # Not ENOENT for a missing blob: the file exists.
             code = errno.ETIMEDOUT if isinstance(error, DeadlineError) else errno.EIO
             raise OSError(code, os.strerror(code)) from error
 
@@ -256,14 +243,14 @@ class TreeFileSystem(Operations):
     # ---- directories ----------------------------------------------------------------------
 
     def opendir(self, caller: Caller, node: int, flags: int) -> Opened:
-        # As for files: the kernel never asks again, and keeps the names.
+        # The kernel sends no further requests to open directories, and keeps their names.
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     def readdir(
         self, caller: Caller, node: int, handle: int, offset: int, plus: bool
     ) -> Sequence[DirectoryEntry]:
         first = max(offset - _FIRST_COOKIE + 1, 0)
-        # No reply holds more; the kernel asks again for the rest.
+        # The kernel asks again for names that do not fit.
         names = self._tree.children(self._number(node), first, _REPLY_NAMES_MAX)
         entries = []
         for i, name in enumerate(names, first):
@@ -290,7 +277,7 @@ class TreeFileSystem(Operations):
         raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
 
     def listxattr(self, caller: Caller, node: int) -> Sequence[bytes]:
-        # Never ENOSYS: a list that is empty is what other file systems answer.
+        # Not ENOSYS: other file systems answer with an empty list.
         if not self._has_xattrs:
             return ()
         return [key for key, _ in self._tree.inode(self._number(node)).xattrs]

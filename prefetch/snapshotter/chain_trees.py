@@ -17,7 +17,7 @@ from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
-from bootseer.prefetch.cache.kept_indexes import index_path, keep_index
+from bootseer.prefetch.cache.indexes import index_path, keep_index
 from bootseer.prefetch.index.catalogue import (
     check_streams,
     find_whole_layer,

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError
+from bootseer.prefetch.images.mount import MountedImage, mount_image
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
-from bootseer.prefetch.resolve.mount import MountedImage, mount_image
 from bootseer.prefetch.serve.plan import ServeOptions
 from bootseer.prefetch.sources import open_source
 from bootseer.settings.config import Settings, load_settings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bootseer.base.documents import members_digest
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.fuse.striped import layout
-from bootseer.prefetch.bundle import bundle_reuse, hot_store
+from bootseer.prefetch.bundle import hot_store, similar
 from bootseer.prefetch.index import chains, records
 from bootseer.report.decoding import decode
 from bootseer.report.explain import StartModel, break_down
@@ -127,8 +127,8 @@ def _records() -> list[Any]:
         samples.DIGEST, samples.DIGEST, 7, samples.INDEX, (b"usr", b"\xff"), ((b"a", b"b"),)
     )
     pointer = hot_store.HotPointer(samples.INDEX, samples.DIGEST, 9, 200, samples.DIGEST, 2, 5)
-    stream = bundle_reuse.Stream(samples.DIGEST, 7)
-    related = bundle_reuse.SimilarImages((bundle_reuse.SimilarImage(samples.INDEX, 5, (stream,)),))
+    stream = similar.LayerStream(samples.DIGEST, 7)
+    related = similar.SimilarImages((similar.SimilarImage(samples.INDEX, 5, (stream,)),))
     chain = {"kind": "bootseer-chain", "version": 1, "chain_id": _CHAIN,
              "diff_ids": [samples.DIGEST], "index_digest": samples.INDEX}  # fmt: skip
     use = {"kind": "bootseer-use", "version": 1, "index_digest": samples.INDEX,
@@ -140,7 +140,7 @@ def _records() -> list[Any]:
             records.IMAGE_FORM.encode(image),
             records.LAYER_FORM.encode(layer),
             hot_store.POINTER_FORM.encode(pointer),
-            bundle_reuse.FORM.encode(related),
+            similar.FORM.encode(related),
             held.encode(),
         )
     ]
@@ -167,7 +167,7 @@ def _read_record(data: bytes) -> None:
         lambda: records.IMAGE_FORM.decode(data, "x"),
         lambda: records.LAYER_FORM.decode(data, "x"),
         lambda: hot_store.decode_pointer(data, samples.INDEX, "x"),
-        lambda: bundle_reuse.FORM.decode(data, "x"),
+        lambda: similar.FORM.decode(data, "x"),
         lambda: chains.decode_chain(data, _CHAIN, "x"),
         lambda: uses.FORM.decode(data, "x"),
         lambda: lease.decode(data),

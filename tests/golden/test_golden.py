@@ -11,7 +11,7 @@ import zstandard
 
 from bootseer.blob.index import codec as index
 from bootseer.blob.read import BlobReader, verify
-from bootseer.prefetch.bundle import bundle_reuse, hot_store
+from bootseer.prefetch.bundle import hot_store, similar
 from bootseer.prefetch.index import chains, records
 from bootseer.prefetch.record import trace
 from bootseer.prefetch.warm import record as warm
@@ -42,7 +42,7 @@ _AGAIN: dict[str, Callable[[bytes], bytes]] = {
     "layer.json": lambda d: records.LAYER_FORM.encode(records.LAYER_FORM.decode(d, "x")),
     "chain.json": _chain,
     "pointer.json": lambda d: hot_store.POINTER_FORM.encode(hot_store.decode_pointer(d, _D, "x")),
-    "relatives.json": lambda d: bundle_reuse.FORM.encode(bundle_reuse.FORM.decode(d, "x")),
+    "relatives.json": lambda d: similar.FORM.encode(similar.FORM.decode(d, "x")),
     "use.json": lambda d: uses.FORM.encode(uses.FORM.decode(d, "x")),
     "lease.json": _lease,
     "manifest.json": lambda d: encode(decode(d)),

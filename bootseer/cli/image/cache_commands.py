@@ -35,9 +35,9 @@ def cache(trim_bytes: int | None, verify: bool, as_json: bool) -> None:
     What is mounted or on its way in is never removed. Servers of images keep the cache within
     the setting cache_limit by themselves.
     """
-    from bootseer.prefetch.cache.kept_indexes import recheck_indexes
+    from bootseer.prefetch.cache.indexes import recheck_indexes
+    from bootseer.prefetch.cache.limit import CacheRoom, folders
     from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
-    from bootseer.prefetch.serve.cache_limit import CacheRoom, folders
 
     settings = current_settings()
     node = NodeCache(settings.cache_dir)

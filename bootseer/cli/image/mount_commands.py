@@ -34,7 +34,7 @@ def mount(reference: str, directory: Path, foreground: bool, as_json: bool) -> N
     otherwise: what is read is fetched when it is first touched, and what earlier starts of
     the workload (`bootseer --workload NAME image mount ...`) read is fetched ahead.
     """
-    from bootseer.prefetch.resolve.mount import mount_image
+    from bootseer.prefetch.images.mount import mount_image
 
     settings = current_settings()
     image = mount_image(settings, reference, directory)
@@ -53,7 +53,7 @@ def mount(reference: str, directory: Path, foreground: bool, as_json: bool) -> N
 
 
 def _stay(settings: Settings, directory: Path) -> None:
-    from bootseer.prefetch.resolve.mount import find_live_mount, unmount_image
+    from bootseer.prefetch.images.mount import find_live_mount, unmount_image
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -78,8 +78,8 @@ def fetch(reference: str, as_json: bool) -> None:
 
     REF is an indexed image or a source, such as registry://HOST/NAME:TAG.
     """
+    from bootseer.prefetch.images.find import image_on_node, publish_later, resolve_image
     from bootseer.prefetch.reading.fill import fetch_tree
-    from bootseer.prefetch.resolve.find import image_on_node, publish_later, resolve_image
 
     settings = current_settings()
     resolved = resolve_image(settings, reference)

@@ -40,7 +40,7 @@ def epilog() -> None:
     starts, and keep the cache below its limit."""
     from bootseer.launch.attendant import publish_left
     from bootseer.launch.slurm import tidy
-    from bootseer.prefetch.serve.cache_limit import CacheRoom
+    from bootseer.prefetch.cache.limit import CacheRoom
 
     settings = current_settings()
     job = os.environ.get("SLURM_JOB_ID", "")

@@ -143,7 +143,7 @@ def unmount(directory: Path, timeout_s: float | None, lazy: bool, as_json: bool)
                 unmount_checkpoints(settings.run_dir, directory, timeout_s=wait_s)
             )
         else:
-            from bootseer.prefetch.resolve.mount import unmount_image
+            from bootseer.prefetch.images.mount import unmount_image
 
             unmount_image(settings, directory, timeout_s=wait_s)
     if as_json:

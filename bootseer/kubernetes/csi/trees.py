@@ -14,9 +14,9 @@ from bootseer.kubernetes.csi.records import Record
 from bootseer.kubernetes.csi.upper_layer import mount_writable
 from bootseer.linux import mount_table
 from bootseer.linux.private_files import private_directory
+from bootseer.prefetch.images.find import image_by_name, publish_later, resolve_image
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.source_names import REGISTRY
-from bootseer.prefetch.resolve.find import image_by_name, publish_later, resolve_image
 from bootseer.prefetch.snapshotter.lazy_trees import LazyTrees
 from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.folders import VOLUME

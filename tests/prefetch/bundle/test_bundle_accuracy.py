@@ -1,9 +1,9 @@
-"""How well a bundle met a start: hits, waste and misses, and what follows from them."""
+"""Accuracy of bundles: hits, waste and misses, and the decision to record a start."""
 
 from pathlib import Path
 
 from bootseer.blob.tree import Extent
-from bootseer.prefetch.bundle.bundle_accuracy import BundleAccuracy, accuracy_of, is_worthwhile
+from bootseer.prefetch.bundle.accuracy import BundleAccuracy, accuracy_of, is_worthwhile
 from bootseer.prefetch.bundle.format import decode_header
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT
 from testbed.bounded import run_bounded

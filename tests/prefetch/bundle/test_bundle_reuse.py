@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from bootseer.blob.keys import index_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
-from bootseer.prefetch.bundle import bundle_reuse, hot_store
-from bootseer.prefetch.bundle.bundle_reuse import (
+from bootseer.prefetch.bundle import hot_store, similar
+from bootseer.prefetch.bundle.similar import (
     FORM,
+    LayerStream,
     SimilarImage,
     SimilarImages,
-    Stream,
     choose_similar,
     describe_image,
     name_of,
@@ -61,12 +61,12 @@ def test_an_images_name_is_without_tag_and_digest(reference: str, name: str) -> 
 
 
 def test_the_one_that_shares_most_is_chosen() -> None:
-    own = SimilarImage(A, 0, (Stream(B, 1000), Stream(C, 10)))
-    small = SimilarImage(B, 9, (Stream(C, 10),))
-    large = SimilarImage(C, 1, (Stream(D, 5000), Stream(B, 1000)))
+    own = SimilarImage(A, 0, (LayerStream(B, 1000), LayerStream(C, 10)))
+    small = SimilarImage(B, 9, (LayerStream(C, 10),))
+    large = SimilarImage(C, 1, (LayerStream(D, 5000), LayerStream(B, 1000)))
     assert choose_similar(own, [small, large]) == large
     # A stream of the same name and another length is none of ours.
-    assert choose_similar(own, [small, SimilarImage(C, 1, (Stream(B, 5000),))]) == small
+    assert choose_similar(own, [small, SimilarImage(C, 1, (LayerStream(B, 5000),))]) == small
     assert choose_similar(own, [SimilarImage(B, 1, ()), SimilarImage(C, 2, ())]) == SimilarImage(
         C, 2, ()
     )
@@ -85,7 +85,7 @@ def blobs_of(*streams: tuple[str, int]) -> list[Blob]:
 
 def test_records_keep_the_longest_streams() -> None:
     own = describe_image(A, 7, blobs_of((B, 10), (C, 1000), (B, 10)))
-    assert own == SimilarImage(A, 7, (Stream(C, 1000), Stream(B, 10)))
+    assert own == SimilarImage(A, 7, (LayerStream(C, 1000), LayerStream(B, 10)))
     assert FORM.decode(FORM.encode(SimilarImages((own,))), "x") == SimilarImages((own,))
     many = describe_image(A, 7, blobs_of(*((f"sha256:{n:064x}", n) for n in range(1000))))
     assert FORM.decode(FORM.encode(SimilarImages((many,) * 4)), "x").images == (many,) * 4
@@ -242,7 +242,7 @@ def test_damage_costs_one_warning_and_the_help(node: NodeAndStore, damage: str) 
     with node.store() as store:
         pointer = hot_store.read_pointer(store, node.v1, "train")
         assert pointer is not None
-        stranger = bundle_reuse.find_similar(
+        stranger = similar.find_similar(
             store,
             describe_image(D, 0, read_tree(store, new.index_digest).blobs),
             "train:v2",

@@ -1,4 +1,4 @@
-"""What a start will want is brought from the node's disk before it is asked for."""
+"""Bytes that a start needs are read from the node's disk ahead of it."""
 
 import os
 from pathlib import Path

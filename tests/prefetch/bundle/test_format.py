@@ -1,4 +1,4 @@
-"""Bundles: planning, the codec, and what a hostile one meets."""
+"""Format of bundles: planning, the codec, and hostile headers."""
 
 import hashlib
 import io
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from bootseer.base.content_digest import content_digest
 from bootseer.errors import BootseerError, CorruptError, UnknownFormatError
 from bootseer.prefetch.bundle import format as bundle_format
-from bootseer.prefetch.bundle.file import Placement
+from bootseer.prefetch.bundle.file import ExtentMap
 from bootseer.prefetch.bundle.format import (
+    SECTOR_BYTES,
     Bundle,
     decode_frame,
     decode_header,
     plan_frames,
     write_bundle,
 )
-from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES
 from testbed.bounded import run_bounded
 
 INDEX = "sha256:" + "12" * 32
@@ -85,7 +85,7 @@ def test_placement_against_a_model(
 ) -> None:
     bundle = decode_header(built(ranges)[0], INDEX, LENGTHS)
     blob, offset, length = asked
-    assert Placement(bundle.frames, 2).frames_for(blob, offset, length) == [
+    assert ExtentMap(bundle.frames, 2).frames_for(blob, offset, length) == [
         number
         for number, frame in enumerate(bundle.frames)
         if any(

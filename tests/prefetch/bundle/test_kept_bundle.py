@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.prefetch.bundle.format import BundleExtent, write_bundle
-from bootseer.prefetch.bundle.hot_store import HotPointer
-from bootseer.prefetch.bundle.kept_bundle import keep_bundle, kept_bundle
-from bootseer.prefetch.index.node_catalogue import NodeCatalogue
-from bootseer.prefetch.resolve.mount import unmount_image
+from bootseer.prefetch.bundle.hot_store import HotPointer, keep_bundle, read_kept_bundle
+from bootseer.prefetch.cache.limit import trim_records
+from bootseer.prefetch.images.mount import unmount_image
 from bootseer.prefetch.serve.plan import begin_serving
 from bootseer.served.control import ask
 from bootseer.settings.config import Settings
@@ -68,20 +67,19 @@ def kept(settings: Settings) -> tuple[str, HotPointer]:
 def test_a_copy_that_is_used_stays_and_one_that_is_not_goes(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     digest, _ = kept(settings)
-    catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
 
     def age() -> None:
-        """As if nothing had read the copy for 40 days."""
+        """Make the copy look unread for 40 days."""
         for path in (settings.cache_dir / "catalogue/hot").iterdir():
             os.utime(path, (time.time() - 40 * 86_400,) * 2)
 
     age()
-    assert kept_bundle(settings, digest, "work", [512]) is not None
-    catalogue.trim()
-    assert kept_bundle(settings, digest, "work", [512]) is not None
+    assert read_kept_bundle(settings, digest, "work", [512]) is not None
+    trim_records(settings.cache_dir)
+    assert read_kept_bundle(settings, digest, "work", [512]) is not None
     age()
-    catalogue.trim()
-    assert kept_bundle(settings, digest, "work", [512]) is None
+    trim_records(settings.cache_dir)
+    assert read_kept_bundle(settings, digest, "work", [512]) is None
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
@@ -89,11 +87,11 @@ def test_a_copy_that_is_used_stays_and_one_that_is_not_goes(tmp_path: Path) -> N
 def test_a_damaged_copy_is_as_good_as_none(tmp_path: Path, name: str, damage: str) -> None:
     settings = settings_at(tmp_path)
     digest, pointer = kept(settings)
-    found = kept_bundle(settings, digest, "work", [512])
+    found = read_kept_bundle(settings, digest, "work", [512])
     assert found is not None
     assert found[0] == pointer
-    assert kept_bundle(settings, digest, "other", [512]) is None
-    assert kept_bundle(settings, digest, "work", [511]) is None
+    assert read_kept_bundle(settings, digest, "other", [512]) is None
+    assert read_kept_bundle(settings, digest, "work", [511]) is None
     (path,) = (settings.cache_dir / "catalogue/hot").glob(f"*.{name}")
     data = bytearray(path.read_bytes())
     if damage == "flip":
@@ -101,4 +99,4 @@ def test_a_damaged_copy_is_as_good_as_none(tmp_path: Path, name: str, damage: st
     path.write_bytes(
         {"cut": bytes(data[:-9]), "empty": b"", "foreign": b"{}"}.get(damage, bytes(data))
     )
-    assert kept_bundle(settings, digest, "work", [512]) is None
+    assert read_kept_bundle(settings, digest, "work", [512]) is None

@@ -1,11 +1,11 @@
-"""Which pages and names a bundle stands for: against the files' own bytes."""
+"""Plans of pages and names to preload, compared with the files' own bytes."""
 
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.prefetch.bundle.preload_plan import PreloadPlan, PreloadWindow, plan_preload
+from bootseer.prefetch.bundle.preload import PreloadPlan, PreloadWindow, plan_preload
 from bootseer.prefetch.index.stream_contents import PAGE_BYTES
 from testbed.images.building import Member
 from tests.prefetch.bundle.test_translation import Image, bundle_of, image_of, whole_files
@@ -97,11 +97,11 @@ def test_a_window_grows_while_pieces_are_read_in_order() -> None:
     window = PreloadWindow(1000)
     asked = []
     for number in range(1000):
-        if not window.is_handed(number):
+        if not window.is_stored(number):
             asked.append(number)
             assert window.after(number)[0] == number
     assert len(asked) < 50
-    assert all(window.is_handed(number) for number in range(1000))
+    assert all(window.is_stored(number) for number in range(1000))
     assert window.after(7) == []
 
 

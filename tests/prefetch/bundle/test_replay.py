@@ -1,4 +1,4 @@
-"""Replay on a real store and cache, without a mount: what it brings, in which order, and damage."""
+"""Replay of a bundle with a real store and cache, without a mount."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_replay_brings_the_hot_bytes_and_nothing_else(image: Image, tmp_path: Pa
         assert bytes(found) == image.contents["big"][offset : offset + 4096]
     assert {read[0] for read in image.reads} == {part_key(digest, 0), part_key(digest, 1)}
     # A frame is counted a moment after its bytes can be read.
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     assert replay.error is None
     assert replay.remaining_count == 0
     # Each range begins wherever its file does, and so may touch one sector more.

@@ -1,4 +1,4 @@
-"""Replay while things go wrong: slow, dying, lying and hanging stores, and several servers."""
+"""Replay of a bundle while the store is slow, dies, lies or hangs, and with several servers."""
 
 import random
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import DeadlineError, UnavailableError
-from bootseer.prefetch.bundle.replay import Replay, Replaying
+from bootseer.prefetch.bundle.replay import BundleReplay, ReplayState
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.transfer.chunks import Deliver
@@ -68,7 +68,9 @@ class Gate:
         self._permits.release(count)
 
 
-def held_back(image: Image, streams: ImageBytes, bundle: tuple[str, bytes]) -> tuple[Gate, Replay]:
+def held_back(
+    image: Image, streams: ImageBytes, bundle: tuple[str, bytes]
+) -> tuple[Gate, BundleReplay]:
     """A replay all of whose workers wait for the store, and what lets them go on."""
     gate = Gate(image)
     replay = image.replay(streams, *bundle)
@@ -87,7 +89,7 @@ def test_a_fault_is_read_while_all_of_the_prefetch_hangs(
     assert [is_bundle(key) for key, _, _ in image.reads] == [True] * WORKERS + [False]
     gate.let(10**6)
     check(image, streams, HOT)
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
 
 
 def test_faults_on_the_bundle_go_before_all_that_is_queued(
@@ -107,7 +109,7 @@ def test_faults_on_the_bundle_go_before_all_that_is_queued(
     gate.let(10**6)
     thread.join(60)
     assert not thread.is_alive()
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     assert replay.error is None
 
 
@@ -124,7 +126,7 @@ def test_faults_are_not_starved_by_a_slow_store(
         assert since.index(False) <= WORKERS
         gate.let(1)
     gate.let(10**6)
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
 
 
 def test_the_bundle_s_store_dies_in_the_middle(
@@ -159,7 +161,7 @@ def test_a_short_outage_costs_nothing_but_time(
     replay = image.replay(streams, *bundle)
     replay.start()
     check(image, streams, HOT)
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     assert replay.error is None
     assert all(is_bundle(key) for key, _, _ in image.reads)
 
@@ -181,7 +183,7 @@ def test_flipped_bytes_are_never_served(
     replay.start()
     check(image, streams, HOT)
     assert streams.statistics().corrupt_count > 0
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     if every == 1:
         assert replay.error is not None
     whole = len(image.contents["big"])
@@ -223,14 +225,13 @@ def test_on_a_full_disk_nothing_of_a_bundle_is_fetched(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It would be thrown away, and come from the blobs once more."""
     FullDisk(monkeypatch)
     streams = image.streams(tmp_path / "cache")
     replay = image.replay(streams, *bundle)
     replay.start()
     check(image, streams, HOT)
-    wait_for(lambda: replay.is_over)
-    assert (bundle_reads(image), replay.state) == (0, Replaying.NO_ROOM)
+    wait_for(lambda: replay.has_ended)
+    assert (bundle_reads(image), replay.state) == (0, ReplayState.NO_ROOM)
     assert sum(WARNING in message for message in caplog.messages) == 1
     streams.close()
 
@@ -244,7 +245,7 @@ def test_a_disk_that_becomes_full_ends_the_bundle(
     gate, replay = held_back(image, streams, bundle)
     FullDisk(monkeypatch)
     gate.let(1)
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     gate.let(10**6)
     # What was under way then is used, and no more is fetched.
     frames = replay.bundle.frames
@@ -257,7 +258,7 @@ def test_a_disk_that_becomes_full_ends_the_bundle(
     check(image, streams, HOT)
     streams.close()
     assert bundle_reads(image) <= WORKERS + 1
-    assert replay.state is Replaying.NO_ROOM
+    assert replay.state is ReplayState.NO_ROOM
 
 
 def test_a_disk_with_room_again_is_used_again(
@@ -327,7 +328,7 @@ def test_a_bundle_that_was_given_up_is_not_fetched_any_further(
 
 def begin_two(
     image: Image, streams: ImageBytes, bundle: tuple[str, bytes], cache_dir: Path, lock: Path
-) -> tuple[Gate, Replay, Replay, ImageBytes]:
+) -> tuple[Gate, BundleReplay, BundleReplay, ImageBytes]:
     """Two servers of a node begin to replay: the gate, the leader, the follower and its streams."""
     gate = Gate(image)
     first = image.replay(streams, *bundle, lock)
@@ -345,7 +346,7 @@ def test_of_two_servers_one_fetches_and_the_other_follows(
     gate, first, second, other = begin_two(image, streams, bundle, tmp_path / "cache", lock)
     gate.let(10**6)
     check(image, other, HOT)
-    wait_for(lambda: first.is_over and second.is_over)
+    wait_for(lambda: first.has_ended and second.has_ended)
     assert second.fetched_bytes == 0
     assert first.fetched_bytes == first.bundle.stream_bytes
     assert second.remaining_count == 0
@@ -369,7 +370,7 @@ def test_a_follower_goes_on_where_the_leader_stopped(
     gate.let(10**6)
     thread.join(60)
     assert not thread.is_alive()
-    wait_for(lambda: second.is_over)
+    wait_for(lambda: second.has_ended)
     assert second.error is None
     check(image, other, HOT)
     assert second.fetched_bytes > 0

@@ -14,13 +14,14 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
 from bootseer.prefetch.bundle import translation as rebuilt
 from bootseer.prefetch.bundle.format import (
+    SECTOR_BYTES,
     Bundle,
     decode_frame,
     decode_header,
     plan_frames,
+    sectors_of,
     write_bundle,
 )
-from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, sectors_of
 from bootseer.prefetch.bundle.translation import shared_streams, translate
 from bootseer.prefetch.index.merge import merge
 from bootseer.prefetch.sources.layer_tar import pack_layer
@@ -72,7 +73,7 @@ def bundle_of(
 
 
 def whole_files(image: Image, paths: Sequence[bytes]) -> list[tuple[int, int, int]]:
-    """Where files lie in the image's streams."""
+    """Return the places of files in the image's streams."""
     numbers = [image.tree.resolve(path) for path in paths]
     return [
         (blob, offset, length)
@@ -83,7 +84,7 @@ def whole_files(image: Image, paths: Sequence[bytes]) -> list[tuple[int, int, in
 
 
 def check(bundle: Bundle, part: bytes, image: Image) -> set[tuple[int, int]]:
-    """What a translated bundle brings is what the image has there. Returns its sectors."""
+    """Check the bytes of a translated bundle against the image. Return its sectors."""
     found: set[tuple[int, int]] = set()
     for frame in bundle.frames:
         content = decode_frame(frame, part[frame.offset : frame.offset + frame.length])

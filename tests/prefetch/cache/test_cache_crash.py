@@ -25,7 +25,7 @@ HEADER = 64
 
 
 def crash(tmp_path: Path) -> Path:
-    """As if the machine had gone down with all written back; the stream's folder."""
+    """Simulate a crash of the machine after all was written back. Return the stream's folder."""
     folder = tmp_path / FOLDER
     damage(folder / "sums", 12, struct.pack("<I16s", 0, b"another boot id!"))
     return folder

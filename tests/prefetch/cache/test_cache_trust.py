@@ -1,4 +1,4 @@
-"""What others may write of an image or a bundle never reaches another image through the cache."""
+"""Bytes that other people wrote for one image never reach another image through the cache."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import CorruptError
-from bootseer.prefetch.bundle.replay import Replaying
+from bootseer.prefetch.bundle.replay import ReplayState
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.index.catalogue import find_image, list_images, load_tree, read_tree
 from bootseer.prefetch.index.merge import LayerTree
@@ -118,13 +118,13 @@ def layout(tmp_path: Path) -> Layout:
 def image_bytes(
     node: PullingNode, index_digest: str, blobs: Sequence[Blob], store: Store
 ) -> ImageBytes:
-    """As a server of the node reads the image with this index."""
+    """Open the image with this index as a server of the node does."""
     vouched = vouched_streams(node.settings, index_digest)
     return ImageBytes(blobs, store.read_into, NodeCache(node.settings.cache_dir), vouched=vouched)
 
 
 def fetched_bytes(node: PullingNode, layout: Layout) -> int:
-    """What it takes to read all of the image, as the store has it."""
+    """Return the bytes fetched to read all of the image."""
     with open_store(node.settings.store_url) as store:
         record = find_image(store, node.obtain(f"oci:{layout.directory}").record.reference)
         tree = load_tree(store, record, node.settings.cache_dir)
@@ -208,7 +208,6 @@ def test_frames_of_another_packer_are_not_fetched(
 def test_no_frame_gets_into_a_pulled_stream(
     layout: Layout, other_frames: tuple[PullingNode, str]
 ) -> None:
-    """Whoever wrote the index says which layer its frames hold, and nothing proves it."""
     node, index_digest = other_frames
     (diff_id,) = layers_of(node, index_digest)
     stream = NodeCache(node.settings.cache_dir).open_whole(diff_id)
@@ -284,7 +283,7 @@ def test_a_wrong_bundle_serves_its_own_image_alone(
     streams = image.streams(tmp_path / "cache")
     replay = image.replay(streams, *bundle)
     replay.start()
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     assert replay.error is None
     # As another image with the same layer, and whoever builds a bundle, read it.
     others = ImageBytes(image.tree.blobs, image.store.read_into, NodeCache(tmp_path / "cache"))
@@ -307,7 +306,7 @@ def test_a_wrong_bundle_is_found_as_its_frames_come(
     for opened in (streams, follower):
         replay = image.replay(opened, *bundle)
         replay.start()
-        wait_for(lambda replay=replay: replay.is_over)  # type: ignore[misc]
+        wait_for(lambda replay=replay: replay.has_ended)  # type: ignore[misc]
     assert read_big(image, streams, *HOT[0]) != image.contents["big"][:4096]
     with caplog.at_level(logging.ERROR):
         # A fault beside a hot page brings the frame that holds both.
@@ -326,7 +325,6 @@ def test_a_wrong_bundle_is_found_as_its_frames_come(
 def test_a_refuted_bundle_is_believed_by_no_server_of_the_node(
     image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by one that is still replaying it, nor by one that starts then."""
     bundle = wrong_bundle(image, monkeypatch)
     reading, held = threading.Event(), threading.Event()
 
@@ -342,11 +340,11 @@ def test_a_refuted_bundle_is_believed_by_no_server_of_the_node(
     replays[0].start()
     assert reading.wait(60)
     replays[1].start()
-    wait_for(lambda: replays[1].is_over)
+    wait_for(lambda: replays[1].has_ended)
     # The first one finds it wrong, while the second one's bytes are on their way.
     assert read_big(image, first, 8192, 100) == image.contents["big"][8192:8292]
     held.set()
-    wait_for(lambda: replays[0].is_over)
+    wait_for(lambda: replays[0].has_ended)
     third = image.streams(tmp_path / "cache")
     replays.append(image.replay(third, *bundle))
     replays[-1].start()
@@ -354,7 +352,7 @@ def test_a_refuted_bundle_is_believed_by_no_server_of_the_node(
         for offset, length in HOT:
             right = image.contents["big"][offset : offset + length]
             assert read_big(image, opened, offset, length) == right
-    assert {replay.state for replay in replays} == {Replaying.REFUTED}
+    assert {replay.state for replay in replays} == {ReplayState.REFUTED}
     for opened in (first, second, third):
         opened.close()
 
@@ -366,14 +364,14 @@ def test_a_right_bundle_is_believed_after_a_wrong_one(
     streams = image.streams(tmp_path / "cache")
     replay = image.replay(streams, *bundle)
     replay.start()
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     read_big(image, streams, 8192, 100)
     right = image.publish_bundle([image.place("big", *piece) for piece in HOT])
     # While the server that found the wrong one lives on.
     again = image.streams(tmp_path / "cache")
     following = image.replay(again, *right)
     following.start()
-    wait_for(lambda: following.is_over)
+    wait_for(lambda: following.has_ended)
     image.reads.clear()
     for offset, length in HOT:
         content = image.contents["big"][offset : offset + length]
@@ -389,13 +387,13 @@ def test_a_cache_that_is_removed_refutes_nothing(
     streams = image.streams(tmp_path / "cache")
     replay = image.replay(streams, *wrong_bundle(image, monkeypatch))
     replay.start()
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     read_big(image, streams, 8192, 100)
     streams.close()
     again = image.streams(tmp_path / "cache")
     shutil.rmtree(tmp_path / "cache")
     caplog.clear()
-    again.look_for_refutation()
+    again.drop_refuted()
     assert caplog.records == []
     again.close()
 
@@ -407,7 +405,7 @@ def test_what_was_refuted_does_not_come_back_with_a_crash_of_the_machine(
     streams = image.streams(tmp_path / "cache")
     replay = image.replay(streams, *bundle)
     replay.start()
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     read_big(image, streams, 8192, 100)
     streams.close(durable=False)
     monkeypatch.setattr("bootseer.prefetch.cache.node_cache.boot_id", lambda: "ab" * 16)
@@ -426,7 +424,7 @@ def test_the_fill_compares_what_a_bundle_brought(
         streams, *image.publish_bundle([image.place("big", *piece) for piece in HOT])
     )
     replay.start()
-    wait_for(lambda: replay.is_over)
+    wait_for(lambda: replay.has_ended)
     claimed = sum(length for _, _, length in streams.unproven())
     assert claimed >= 4096 * len(HOT)
     assert (streams.proven_bytes, streams.cached_bytes) == (0, claimed)

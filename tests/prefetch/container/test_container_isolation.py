@@ -1,4 +1,4 @@
-"""What a hostile program, root in a container of `run --runtime runc`, can do to the host."""
+"""Isolation of `run --runtime runc` from a hostile program that is root in the container."""
 
 import json
 import os

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.needs("fuse")
 
 @pytest.fixture
 def prefix() -> tuple[str, ...]:
-    """What to put before a command, so that an ordinary user runs it."""
+    """Return the words that run a command as an ordinary user."""
     return unprivileged()
 
 
@@ -39,7 +39,6 @@ def settings(prefix: tuple[str, ...]) -> Iterator[Settings]:
 def test_a_command_runs_as_root_of_its_own_world(
     settings: Settings, prefix: tuple[str, ...], mode: int
 ) -> None:
-    """Also where nobody but root may open /dev/fuse; then by fusermount3, or from an extraction."""
     code = "import json, os; open('/etc/new', 'w'); os.chmod('/etc/new', 0o600)"
     code += "; print(json.dumps([os.getuid(), os.stat('/etc/passwd').st_uid, os.getpid()]))"
     flags = ["--store", settings.store_url, "--cache-dir", str(settings.cache_dir)]

@@ -17,8 +17,8 @@ from bootseer.base.documents import to_line
 from bootseer.linux.locks import lock_within
 from bootseer.prefetch.container import extracted
 from bootseer.prefetch.container.extracted import prepare_extracted
+from bootseer.prefetch.images.find import resolve_image
 from bootseer.prefetch.index.catalogue import publish_image
-from bootseer.prefetch.resolve.find import resolve_image
 from bootseer.settings.config import Settings
 from bootseer.store import Store, open_store
 from testbed.mounts.image_mounts import index, settings_at
@@ -108,7 +108,7 @@ def test_an_ordinary_user_gets_an_image_without_its_device_nodes(
     code = """
 import json, logging, os, sys
 from bootseer.prefetch.container.extracted import prepare_extracted
-from bootseer.prefetch.resolve.find import resolve_image
+from bootseer.prefetch.images.find import resolve_image
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_line
 logging.basicConfig()

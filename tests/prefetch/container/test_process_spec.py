@@ -1,4 +1,4 @@
-"""What runs in a container: derived as docker derives it, from images that are not trusted."""
+"""Processes of containers, derived from untrusted images as docker derives them."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from bootseer.prefetch.container.process import (
     resolve_user,
 )
 from bootseer.prefetch.container.root import Bind, parse_bind
-from bootseer.prefetch.container.runc import BOUND_SYSFS, Device, runtime_config
+from bootseer.prefetch.container.runc import BOUND_SYSFS, DeviceNode, runtime_config
 from bootseer.prefetch.index.records import ImageConfig
 
 
@@ -110,7 +110,7 @@ def test_binds_are_parsed_and_checked(tmp_path: Path) -> None:
     assert parse_bind(f"{tmp_path}:/data") == Bind(tmp_path, "/data")
     assert parse_bind(f"{tmp_path}:/data:ro") == Bind(tmp_path, "/data", True)
     for text in ("x", f"{tmp_path}:data", f"{tmp_path}:/data:rx", ":/data"):
-        with pytest.raises(InvalidInputError, match="no bind"):
+        with pytest.raises(InvalidInputError, match="not a bind"):
             parse_bind(text)
     with pytest.raises(NotFoundError):
         parse_bind(f"{tmp_path}/missing:/data")
@@ -144,7 +144,7 @@ def test_runtime_configuration() -> None:
         spec,
         "/r",
         [Bind(Path("/s"), "/t", True)],
-        [Device("c", 10, 229)],
+        [DeviceNode("c", 10, 229)],
         terminal=True,
         sysfs=BOUND_SYSFS,
     )

@@ -1,4 +1,4 @@
-"""What a killed server, worker, publisher or machine leaves, and what comes after."""
+"""Kills of servers, workers and publishers, crashes of the machine, and the starts after them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from bootseer.base.documents import to_line
 from bootseer.errors import NotFoundError, UnavailableError
 from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux import mount_table, namespaces
-from bootseer.prefetch.resolve.mount import (
+from bootseer.prefetch.images.mount import (
     MountedImage,
     find_live_mount,
     mount_image,
@@ -184,7 +184,6 @@ def test_one_folder_that_cannot_be_removed_is_said_once_and_keeps_no_other(
 
 
 def test_a_crash_of_the_machine(node: IndexedDirectory) -> None:
-    """What was lost of the cache is fetched again; what is intact is not."""
     directory = node.base / "mnt"
     directory.mkdir()
     image = mount_image(replace(node.settings, record="never"), "image:1", directory)
@@ -218,7 +217,7 @@ def test_what_a_killed_publisher_left_is_removed(node: IndexedDirectory) -> None
 
 
 def _with_a_dead_server(node: IndexedDirectory) -> Path:
-    """Where an image was mounted whose server and worker have been killed."""
+    """Mount point of an image whose server and worker were killed."""
     directory = node.base / "mnt"
     directory.mkdir()
     image = mount_image(node.settings, "image:1", directory)
@@ -236,8 +235,6 @@ def test_unmount_of_a_dead_server(node: IndexedDirectory) -> None:
 
 
 def test_unmount_where_only_its_state_is_left(node: IndexedDirectory) -> None:
-    """A container's tree is mounted in a namespace of its own, which ends with the container: the
-    command that `status` names for what is left found no mount, and refused."""
     directory = _with_a_dead_server(node)
     detach(directory, lazy=True)
     unmount_image(node.settings, directory)
@@ -265,7 +262,6 @@ def test_it_ends_with_the_process_it_was_mounted_for(node: IndexedDirectory) -> 
 
 
 def test_nobody_waits_for_the_mount(node: IndexedDirectory) -> None:
-    """Whoever asked for a mount was killed before it was ready: it must not stay."""
     directory = node.base / "mnt"
     directory.mkdir()
     code = """
@@ -273,7 +269,7 @@ import json, os, sys, threading, time
 from pathlib import Path
 from bootseer.fuse.kernel.unmount import detach
 from bootseer.linux import mount_table
-from bootseer.prefetch.resolve.mount import mount_image
+from bootseer.prefetch.images.mount import mount_image
 from bootseer.settings.config import Settings
 from bootseer.base.documents import from_line
 directory = Path(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Mounted images: what is seen in them, what mounts share, and how they are taken off."""
+"""Mounted images: their files, sharing between mounts, and unmounting."""
 
 import contextlib
 import os
@@ -41,7 +41,6 @@ def test_the_mounted_tree_equals_the_source(tmp_path: Path) -> None:
 
 @pytest.mark.needs("root", "fuse")
 def test_a_mount_on_the_host_gives_no_rights(tmp_path: Path) -> None:
-    """Its set-ID programs and device nodes are seen, but are of no effect."""
     settings = settings_at(tmp_path)
     index(settings, odd_tree(tmp_path / "source"), "odd:1")
     code = """

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key
 from bootseer.errors import BusyError, CorruptError, NotFoundError
 from bootseer.linux import mount_table
-from bootseer.prefetch.resolve.mount import mount_image, unmount_image
+from bootseer.prefetch.images.mount import mount_image, unmount_image
 from bootseer.served.folders import live_mounts, log_path
 from testbed.mounts.image_mounts import checksums_outside, drop_cache, mounted
 from testbed.waiting import wait_for

@@ -22,7 +22,7 @@ NAMES = ["big", "hot-1", "hot-2", "cold"]
 
 @pytest.fixture(params=["full", "no inodes", "read-only"])
 def settings(node: IndexedDirectory, request: pytest.FixtureRequest) -> Iterator[Settings]:
-    """Of a node whose cache's disk is so."""
+    """Settings of a node whose cache is on a disk that cannot be written to."""
     require("root")
     disk = node.base / "disk"
     disk.mkdir()

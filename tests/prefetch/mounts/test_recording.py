@@ -1,4 +1,4 @@
-"""What a mount records, what the next one has of it, and when a record is worth nothing."""
+"""Records of mounts, their use by the next mount, and records that are not published."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A server that is begun before anybody knows what it will serve."""
+"""Server processes that are started before their plan is known."""
 
 import os
 import signal
@@ -38,7 +38,6 @@ def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
 
 
 def test_a_server_ends_with_whoever_began_it(tmp_path: Path) -> None:
-    """It has no plan then, and nothing to say."""
     settings = settings_at(tmp_path)
     code = f"""
 import os, signal
@@ -62,7 +61,6 @@ signal.pause()
 
 @pytest.mark.needs("fuse")
 def test_a_server_that_waits_for_its_index_ends_with_whoever_brings_it(tmp_path: Path) -> None:
-    """It is nobody's child by then."""
     settings = settings_at(tmp_path)
     code = f"""
 import signal
@@ -108,7 +106,7 @@ def test_no_folder_for_its_log(tmp_path: Path) -> None:
     [
         (
             "bootseer.prefetch.container.container",
-            ("prefetch.serve.server", "prefetch.sources", "prefetch.resolve_source"),
+            ("prefetch.serve.server", "prefetch.sources", "prefetch.images.pull"),
         ),
         ("bootseer.prefetch.serve.plan", ("fuse.kernel.server", "blob", "store")),
     ],

@@ -28,7 +28,7 @@ def pointer_of(store: Store, node: IndexedDirectory) -> HotPointer:
 
 
 def replace_bundle(node: IndexedDirectory) -> HotPointer:
-    """As somebody who may write to the store would: other bytes at the same places."""
+    """Replace the bundle's bytes, as a person who can write to the store could."""
     index = node.record.index_digest
     with open_store(node.settings.store_url) as store:
         pointer = pointer_of(store, node)
@@ -106,7 +106,7 @@ def test_every_server_of_the_image_drops_what_one_found_wrong(node: IndexedDirec
 
 
 def drop_streams(node: IndexedDirectory) -> None:
-    """All but what the node knows of bundles."""
+    """Remove everything from the cache except the node's copies of bundles."""
     hot = node.settings.cache_dir / "catalogue" / "hot"
     kept = {path.name: path.read_bytes() for path in hot.iterdir()}
     drop_cache(node.settings)

@@ -1,4 +1,4 @@
-"""The background fill: when it goes on, when it pauses, and what a complete image does without."""
+"""The background fill, its pauses, and starts of complete images without the store."""
 
 import os
 import threading
@@ -14,10 +14,10 @@ from bootseer.blob.pack.packing import pack_directory
 from bootseer.blob.tree import Tree
 from bootseer.errors import UnavailableError
 from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.images.mount import unmount_image
 from bootseer.prefetch.reading import fill as fill_module
 from bootseer.prefetch.reading.fill import Fill
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.resolve.mount import unmount_image
 from bootseer.prefetch.serve.plan import begin_serving
 from bootseer.store import Store, open_store
 from bootseer.transfer.policy import Policy

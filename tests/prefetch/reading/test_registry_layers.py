@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.prefetch.images.find import resolve_image
 from bootseer.prefetch.index.catalogue import find_image
 from bootseer.prefetch.index.records import ImageRecord
 from bootseer.prefetch.publish.indexing import index_image
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.prefetch.resolve.find import resolve_image
 from bootseer.prefetch.sources import open_source
 from bootseer.settings.config import Settings
 from bootseer.store import open_store

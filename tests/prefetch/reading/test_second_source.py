@@ -1,4 +1,4 @@
-"""What the store has lost comes from the image's registry, while a job reads it."""
+"""Blobs that the store has lost come from the registry while a job reads."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.prefetch.publish.indexing import index_image
-from bootseer.prefetch.reading.repairs import second_source
+from bootseer.prefetch.reading.registry import second_source
 from bootseer.prefetch.sources import open_source
 from bootseer.store import open_store
 from testbed.images.building import Member, write_layout

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Blob
 from bootseer.errors import BootseerError, CorruptError, DeadlineError, UnavailableError
-from bootseer.prefetch.cache.node_cache import NodeCache
+from bootseer.prefetch.cache.node_cache import NodeCache, replacement_key
 from bootseer.prefetch.cache.stream import WHOLE_PIECE_BYTES
-from bootseer.prefetch.cache.stream_keys import own_key
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from testbed.waiting import TIMEOUT_S, pause, wait_for
 from tests.support.images.stored_image import INDEX, Image, stored_image
@@ -66,7 +65,7 @@ def test_a_second_source_brings_what_the_store_cannot(
         asked.append(lost.stream_digest)
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(own_key(lost, INDEX) if lost.frames else lost.stream_digest).close()
+            new.commit(replacement_key(lost, INDEX) if lost.frames else lost.stream_digest).close()
 
     streams = ImageBytes(
         [blob],
@@ -74,7 +73,7 @@ def test_a_second_source_brings_what_the_store_cannot(
         cache,
         deadline_s=60,
         repair=repair,
-        owner=INDEX,
+        image_key=INDEX,
         vouched={blob.stream_digest} if damage == "local only" else (),
     )
     for offset in (0, 100_000, blob.stream_length - 700):
@@ -104,7 +103,7 @@ def test_a_second_source_that_fails_is_not_asked_all_the_time(image: Image, tmp_
 
 @pytest.fixture
 def silence() -> Iterator[threading.Event]:
-    """What whoever hangs waits for: the end of the test."""
+    """Event that is set at the end of the test, for readers that hang until then."""
     over = threading.Event()
     yield over
     over.set()
@@ -230,8 +229,8 @@ def test_the_store_leaves_time_for_the_second_source(
     def repair(lost: Blob, came: Callable[[int], None]) -> None:
         with cache.new_stream() as new:
             new.append(whole)
-            new.commit(own_key(lost, INDEX)).close()
+            new.commit(replacement_key(lost, INDEX)).close()
 
-    streams = ImageBytes([blob], into(hang), cache, deadline_s=12, repair=repair, owner=INDEX)
+    streams = ImageBytes([blob], into(hang), cache, deadline_s=12, repair=repair, image_key=INDEX)
     assert bytes(streams.read(0, 0, 700)) == whole[:700]
     streams.close()

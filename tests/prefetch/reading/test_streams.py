@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import BootseerError, CorruptError, UnavailableError
-from bootseer.prefetch.cache.stream_keys import frame_starts, frames_key
+from bootseer.prefetch.cache.node_cache import frame_starts, frames_key
 from tests.support.images.stored_image import SIZES, Image, stored_image
 
 pytestmark = pytest.mark.usefixtures("no_second_requests")

@@ -63,7 +63,7 @@ def recorder() -> FaultRecorder:
     for wait_ns in (100_000, 500_000, 3_000_000, 40_000_000_000):
         one.fault(wait_ns, failed=wait_ns > 10**10)
     one.hit(4096)
-    one.came(fault=300, readahead=200)
+    one.received(fault=300, readahead=200)
     return one
 
 

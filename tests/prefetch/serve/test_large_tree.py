@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UnavailableError
-from bootseer.prefetch.resolve.mount import MountedImage
+from bootseer.prefetch.images.mount import MountedImage
 from testbed.mounts.image_mounts import index, mounted, settings_at, start_outside
 from testbed.needs import MissingError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
 from bootseer.fuse.kernel.operations import Caller
-from bootseer.prefetch.reading.image_bytes import Budget
+from bootseer.prefetch.reading.image_bytes import Budget, ImageBytes
 from bootseer.prefetch.serve.tree_fs import TreeFileSystem
 
 STREAM = bytes(i * 13 % 253 + 1 for i in range(40_000))
@@ -22,8 +22,11 @@ ME = Caller(0, 0, 1)
 DIRECTORY = Inode(stat.S_IFDIR | 0o755)
 
 
-class Memory:
-    """Streams that are all there."""
+class Memory(ImageBytes):
+    """Streams in memory."""
+
+    def __init__(self) -> None:
+        pass
 
     def new_budget(self) -> Budget:
         return Budget(1)

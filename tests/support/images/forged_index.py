@@ -1,4 +1,4 @@
-"""Tree indexes with a right checksum and whatever contents.
+"""Indexes of trees with forged contents and a right checksum.
 
 Reads and writes the format by itself, as docs/format/index.md has it.
 """

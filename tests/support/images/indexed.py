@@ -1,4 +1,4 @@
-"""Images indexed into a store by the code itself, and what is then in the store."""
+"""Images that were indexed into a store by the product, and the objects in the store."""
 
 import json
 import stat
@@ -30,7 +30,7 @@ def reader_of(tree: Tree, store: Store) -> BlobReader:
 
 
 def contents(tree: Tree, store: Store) -> dict[str, bytes]:
-    """What each regular file of the tree holds, by its path."""
+    """Return the contents of the tree's regular files, by path."""
     reader = reader_of(tree, store)
     return {
         path.decode(): reader.read(number, 0, tree.inode(number).size_bytes)
@@ -45,7 +45,7 @@ def keys(store: Store) -> list[str]:
 
 
 def unsigned(record: bytes) -> dict[str, Any]:
-    """What a record says, without its checksum: a test changes something."""
+    """Return a record without its checksum, to be changed by a test."""
     document: dict[str, Any] = json.loads(record)
     del document["checksum"]
     return document

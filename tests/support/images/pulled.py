@@ -1,4 +1,4 @@
-"""What the tests of pulled images share: a node, what it can read of an image, what a store has."""
+"""A node that pulls images, for tests of pulled images."""
 
 import json
 import os
@@ -6,12 +6,11 @@ import stat
 from pathlib import Path
 
 from bootseer.blob.tree import Tree
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
-from bootseer.prefetch.cache.stream_keys import store_hex
+from bootseer.prefetch.cache.indexes import read_kept_tree
+from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache, store_hex
+from bootseer.prefetch.images.find import resolve_image
 from bootseer.prefetch.index.node_catalogue import FoundImage, vouched_streams
 from bootseer.prefetch.reading.image_bytes import ImageBytes
-from bootseer.prefetch.resolve.find import resolve_image
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import settings_at
@@ -27,7 +26,7 @@ class PullingNode:
         self.said: list[str] = []
 
     def obtain(self, image: object) -> FoundImage:
-        """What a start would mount; `said` is what the user would read."""
+        """Return the image that a start would mount; `said` has the messages."""
         self.said = []
         return resolve_image(self.settings, str(image), say=self.said.append)
 
@@ -68,7 +67,7 @@ class PullingNode:
                 streams.close()
 
     def left_behind(self) -> list[str]:
-        """What a pull that failed must not leave."""
+        """Return the files that a failed pull must not leave."""
         streams = self.settings.cache_dir / STREAMS
         catalogue = self.settings.cache_dir / "catalogue"
         return [
@@ -80,8 +79,7 @@ class PullingNode:
 
 
 def note_store(cache_dir: Path, store_url: str) -> None:
-    """Have all images that the node knows be known of this store: as if it had been used, and were
-    down by now."""
+    """Make all records of the node's images name this store."""
     for path in (cache_dir / "catalogue").glob("*/*.json"):
         document = json.loads(path.read_bytes())
         if "store" in document:

@@ -1,4 +1,4 @@
-"""A packed directory in a store, without a mount, and what a test does with it."""
+"""A packed directory in a store, without a mount."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ from bootseer.blob.tree import Tree
 from bootseer.prefetch.bundle.file import BundleFile
 from bootseer.prefetch.bundle.format import decode_header, plan_frames, write_bundle
 from bootseer.prefetch.bundle.hot_store import part_key
-from bootseer.prefetch.bundle.replay import Replay
+from bootseer.prefetch.bundle.replay import BundleReplay
 from bootseer.prefetch.cache.node_cache import NodeCache
 from bootseer.prefetch.reading.image_bytes import ImageBytes
 from bootseer.store import Store, open_store
@@ -52,7 +52,7 @@ class Image:
             into(self.read_object),
             NodeCache(cache_dir, try_again_s=try_again_s),
             deadline_s=deadline_s,
-            owner=INDEX,
+            image_key=INDEX,
         )
 
     def place(self, name: str, offset: int, length: int) -> tuple[int, int, int]:
@@ -81,11 +81,11 @@ class Image:
 
     def replay(
         self, streams: ImageBytes, digest: str, header: bytes, lock: Path | None = None
-    ) -> Replay:
+    ) -> BundleReplay:
         lengths = [blob.stream_length for blob in self.tree.blobs]
         bundle = decode_header(header, INDEX, lengths)
         file = BundleFile(streams.cache, bundle, INDEX, len(lengths))
-        replay = Replay(file, digest, streams.streams, streams.fetcher, lock=lock)
+        replay = BundleReplay(file, digest, streams.streams, streams.fetcher, lock=lock)
         streams.use(file, replay=replay)
         return replay
 

@@ -20,7 +20,7 @@ from bootseer.fuse.kernel.unmount import find_helper
 from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.server import serve_checkpoints
 from bootseer.linux import mount_table, namespaces
-from bootseer.prefetch.resolve.mount import mount_image
+from bootseer.prefetch.images.mount import mount_image
 from bootseer.served.cover_users import add_user
 from bootseer.served.folders import (
     PUBLISH,

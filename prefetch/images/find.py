@@ -1,9 +1,8 @@
-"""An image that can be mounted, found by its name, in the store or on this node, or by its source.
+"""Lookup of images that can be mounted.
 
-An image that is given by its source is `resolve_source`'s, which loads all that pulling takes. For
-a name the store is asked first. What this node remembers (`node_catalogue`) serves while the store
-cannot be used, and until what was pulled here is published. Thread-safe: functions and frozen
-values.
+An image is given by its name or by its source. A name is looked up in the store, and in the node's
+catalogue while the store cannot be used or this node has not published yet what it pulled. Sources
+are handled by `images.pull`, which is loaded only then. Thread-safe: functions and frozen values.
 """
 
 import logging
@@ -18,9 +17,8 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from bootseer.prefetch.cache.kept_indexes import read_kept_tree
-from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache
-from bootseer.prefetch.cache.stream_keys import is_stored
+from bootseer.prefetch.cache.indexes import read_kept_tree
+from bootseer.prefetch.cache.node_cache import CachedStream, NodeCache, is_stored
 from bootseer.prefetch.index.catalogue import check_blobs, check_reference, find_image, have_index
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue, vouched_streams
 from bootseer.prefetch.index.records import ImageRecord
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-"""Gets one sentence for people at a time."""
+"""Shows one sentence to the user; warnings begin with "warning:"."""
 
 
 def resolve_image(
@@ -45,22 +43,25 @@ def resolve_image(
     say: Say = _log.warning,
     timeline: "Timeline | None" = None,
 ) -> FoundImage:
-    """Find the image called `image` in the store, or the image that the source `image` holds, whose
-    layers are pulled unless the store or this node has them.
+    """Find an image by its name or source, and pull the layers that neither store nor node have.
 
-    `say` gets what people may want to know, warnings beginning with "warning:"; `timeline` a span
-    for what is pulled. Raises: BootseerError where the image cannot be had at all.
+    Only images that are given by their source are pulled. `timeline` gets a span for the pull.
+
+    Raises: BootseerError if the image is found nowhere.
     """
     if not is_source(image):
         return image_by_name(settings, image, say)
-    from bootseer.prefetch.resolve.resolve_source import resolve_from_source
+    from bootseer.prefetch.images.pull import resolve_from_source
 
     return resolve_from_source(settings, image, say, timeline)
 
 
 def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
-    """The image called `name`. Raises: NotFoundError, InvalidInputError, and what the store raises
-    where this node does not know the image either."""
+    """Find the image called `name` in the store, or on this node if the store fails.
+
+    Raises: NotFoundError, InvalidInputError; the store's error if this node does not know the image
+    either.
+    """
     check_reference(name)
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     try:
@@ -89,15 +90,14 @@ def image_by_name(settings: Settings, name: str, say: Say) -> FoundImage:
 def _stored(
     settings: Settings, catalogue: NodeCatalogue, store: Store, record: ImageRecord, say: Say
 ) -> FoundImage:
-    """The image of the store. Raises: CorruptError and others where its index cannot be had."""
-    # Left in the node's cache, where the server takes it from without the store, and decodes it.
+    # The server reads the index from the node's cache.
     name = f"image {record.reference}"
     digest = record.index_digest
     have_index(store, digest, name, settings.cache_dir, run_dir=settings.run_dir)
     try:
         check_blobs(store, record)
     except CorruptError as error:
-        # What this node's cache has of it still works, and may be all.
+        # This node's cache may have the blobs that the store lacks.
         say(f"warning: {error}")
     image = FoundImage(record)
     remember(lambda: catalogue.keep_image(image))
@@ -105,7 +105,10 @@ def _stored(
 
 
 def remember(keep: Callable[[], None]) -> None:
-    """Without it, a later start needs the store or the source: no reason to fail this one."""
+    """Write to the node's catalogue by calling `keep`. Log a warning if it fails.
+
+    A later start needs the store or the source then, which is no reason to fail this one.
+    """
     try:
         keep()
     except (BootseerError, OSError) as error:
@@ -115,7 +118,11 @@ def remember(keep: Callable[[], None]) -> None:
 def image_on_node(
     settings: Settings, known: FoundImage, *, whole: bool = True
 ) -> FoundImage | None:
-    """The image, if this node has its index and what nobody else has; with `whole`, all bytes."""
+    """Open the streams of an image that only this node has.
+
+    Return the image with these streams in `held`; None if this node lacks the index or one of the
+    streams. With `whole`, the streams of published layers must be complete on this node, too.
+    """
     cache, index_digest = NodeCache(settings.cache_dir), known.record.index_digest
     streams: list[CachedStream] = []
     try:
@@ -126,10 +133,10 @@ def image_on_node(
                 continue
             if not is_stored(blob) and known.is_published:
                 raise CorruptError(f"the stream {blob.stream_digest} is stored nowhere")
-            stream = cache.open_whole_blob(blob, vouched=vouched)
-            if stream is None:
-                raise NotFoundError(f"this node has lost {blob.stream_digest}")
+            stream = cache.open_blob(blob, vouched=vouched)
             streams.append(stream)
+            if not stream.holds(0, stream.count):
+                raise NotFoundError(f"this node has lost {blob.stream_digest}")
     except (BootseerError, OSError) as error:
         _log.info("image %s is not whole on this node: %s", known.record.reference, error)
         for stream in streams:
@@ -139,8 +146,10 @@ def image_on_node(
 
 
 def publish_later(settings: Settings, resolved: FoundImage) -> None:
-    """Begin to publish an image that only this node has, in the background, unless the settings say
-    otherwise. Never raises: a later start tries again."""
+    """Start publishing an image that only this node has, in the background, if the settings say so.
+
+    Never raises: a later start tries again.
+    """
     if resolved.is_published or not settings.auto_index:
         return
     try:

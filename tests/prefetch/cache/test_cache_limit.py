@@ -1,4 +1,4 @@
-"""Keeping the node's cache below its limit, whatever lies in it."""
+"""The size limit of the node's cache."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ import pytest
 
 from bootseer.linux.locks import lock_file
 from bootseer.linux.removal import remove_tree
+from bootseer.prefetch.cache.limit import CacheRoom, folders
 from bootseer.prefetch.cache.node_cache import NodeCache
-from bootseer.prefetch.serve.cache_limit import CacheRoom, folders
 
 PIECE = bytes(range(256)) * 256
 

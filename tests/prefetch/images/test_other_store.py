@@ -1,4 +1,4 @@
-"""What a node knows of an image of one store is not used for an image of another."""
+"""Knowledge of an image of one store is not used for an image of another store."""
 
 from pathlib import Path
 

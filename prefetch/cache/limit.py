@@ -1,12 +1,13 @@
-"""How much this node's cache holds, whatever lies in it, and making room below the limit.
+"""Size limit of the node's cache.
 
-Knows which folders of `cache_dir` count; what lies in them is their owners'. Only streams are
-removed here, none that is in use or on its way in, and by the node's catalogue what it has not
-needed for long. Any thread; several processes at once do no harm.
+All folders of `cache_dir` count, whatever is in them, but for those of running containers and of
+work in progress. Room is made by removing streams, never one that is in use or on its way in, and
+records that no start has used for a month. Thread-safe; several processes at once do no harm.
 """
 
 import contextlib
 import logging
+import os
 import shutil
 import stat
 import threading
@@ -16,23 +17,25 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.linux.disk_usage import statuses_below
-from bootseer.prefetch.cache.damage import trim_damage
+from bootseer.linux.locks import remove_unused_lock
+from bootseer.prefetch.cache.indexes import DAMAGED, INDEXES
 from bootseer.prefetch.cache.node_cache import STREAMS, NodeCache
-from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 
 _log = logging.getLogger(__name__)
 
-_PASSING = frozenset(("containers", "tmp", "work", "run"))
-"""What containers write and what is being made: it goes with them, and is no cache."""
+_TEMPORARY = frozenset(("containers", "tmp", "work", "run"))
+"""Folders that are removed with the container or work that writes to them."""
 
-_OTHERS_S = 600.0
-"""So often are folders walked that hold many files; streams are few, and counted each time."""
+_RECORDS_S = 30 * 86400.0
+"""Life of a record, index or damage note after its last use. A later start fetches it again."""
+_FOLDERS_S = 600.0
+"""Pause between two walks through the folders with many files; streams are counted each time."""
 _FREE_SHARE = 0.05
-"""The share of the disk that is left free by work that can wait, as the background fill."""
+"""Share of the disk that is left free."""
 
 
 class CacheFolder(Struct, frozen=True):
-    """One folder of `cache_dir`."""
+    """Folder below `cache_dir`."""
 
     name: str
     size_bytes: int
@@ -41,18 +44,18 @@ class CacheFolder(Struct, frozen=True):
 
 
 def folders(cache_dir: Path) -> list[CacheFolder]:
-    """What lies in the cache, the largest first. Never raises."""
+    """Return the folders of the cache, the largest first. Never raises."""
     found = []
     with contextlib.suppress(OSError):
         for path in cache_dir.iterdir():
             if path.is_dir() and not path.is_symlink():
                 size = _size_of(path)
-                found.append(CacheFolder(path.name, size, path.name not in _PASSING))
+                found.append(CacheFolder(path.name, size, path.name not in _TEMPORARY))
     return sorted(found, key=lambda one: -one.size_bytes)
 
 
 def _size_of(directory: Path) -> int:
-    """What its files occupy on the disk, each file once."""
+    """Return the disk space of the files below a directory, counting each inode once."""
     seen: set[tuple[int, int]] = set()
     total = 0
     for status in statuses_below(directory):
@@ -64,8 +67,26 @@ def _size_of(directory: Path) -> int:
     return total
 
 
+def trim_records(cache_dir: Path) -> int:
+    """Remove indexes, damage notes and catalogue records that no start used for a month.
+
+    Also removes lock files of killed publishers. Return the number of files. Never raises.
+    """
+    oldest_s = time.time() - _RECORDS_S
+    catalogue = cache_dir / "catalogue"
+    count = sum(map(remove_unused_lock, catalogue.glob("*.lock")))
+    for folder in (cache_dir / INDEXES, cache_dir / DAMAGED, *catalogue.glob("*")):
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest_s:
+                        os.unlink(entry.path)
+                        count += 1
+    return count
+
+
 class CacheRoom:
-    """Keeps one cache below its limit. Thread-safe."""
+    """Enforcement of the limit of one cache. Thread-safe."""
 
     def __init__(self, cache_dir: Path, limit_bytes: int) -> None:
         self._cache_dir = cache_dir
@@ -76,20 +97,20 @@ class CacheRoom:
         self._others_again_s = 0.0
 
     def make(self, wanted_bytes: int = 0) -> bool:
-        """Remove what was not used for longest until `wanted_bytes` more fit below the limit.
+        """Remove the longest unused streams until `wanted_bytes` more fit below the limit.
 
-        False when they do not, or when the disk is nearly full: what is in use stays. Never raises.
+        Return False if they do not fit, since streams in use stay, or if the disk is nearly full.
+        Never raises.
         """
         with self._lock:
             if time.monotonic() >= self._others_again_s:
-                NodeCatalogue(self._cache_dir).trim()
-                trim_damage(self._cache_dir)
+                trim_records(self._cache_dir)
                 self._others_bytes = sum(
                     one.size_bytes
                     for one in folders(self._cache_dir)
                     if one.counts and one.name != STREAMS
                 )
-                self._others_again_s = time.monotonic() + _OTHERS_S
+                self._others_again_s = time.monotonic() + _FOLDERS_S
             allowed_bytes = self._limit_bytes - self._others_bytes - wanted_bytes
             freed = self._cache.trim(max(0, allowed_bytes))
             if freed:

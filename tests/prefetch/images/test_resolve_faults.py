@@ -20,7 +20,7 @@ from bootseer.store import Store, open_store
 from testbed.images.building import Layout
 from testbed.mounts.image_mounts import outside, start_outside
 from testbed.waiting import wait_for
-from tests.prefetch.resolve.conftest import TARS, big, index, source_of
+from tests.prefetch.images.conftest import TARS, big, index, source_of
 from tests.support.images.pulled import PullingNode, objects
 
 
@@ -143,7 +143,7 @@ def visible_count(store: Path) -> int:
 
 
 def check_records(store: Path) -> None:
-    """Whatever a record names is there."""
+    """Check that all objects named by a record are in the store."""
     with open_store(str(store)) as opened:
         for info in opened.list("layers/"):
             record = LAYER_FORM.decode(opened.read(info.path), info.path)
@@ -203,7 +203,6 @@ def test_what_the_disk_has_damaged_is_not_published(node: PullingNode, layout: L
 
 
 def test_a_stream_that_is_lost_while_served(node: PullingNode, layout: Layout) -> None:
-    """Nobody else has it: an error, not zeros."""
     resolved = node.obtain(source_of(layout))
     resolved.release()
     shutil.rmtree(node.settings.cache_dir / "streams")

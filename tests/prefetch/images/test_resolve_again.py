@@ -1,4 +1,4 @@
-"""What the store or the node has already is not pulled; what is damaged or lost of it is."""
+"""Layers that the store or the node has are not pulled; damaged or lost ones are."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from bootseer.blob.keys import blob_key
 from bootseer.errors import NotFoundError
+from bootseer.prefetch.cache.limit import trim_records
 from bootseer.prefetch.index.catalogue import find_image
-from bootseer.prefetch.index.node_catalogue import NodeCatalogue
 from bootseer.prefetch.publish.publish_image import publish_node_image
 from bootseer.prefetch.reading.fill import fetch_tree
 from bootseer.store import open_store
 from testbed.images.building import Layout
-from tests.prefetch.resolve.conftest import TARS, big, index, indexed_contents, source_of
+from tests.prefetch.images.conftest import TARS, big, index, indexed_contents, source_of
 from tests.support.images.pulled import PullingNode, note_store
 
 
@@ -156,10 +156,9 @@ def test_a_layer_that_nobody_has_any_more(
 
 def test_trim_forgets_what_nobody_asked_for(node: PullingNode, layout: Layout) -> None:
     _, contents = node.start(source_of(layout))
-    catalogue = NodeCatalogue(node.settings.cache_dir)
-    assert catalogue.trim() == 0
+    assert trim_records(node.settings.cache_dir) == 0
     for path in node.settings.cache_dir.rglob("*.json"):
         os.utime(path, (1, 1))
-    assert catalogue.trim() > 0
+    assert trim_records(node.settings.cache_dir) > 0
     assert not list(node.settings.cache_dir.rglob("*.json"))
     assert node.start(source_of(layout))[1] == contents

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from bootseer.errors import PermissionDeniedError
-from bootseer.prefetch.resolve.find import resolve_image
+from bootseer.prefetch.images.find import resolve_image
 from testbed.images.building import Layout, Member, tar_of
 from testbed.servers.faulty_relay import Fault, FaultyRelay
 from testbed.servers.registry import TokenServer, running_registry

@@ -1,4 +1,4 @@
-"""Images are started from what was pulled, and published as if they had been indexed before."""
+"""Images are started from pulled layers, and published as if they had been indexed before."""
 
 import errno
 import hashlib
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bootseer.prefetch.bundle.bundle_reuse import name_of
+from bootseer.prefetch.bundle.similar import name_of
 from bootseer.prefetch.index.catalogue import find_image, publish_image, publish_layer, read_layer
 from bootseer.prefetch.publish.indexing import change_time_ns
 from bootseer.prefetch.publish.publish_image import publish_node_image
@@ -19,7 +19,7 @@ from bootseer.store import open_store
 from testbed.images.building import NASTY, Layout, Member, tar_of, write_layout
 from testbed.images.rootfs import odd_tree
 from testbed.waiting import wait_for
-from tests.prefetch.resolve.conftest import TARS, index, indexed_contents, source_of
+from tests.prefetch.images.conftest import TARS, index, indexed_contents, source_of
 from tests.support.images.pulled import PullingNode, objects
 
 

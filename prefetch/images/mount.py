@@ -1,7 +1,4 @@
-"""Mounting an image: start its server, wait until it is ready, talk to it, take it down.
-
-The caller's side of `prefetch.serve`. `MountedImage` may be used from any thread.
-"""
+"""Mounting and unmounting of images, as `bootseer image mount` and `bootseer run --image` do it."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from bootseer.errors import (
 )
 from bootseer.fuse.kernel.unmount import unmount
 from bootseer.linux import mount_table
+from bootseer.prefetch.images.find import publish_later, resolve_image
 from bootseer.prefetch.index.node_catalogue import FoundImage
 from bootseer.prefetch.index.records import ImageRecord
-from bootseer.prefetch.resolve.find import publish_later, resolve_image
 from bootseer.prefetch.serve.plan import (
     DEFAULTS,
     SUBTYPE,
@@ -35,30 +32,30 @@ from bootseer.settings.config import Settings
 
 
 class MountedImage(Closing, Struct, frozen=True):
-    """An image's tree, mounted and served by a process of its own."""
+    """Mounted image, which a process of its own serves. Thread-safe."""
 
     settings: Settings
     record: ImageRecord
     state: MountState
     state_dir: Path
     ready_name: str
-    """For BOOTSEER_READY_SOCKETS: who sends "ready" there ends the record."""
+    """Socket name for BOOTSEER_READY_SOCKETS; the message "ready" ends the record."""
 
     @property
     def directory(self) -> Path:
-        """Returns the directory on which the tree is mounted."""
+        """Mount point."""
         return Path(self.state.directory)
 
     def status(self) -> dict[str, Any]:
-        """See `server.ImageServer.status`. Raises: UnavailableError, DeadlineError."""
+        """Return the server's `ImageServer.status`. Raises: UnavailableError, DeadlineError."""
         return ask(self.state_dir, "status")
 
     def ready(self) -> None:
-        """End the record now. Raises: UnavailableError, DeadlineError."""
+        """End the record of the start now. Raises: UnavailableError, DeadlineError."""
         ask(self.state_dir, "ready")
 
     def detach(self) -> None:
-        """Take the mount off this namespace; copies in other namespaces keep it alive."""
+        """Unmount in the server's mount namespace; copies in other namespaces stay mounted."""
         ask(self.state_dir, "detach")
 
     def close(self, *, timeout_s: float = 10.0) -> None:
@@ -76,11 +73,11 @@ def mount_image(
     state_dir: Path | None = None,
     process: Process | None = None,
 ) -> MountedImage:
-    """Mount the image `image`, a name or a source, on `directory`, an existing one. It works when
-    this returns. What of it was pulled is published in the background, if settings say so.
+    """Mount an image on an existing directory, and start to replay its bundle.
 
-    The workload's bundle is on its way by then. `process` serves the image, if one was begun, and
-    `state_dir` is named after it.
+    Layers that were pulled for it are published in the background, if the settings say so. `image`
+    is a name, a source or a result of `resolve_image`. `process` is a server process that was
+    started ahead, and `state_dir` the state folder of its mount; by default both are new.
 
     Raises: NotFoundError, InvalidInputError, BusyError, UnsupportedError, UnavailableError,
     DeadlineError, CorruptError.
@@ -88,7 +85,7 @@ def mount_image(
     try:
         path = check_mount_point(directory)
     except BusyError:
-        # By a server that died, perhaps.
+        # The mount may be one that a dead server left.
         if not sweep(settings.run_dir):
             raise
         path = check_mount_point(directory)
@@ -104,43 +101,46 @@ def mount_image(
             process=process,
         ).wait()
     finally:
-        # The server has the streams open by now.
+        # The server has opened the streams itself.
         resolved.release()
     publish_later(settings, resolved)
     return MountedImage(settings, resolved.record, plan.state, plan.state_dir, plan.ready_name)
 
 
 def find_live_mount(settings: Settings, directory: Path) -> tuple[Path, MountState]:
-    """(state folder, state) of what is mounted on `directory`. Raises: NotFoundError."""
+    """Return the state folder and state of the image or environment mounted on `directory`.
+
+    Raises: NotFoundError.
+    """
     path = str(mount_table.absolute(directory))
     for state_dir, state in live_mounts(settings.run_dir):
         if state.directory == path and state.purpose != CHECKPOINT:
             return state_dir, state
     raise NotFoundError(
-        f"nothing of Bootseer is mounted on {path}; `bootseer status` shows what is mounted"
+        f"nothing of Bootseer is mounted on {path}; `bootseer status` lists all mounts"
     )
 
 
 def unmount_image(settings: Settings, directory: Path, *, timeout_s: float = 10.0) -> None:
-    """Unmount what `mount_image` mounted on `directory`, whatever state its server is in.
+    """Unmount the image on `directory`, also if its server died or hangs.
 
-    Raises: NotFoundError, InvalidInputError where something else is mounted, BootseerError.
+    Raises: NotFoundError; InvalidInputError if something else is mounted there; BootseerError.
     """
     try:
         state_dir, state = find_live_mount(settings, directory)
     except NotFoundError:
         left_over = mount_table.find_mount(directory)
         if left_over is None:
-            # A container's own tree went with its mount namespace; what its server left did not.
+            # The tree of a container goes with its mount namespace, but not its state folder.
             if not sweep_dead(settings.run_dir, mount_table.absolute(directory)):
                 raise
             return
         if left_over.subtype != SUBTYPE:
             raise InvalidInputError(
-                f"cannot unmount {left_over.path}: fuse.{left_over.subtype} is mounted there, no "
-                "image"
+                f"cannot unmount {left_over.path}: the file system there is "
+                f"fuse.{left_over.subtype}, not an image"
             ) from None
-        # Its server died: the mount answers nothing but can be taken off.
+        # The server died: nothing answers, but the mount can be taken off.
         unmount(directory, timeout_s=timeout_s)
         sweep_dead(settings.run_dir, left_over.path)
         return

@@ -1,4 +1,4 @@
-"""How well a bundle met what a start read, and whether that start should be recorded. Pure."""
+"""Accuracy of a bundle: comparison of its bytes with the bytes that a start read. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -8,36 +8,38 @@ from msgspec import Struct
 
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Extent, Tree
-from bootseer.prefetch.bundle.format import Bundle
+from bootseer.prefetch.bundle.format import SECTOR_BYTES, Bundle, sectors_of
 from bootseer.prefetch.bundle.hot_store import MERGED_TRACE_COUNT
-from bootseer.prefetch.bundle.sector_marks import SECTOR_BYTES, sectors_of
 
 _Span: TypeAlias = tuple[int, int]
-"""Half-open."""
+"""Half-open range of sectors."""
 
 RECALL_ENOUGH = 0.95
-"""A start that missed less than this share of its bytes teaches nothing worth a new bundle."""
+"""Recall from which on a new bundle would not be worth its cost."""
 PRECISION_ENOUGH = 0.5
-"""A bundle of which less than this share is used takes longer to come than what it is for."""
+"""Precision below which unused bytes delay the used ones too much."""
 
 
 class BundleAccuracy(Struct, frozen=True):
-    """How well a bundle met what a start read. Uncompressed bytes, in whole sectors of 512."""
+    """Sizes of a bundle, of the bytes that a start read, and of what both have in common.
+
+    Uncompressed bytes, in whole sectors of 512.
+    """
 
     bundle_bytes: int
     asked_bytes: int
-    """Bytes that the kernel asked for."""
+    """Bytes that the kernel read."""
     used_bytes: int
-    """Bytes that are in the bundle and were asked for."""
+    """Bytes of the bundle that the kernel read."""
 
     @property
     def precision(self) -> float | None:
-        """Share of the bundle that was used; the rest was wasted."""
+        """Share of the bundle that was read."""
         return self.used_bytes / self.bundle_bytes if self.bundle_bytes else None
 
     @property
     def recall(self) -> float | None:
-        """Share of what was asked for that the bundle had; the rest was missed."""
+        """Share of the read bytes that the bundle had."""
         return self.used_bytes / self.asked_bytes if self.asked_bytes else None
 
 
@@ -48,7 +50,7 @@ def accuracy_of(
     extents_of: Callable[[int], Sequence[Extent]],
 ) -> BundleAccuracy:
     """Compare a bundle with a log of accesses (inode, offset, length, time). Pure."""
-    # One number for each sector of all streams, one stream behind the other.
+    # Sectors are numbered through all streams: those of the second follow those of the first.
     starts = list(accumulate((-(-length // SECTOR_BYTES) for length in stream_lengths), initial=0))
     asked: list[_Span] = []
     parts = FileParts(extents_of)
@@ -70,13 +72,16 @@ def accuracy_of(
 
 
 def scattered_inodes(tree: Tree, paths: Iterable[bytes]) -> frozenset[int]:
-    """The files at `paths`, of which each start reads other bytes: what is read of them says
-    nothing about a bundle."""
+    """Return the inodes of scattered files, whose bytes differ from start to start.
+
+    Reads of these files do not count for the accuracy of a bundle. `paths` that do not exist are
+    left out.
+    """
     return frozenset(number for path in paths if (number := tree.resolve(path)) is not None)
 
 
 def _union(spans: list[_Span]) -> list[_Span]:
-    """The numbers as ascending spans that do not touch each other."""
+    """Return the spans' union as ascending spans that do not touch each other."""
     spans.sort()
     found: list[_Span] = []
     start = end = 0
@@ -91,16 +96,15 @@ def _union(spans: list[_Span]) -> list[_Span]:
 
 
 def _count(spans: Sequence[_Span]) -> int:
-    """How many numbers are in a union."""
     return sum([end - first for first, end in spans])
 
 
 def is_worthwhile(accuracy: BundleAccuracy, trace_count: int, ended: str) -> bool:
-    """Whether a start that a bundle of `trace_count` traces met like this should be recorded, and a
-    bundle be made anew. Pure.
+    """Return whether the trace of a start should be published and a new bundle be made. Pure.
 
-    Yes where it missed much. Also where it wasted much, as long as further traces can show what is
-    not needed, and unless the start ended before it was ready: it may have failed half-way.
+    True if the bundle missed many of the start's bytes. Also true if many of its bytes were not
+    read, unless its `trace_count` is the highest possible, or the start `ended` by "unmount": it
+    may have failed half-way.
     """
     if (accuracy.recall or 0.0) < RECALL_ENOUGH:
         return True
