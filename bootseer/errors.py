@@ -1,9 +1,9 @@
-"""The exceptions of Bootseer, and the one table from each to an errno and an exit code.
+"""Exceptions of Bootseer, and the table that maps each to an errno and an exit code.
 
-Owns nothing else. Every error also subclasses the builtin that a caller who knows nothing of
-Bootseer would catch (`FileNotFoundError`, `TimeoutError`, ...). A message says what failed, on
-which path or URL, and what the user can do. Edges (a FUSE handler, a click command) translate
-with `errno_of` and `exit_code_of` and never invent codes of their own.
+Every error also subclasses the builtin exception that a caller who does not know Bootseer would
+catch (`FileNotFoundError`, `TimeoutError`, ...). A message says what failed, on which path or URL,
+and what the user can do. FUSE handlers and click commands translate with `errno_of` and
+`exit_code_of` and never choose codes of their own.
 """
 
 import errno
@@ -19,7 +19,7 @@ class BootseerError(Exception):
 
 
 class InvalidInputError(BootseerError, ValueError):
-    """What the user gave cannot be used: a malformed URL, option, size or configuration value."""
+    """A URL, option, size or configuration value that the user gave is malformed."""
 
 
 class NotFoundError(BootseerError, FileNotFoundError):
@@ -58,11 +58,11 @@ class UnavailableError(BootseerError, ConnectionError):
     """A server, store or mount cannot be reached now; trying later may help."""
 
     retry_after_s = 0.0
-    """How long to wait at least, as the server said."""
+    """Shortest wait before the next attempt, as the server said; 0 if it did not."""
 
 
 class UnsupportedError(BootseerError, OSError):
-    """This kernel, machine, privilege or backend cannot do what was asked."""
+    """The kernel, machine, backend or missing privilege does not allow the operation."""
 
 
 class BusyError(BootseerError, OSError):
@@ -124,7 +124,7 @@ _BY_ERRNO: dict[int, type[BootseerError]] = {
 
 
 def errno_of(error: BaseException) -> int:
-    """Returns the errno of a file system's reply to `error`; EIO for an unforeseen exception."""
+    """Return the errno of a file system's reply to `error`; EIO for an unforeseen exception."""
     if not isinstance(error, BootseerError) and isinstance(error, OSError) and error.errno:
         return error.errno
     for cls in type(error).__mro__:
@@ -134,20 +134,22 @@ def errno_of(error: BaseException) -> int:
 
 
 def missing_package(error: ModuleNotFoundError) -> BaseException:
-    """What to say where a package is not installed that Bootseer's commands need; `error` itself
-    where the module is one of ours."""
+    """Return the error to raise for a dependency that is not installed.
+
+    Returns `error` itself if the missing module is a module of Bootseer.
+    """
     name = error.name or ""
     if not name or name.split(".")[0] == "bootseer":
         return error
     return UnsupportedError(
-        f"{sys.prefix} has Bootseer without the packages that its commands need (there is no "
-        f"{name}): bootseer.stage and bootseer.ready work there, commands do not; install it once "
-        "more without --no-deps, or run the commands from an environment that has all of it"
+        f"the package {name} is not installed in {sys.prefix}: bootseer.stage and bootseer.ready "
+        "work without it, commands do not. Install Bootseer again without --no-deps, or run its "
+        "commands from another environment"
     )
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Returns the exit code of a command that ended with `error`; 1 for an unforeseen exception."""
+    """Return the exit code of a command that ended with `error`; 1 for an unforeseen exception."""
     if isinstance(error, SetupFailedError):
         return error.exit_code
     for cls in type(error).__mro__:
@@ -163,10 +165,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def from_oserror(error: OSError, what: str) -> BootseerError:
-    """`error` as one of ours, with `what` ("write the index to /x") put before the reason. One that
-    is ours already says what failed.
+    """Return `error` as a BootseerError whose message says what failed; raise it `from error`.
 
-    Returns the exception; raise it `from error`.
+    `what` ("write the index to /x") precedes the reason. A BootseerError keeps its message.
     """
     if isinstance(error, BootseerError):
         return type(error)(*error.args)

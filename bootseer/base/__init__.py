@@ -1,4 +1,4 @@
-"""The ground floor: documents, digests and texts that every package uses.
+"""Basics that every package uses: documents, digests, redaction, progress bars, request counts.
 
-Nothing here imports more of Bootseer than `bootseer.errors`.
+Each module is used by its own name. They import `bootseer.errors` and one another, nothing else.
 """

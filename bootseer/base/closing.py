@@ -1,15 +1,15 @@
-"""What is closed at the end of a `with`. As thread-safe as the `close` of its class."""
+"""Base class of objects that a `with` statement closes. As thread-safe as each class's `close`."""
 
 from typing import Self
 
 
 class Closing:
-    """Closes itself at the end of a `with`, however that ends."""
+    """Context manager whose exit calls `close`."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

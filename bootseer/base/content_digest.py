@@ -1,9 +1,8 @@
-"""The digest in our own formats: of blobs, frames, files' contents, streams that no image names.
+"""BLAKE3 digests (32 bytes), which Bootseer's own formats use for blobs, frames and file contents.
 
-BLAKE3, 32 bytes: a cryptographic hash like SHA-256, but on CPUs without SHA instructions it is more
-than ten times as fast, and every byte of an environment or an image goes through it several times.
-What others name by SHA-256 (layers, manifests) keeps that name, and so do blobs that were stored
-under one. Pure; releases the GIL.
+BLAKE3 is a cryptographic hash like SHA-256. On CPUs without SHA instructions BLAKE3 is more than
+ten times as fast, and every byte of an image or environment is hashed several times. Layers and
+manifests keep the SHA-256 digests that registries gave them. Pure; releases the GIL.
 """
 
 import hashlib
@@ -12,24 +11,22 @@ from typing import Protocol
 from blake3 import blake3
 
 ContentHasher = blake3
-"""Takes bytes in pieces: `update(data)`, then `digest()`."""
+"""Incremental hasher: `update(data)` for each piece, then `digest()`."""
 
 
 def content_digest(data: bytes | bytearray | memoryview) -> bytes:
-    """The 32 bytes that identify `data`."""
+    """Return the BLAKE3 digest of `data`, 32 bytes."""
     return blake3(data).digest()
 
 
 class Hasher(Protocol):
-    """Takes bytes in pieces."""
+    """Incremental hasher of `hashlib` or `blake3`."""
 
-    def update(self, data: bytes, /) -> object:
-        """Adds the next piece."""
+    def update(self, data: bytes, /) -> object: ...
 
-    def hexdigest(self) -> str:
-        """Returns the digest of all pieces so far, as hex digits."""
+    def hexdigest(self) -> str: ...
 
 
 def hasher_of(digest: str) -> Hasher:
-    """What computes digests of the kind of `digest`, "blake3:..." or "sha256:..."."""
+    """Return a new hasher for the algorithm of `digest` ("blake3:..." or "sha256:...")."""
     return blake3() if digest.startswith("blake3:") else hashlib.sha256()

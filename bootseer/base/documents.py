@@ -1,14 +1,13 @@
-"""Documents: JSON from a disk, a network or another process, read as frozen structs.
+"""Codec of JSON documents: from a disk, a network or another process into frozen structs, and back.
 
-Alone owns how JSON is read and written: its size and the count of its values are checked before
-anything is made of it (three bytes, an empty list and a comma, become 72 bytes of objects), no
-member of ours may occur twice, every value has the type and the bounds that the struct declares, a
-checksum is compared, and a version that this release does not know is refused by name. Members
-that this release does not know are ignored. Pure, but for
-`Form.read`, which asks a store; any thread.
+The only module that reads or writes JSON documents. Reading checks, in this order: the size and the
+number of values, before any object is built (the three bytes of an empty list and a comma become 72
+bytes of objects); that no member occurs twice; the checksum, the kind and the version, where the
+format has them; the type and bounds of every member that the struct declares. Unknown members are
+ignored, unknown versions are refused by name. Only `Form.read` does I/O. Any thread.
 
-`json` and not `msgspec.json` takes the bytes apart: paths that are not UTF-8 are stored as lone
-surrogates, which `msgspec.json` refuses.
+The parser is `json`, not `msgspec.json`: paths that are not UTF-8 are stored as lone surrogates,
+which `msgspec.json` refuses.
 """
 
 import contextlib
@@ -30,37 +29,37 @@ from bootseer.errors import CorruptError, UnknownFormatError
 T = TypeVar("T")
 
 _LINE_BYTES_MAX = 2**27
-"""A plan with every blob of a large tree."""
+"""Largest message between processes: a plan that lists every blob of a large tree."""
 VALUE_COUNT_MAX = 2**22
-"""Values that a document may have: as objects they take some 0.4 GiB. A record of a million paths
-has a third of that."""
+"""Largest number of values in a document. As objects they take about 0.4 GiB; the record of a
+million paths has a third of them."""
 
 _DIGEST = "sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}"
 Digest = Annotated[str, Meta(pattern=rf"\A(?:{_DIGEST})\Z")]
-"""The digest of a manifest or blob of an image."""
+"""Digest of a manifest or blob of an image."""
 DigestOrNone = Annotated[str, Meta(pattern=rf"\A(?:|{_DIGEST})\Z")]
 AnyDigest = Annotated[str, Meta(pattern=rf"\A(?:{_DIGEST}|blake3:[0-9a-f]{{64}})\Z")]
-"""A digest, also one of a stream that no image names."""
+"""Digest of a manifest or blob of an image, or of a tar stream (`blake3:`)."""
 Sha256 = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
 BlobDigest = Annotated[str, Meta(pattern=r"\A(?:sha256|blake3|points):[0-9a-f]{64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""A number that every JSON reader reads exactly."""
+"""Non-negative integer that every JSON reader represents exactly."""
 Count64 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""A count; also a number of nanoseconds since 1970."""
+"""Non-negative 64-bit integer, for example nanoseconds since 1970."""
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
-"""Text without NUL, since it may become an argument or a variable of a process."""
+"""Text without NUL, so that it can be an argument or an environment variable of a process."""
 
-# A path as the kernel has it; in JSON it is text, with lone surrogates for what is not UTF-8.
+# A path in the kernel's bytes. In JSON it is text; bytes that are not UTF-8 are lone surrogates.
 if TYPE_CHECKING:
     PathBytes = bytes
 else:
-    # Fields hold plain `bytes`: a virtual base tells a path from bytes in Base64.
+    # Fields hold plain `bytes`; the virtual base class keeps msgspec from decoding them as Base64.
     PathBytes = ABCMeta("PathBytes", (), {})
     PathBytes.register(bytes)
 
 
 class Readable(Protocol):
-    """A store, as far as a document needs one."""
+    """The part of a store that `Form.read` needs."""
 
     @property
     def url(self) -> str: ...
@@ -69,41 +68,48 @@ class Readable(Protocol):
 
 
 class Form(Struct, Generic[T], frozen=True, kw_only=True):
-    """One kind of document, and how it is told from others."""
+    """Format of one kind of document: its type, its limits, and the members that identify it."""
 
     type: Any
-    """What a document is read as: a frozen struct, or a list of these."""
+    """Type of the decoded document: a frozen struct, or a list of them."""
     size_max: int
+    """Largest encoded size in bytes."""
     what: str = "a document that can be read"
-    """For error messages: "a pointer to a bundle"."""
+    """Noun phrase for error messages, such as "a pointer to a bundle"."""
     kind: str = ""
-    """The name that a document of this kind carries; empty: it carries none."""
+    """Value of the member `kind_member` in every document; empty if the format has no such member.
+    """
     kind_member: str = "kind"
     versions: tuple[int, ...] = ()
-    """The versions that this release reads, the one that it writes first; (): there are none."""
+    """Versions that this release reads, first the one that it writes; empty if unversioned."""
     checksum_member: str = ""
-    """The member with the digest of all others. Documents of the first releases have none."""
+    """Name of the member with the digest of all other members; empty if there is none."""
     value_count_max: int = VALUE_COUNT_MAX
     is_foreign: bool = False
-    """Programs of others write it: for them null is absence, and the last of two members with one
-    name counts, as for Go."""
+    """Whether other programs write the documents: null then means absent, and of two members with
+    one name the last one counts, as in Go."""
     indent: int | None = None
 
     def read(self, store: Readable, key: str) -> T:
-        """The document at a key. Raises: as `decode`; NotFoundError, UnavailableError."""
+        """Return the document at `key`. Raises: as `decode`; NotFoundError, UnavailableError."""
         return self.decode(store.read(key, 0, self.size_max + 1), f"{store.url}/{key}")
 
     def decode(self, data: bytes, where: str) -> T:
-        """The document in `data`, which came from `where`. Raises: CorruptError,
-        UnknownFormatError."""
+        """Return the document in `data`; errors name its origin `where`.
+
+        Raises: CorruptError, UnknownFormatError.
+        """
         return self.convert(self.parse(data, where), where)
 
     def parse(self, data: bytes, where: str) -> Any:
-        """The JSON in `data`, not yet compared with the struct. Raises: CorruptError."""
+        """Return the JSON values in `data`, unchecked against the struct. Raises: CorruptError."""
         return parse(data, where, self.size_max, self.is_foreign, self.value_count_max)
 
     def convert(self, document: Any, where: str) -> T:
-        """As `decode`, of a document that is parsed. Raises: CorruptError, UnknownFormatError."""
+        """Return parsed JSON as the document's type, after all checks.
+
+        Raises: CorruptError, UnknownFormatError.
+        """
         if self.kind or self.versions:
             self._check_head(document, where)
         try:
@@ -115,7 +121,7 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
     def _check_head(self, document: Any, where: str) -> None:
         if not isinstance(document, dict):
             raise CorruptError(f"{where} is not {self.what}")
-        # First the checksum: a damaged document may look like one of a later version.
+        # The checksum comes first: a damaged document may look like one of a later version.
         if self.checksum_member in document and not self._is_whole(document):
             raise CorruptError(
                 f"{where} does not match its {self.checksum_member}: it is damaged, or was edited"
@@ -138,11 +144,11 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
         return bool(document[self.checksum_member] == digest)
 
     def encode(self, value: T, version: int | None = None) -> bytes:
-        """The bytes of a document; the same value gives the same bytes."""
+        """Return the bytes of a document; the same value gives the same bytes."""
         return self.encode_document(self.to_document(value, version))
 
     def to_document(self, value: T, version: int | None = None) -> dict[str, Any]:
-        """All members of a document: its head, the struct's fields in their order, the checksum."""
+        """Return the document's members: kind, version, the struct's fields, the checksum."""
         document: dict[str, Any] = {}
         if self.kind:
             document[self.kind_member] = self.kind
@@ -154,7 +160,7 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
         return document
 
     def encode_document(self, document: Mapping[str, Any]) -> bytes:
-        """The bytes of what `to_document` made."""
+        """Return the JSON bytes of a document that `to_document` returned."""
         text = json.dumps(document, indent=self.indent, default=_text_of_path)
         return text.encode("ascii") + (b"" if self.indent is None else b"\n")
 
@@ -166,10 +172,10 @@ def parse(
     is_foreign: bool = False,
     value_count_max: int = VALUE_COUNT_MAX,
 ) -> Any:
-    """The JSON in `data`, of at most `size_max` bytes. Raises: CorruptError, naming `where`."""
+    """Return the JSON values in `data`; see `Form` for the limits. Raises: CorruptError."""
     if len(data) > size_max:
         raise CorruptError(f"{where} is larger than {size_max} bytes")
-    # Those within strings count, too: nothing that is ours comes near the limit.
+    # Commas and brackets inside strings count too; our own documents stay far below the limit.
     if sum(map(data.count, (b",", b"[", b"{"))) > value_count_max:
         raise CorruptError(f"{where} has more than {value_count_max} values")
     try:
@@ -184,7 +190,7 @@ def parse(
 
 
 def to_builtins(value: Any) -> Any:
-    """Structs as the dictionaries and lists that JSON has; a `Path` is text, bytes stay bytes."""
+    """Return structs as dictionaries and lists; a `Path` becomes text, bytes stay bytes."""
     return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=os.fspath)
 
 
@@ -197,12 +203,12 @@ def _new_lock() -> None:
     _learning = threading.Lock()
 
 
-# A fork may come while another thread holds it.
+# Another thread may hold the lock at the moment of a fork.
 os.register_at_fork(after_in_child=_new_lock)
 
 
 def _learn(kind: Any) -> None:
-    """Have msgspec look at a struct for the first time in one thread: several at once crash it."""
+    """Have msgspec analyze a struct under a lock: analyzing it in two threads at once crashes."""
     with _learning:
         with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
             msgspec.convert(None, kind, dec_hook=_path_of_text)
@@ -210,43 +216,49 @@ def _learn(kind: Any) -> None:
 
 
 def from_builtins(plain: Any, kind: type[T]) -> T:
-    """The inverse. Raises: msgspec.ValidationError."""
+    """Return dictionaries and lists as an instance of `kind`, the inverse of `to_builtins`.
+
+    Raises: msgspec.ValidationError.
+    """
     if kind not in _known_kinds:
         _learn(kind)
     try:
         return msgspec.convert(plain, kind, dec_hook=_path_of_text)
     except UnicodeEncodeError:
-        # msgspec looks for a number in text, whose lone surrogates are no UTF-8.
+        # msgspec tries to read a number from the text and cannot encode its lone surrogates.
         raise msgspec.ValidationError("text in the place of something else") from None
 
 
 def to_line(value: Any) -> str:
-    """One line of JSON, for another process of ours."""
+    """Return a struct as one line of JSON, a message to another process of Bootseer."""
     return json.dumps(to_builtins(value), default=_text_of_path)
 
 
 def from_line(line: str | bytes, kind: type[T]) -> T:
-    """The inverse. Raises: CorruptError."""
+    """Return the struct in a line that `to_line` wrote. Raises: CorruptError."""
     data = line.encode("utf-8") if isinstance(line, str) else line
     form: Form[T] = Form(type=kind, size_max=_LINE_BYTES_MAX)
     return form.decode(data, "a message of another process")
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` is the digest of a manifest or blob."""
+    """Return whether `text` is the digest of a manifest or blob of an image."""
     return bool(re.fullmatch(_DIGEST, text))
 
 
 def members_digest(document: Mapping[str, Any], without: str) -> str:
-    """`sha256:<hex>` of all that a document says, known to this release or not, but for the member
-    that holds this digest: of its members as JSON without blanks, sorted by name."""
+    """Return the `sha256:<hex>` of a document's members except the member `without`.
+
+    The hashed form is JSON without blanks, its members sorted by name. Members that this release
+    does not know are included.
+    """
     members = {key: value for key, value in document.items() if key != without}
     data = json.dumps(members, sort_keys=True, separators=(",", ":"), default=_text_of_path)
     return "sha256:" + hashlib.sha256(data.encode("ascii")).hexdigest()
 
 
 class _RepeatedMemberError(ValueError):
-    """Readers differ in which of the two they take."""
+    """An object has two members with one name; JSON readers differ in which one they take."""
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -261,8 +273,7 @@ def _present_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    """NaN and the infinities are no JSON, and no number that anything here means."""
-    raise ValueError(constant)
+    raise ValueError(constant)  # NaN and the infinities are not JSON
 
 
 def _path_of_text(kind: Any, text: Any) -> bytes | Path:
@@ -283,7 +294,7 @@ def _text_of_path(path: Any) -> str:
 
 
 def _problem(error: msgspec.ValidationError) -> str:
-    """What is wrong, and where in the document; no value of it, since that may be a secret."""
+    """Return the problem and its place in the document, without values: they may be secrets."""
     problem, _, place = str(error).replace("`", "").partition(" - at $")
     problem = re.sub("matching regex .*", "of another form", problem, flags=re.DOTALL)
     place = place.lstrip(".")

@@ -1,7 +1,7 @@
-"""Figures in Prometheus' text format, for node-exporter's textfile collector. Pure.
+"""Writer of Prometheus' text exposition format, for node-exporter's textfile collector. Pure.
 
-The names of families are a promise to dashboards (docs/operations.md). Their texts are constants:
-the collector merges the files of several writers, and wants them equal.
+Metric names are a promise to dashboards (docs/operations.md). Help texts are constants: the
+collector merges the files of several writers and requires equal texts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ Labels = Sequence[tuple[str, str]]
 
 
 class Sample(Struct, frozen=True):
-    """One value of a family."""
+    """Value of a metric family with its labels."""
 
     value: int | float
     labels: Labels = ()
@@ -20,7 +20,7 @@ class Sample(Struct, frozen=True):
 
 
 class Family(Struct, frozen=True):
-    """All values of one name."""
+    """Metric family: all samples of one metric name."""
 
     name: str
     kind: str
@@ -29,13 +29,15 @@ class Family(Struct, frozen=True):
 
 
 def one(name: str, kind: str, text: str, value: int | float) -> Family:
-    """A family of one value."""
+    """Return a metric family with a single sample without labels."""
     return Family(name, kind, text, (Sample(value),))
 
 
 def render(families: Iterable[Family], own: Labels) -> str:
-    """A whole file; all of its samples have the labels `own`. Families without samples are left
-    out."""
+    """Return the text of a file; every sample gets the labels `own` besides its own labels.
+
+    Families without samples are left out.
+    """
     lines: list[str] = []
     for family in families:
         if family.samples:

@@ -1,7 +1,7 @@
-"""Errors that cross from one process of ours to another: as a small JSON object and back.
+"""Errors passed from one process of Bootseer to another, as a small JSON object.
 
-Alone owns that form. The class goes by name, so that the other side raises the same and ends with
-the same exit code. Pure (no I/O).
+The class is passed by its name, so that the receiver raises the same class and exits with the same
+code. Pure.
 """
 
 from msgspec import Struct
@@ -10,22 +10,25 @@ from bootseer import errors
 from bootseer.base.redact import redact
 from bootseer.errors import BootseerError, SetupFailedError, UnavailableError
 
-# Six bytes each as JSON at worst: what a pipe takes at once, while no process reads it yet.
+# A character takes up to six bytes in JSON: the message fits into a pipe (64 KiB) without a reader.
 _MESSAGE_CHARS_MAX = 8000
 
 
 class Failure(Struct, frozen=True):
-    """An error on its way: the name of its class, and what it says."""
+    """An error as a document: the name of its class, and its message."""
 
     error: str
     message: str
     exit_code: int | None = None
-    """The exit code of a command that Bootseer ran for the user."""
+    """Exit code of a command that Bootseer ran for the user."""
 
 
 def failure_of(error: BaseException, what: str) -> Failure:
-    """The error as a document of at most 64 KiB of JSON. `what` names the program that failed, for
-    errors that are not ours."""
+    """Return an error as a document of at most 64 KiB of JSON.
+
+    `what` names the program that failed, in the message of an exception that is not a
+    `BootseerError`.
+    """
     if isinstance(error, BootseerError):
         name, message = type(error).__name__, str(error)
     else:
@@ -35,7 +38,7 @@ def failure_of(error: BaseException, what: str) -> Failure:
 
 
 def error_of(failure: Failure) -> BootseerError:
-    """The error to raise; UnavailableError where the class is none of ours."""
+    """Return the error to raise for a document; UnavailableError if its class is unknown."""
     if failure.exit_code is not None:
         return SetupFailedError(failure.message, failure.exit_code)
     kind = getattr(errors, failure.error, None)

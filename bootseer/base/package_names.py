@@ -1,4 +1,4 @@
-"""Names of installed packages, told by the names of files alone.
+"""Names of installed packages, recognized by the file names that installers leave.
 
 Installers of Python packages leave `NAME-VERSION.dist-info` (older ones `.egg-info`), conda leaves
 `conda-meta/NAME-VERSION-BUILD.json`. Pure.
@@ -13,7 +13,7 @@ _SEPARATORS = re.compile(r"[-_.]+")
 
 
 class Package(Struct, frozen=True, order=True):
-    """A package, whatever its version. Names are as PEP 503 normalises them."""
+    """A package, without its version. The name is normalized as PEP 503 says."""
 
     kind: str
     """"python" or "conda"."""
@@ -21,7 +21,7 @@ class Package(Struct, frozen=True, order=True):
 
 
 def package_of(path: bytes, is_directory: bool) -> tuple[Package, str] | None:
-    """The package and version that a name in an environment stands for, if any."""
+    """Return the package and version that a path in an environment stands for, or None."""
     folder, _, last = path.rpartition(b"/")
     text = last.decode("utf-8", "backslashreplace")
     if folder.rpartition(b"/")[2] == b"conda-meta" and text.endswith(".json"):
@@ -39,5 +39,5 @@ def package_of(path: bytes, is_directory: bool) -> tuple[Package, str] | None:
 
 
 def normal_name(name: str) -> str:
-    """As PEP 503 has it: "Foo.Bar" is "foo-bar"."""
+    """Return a package name normalized as PEP 503 says: "foo-bar" for "Foo.Bar"."""
     return _SEPARATORS.sub("-", name).lower()

@@ -1,7 +1,6 @@
-"""Work on several things at once in threads, all of which ends at the first failure.
+"""A function applied to several items at once in threads; the first failure stops the others.
 
-Alone owns how work in another thread comes to an early end: at its next report of progress.
-Thread-safe.
+A thread stops when it next reports progress. Thread-safe.
 """
 
 import concurrent.futures
@@ -16,18 +15,18 @@ Result = TypeVar("Result")
 
 
 class StoppedError(Exception):
-    """Other work failed, or the user interrupted: this work need not be finished."""
+    """Raised inside work whose result is not needed: other work failed, or the user interrupted."""
 
 
 class Stoppable:
-    """`on_progress` that raises StoppedError once `stop` was called."""
+    """Progress callback that raises StoppedError once `stop` was called."""
 
     def __init__(self, on_progress: Callable[[int], None] | None) -> None:
         self._on_progress = on_progress
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
-        """Ends the work of every thread that reports progress from here on. Idempotent."""
+        """Make every further report of progress raise StoppedError. Idempotent."""
         self._is_stopped.set()
 
     def __call__(self, count: int) -> None:
@@ -47,11 +46,11 @@ def each_at_once(
     size_of: Callable[[Item], int | None],
     drop: Callable[[Result], object] = lambda result: None,
 ) -> dict[str, Result]:
-    """The results of `work` on all items, by their keys and in their order.
+    """Return the results of `work` on all items, by their keys and in the order of `items`.
 
-    The largest is begun first: it takes longest, and may be most of the work. After a failure or an
-    interrupt nothing more begins, `progress` stops what has begun, and results that are there
-    already are given to `drop`. Raises: the failure.
+    The largest item is started first, since it takes longest. After a failure or an interrupt no
+    further item is started, `progress` stops those in progress, and finished results are passed to
+    `drop`. Raises: the first failure.
     """
     with ThreadPoolExecutor(thread_count, thread_name_prefix=thread_name) as pool:
         ordered = sorted(items.items(), key=lambda item: -(size_of(item[1]) or 0))

@@ -1,40 +1,40 @@
-"""How long this process waits for storage that does not answer, in all its calls together.
+"""Budget of seconds that all calls of this process together may wait for storage that fails.
 
-Without a limit each call has its own deadline only. A start has one (`limit`): the calls that fail
-after a wait use it up, and what is left bounds the next ones. Calls that bring something use up
-nothing. The state is the process's, since a start's stages open the same store many times over, in
+Without a limit each call has only its own deadline. A start sets a limit: calls that fail after a
+wait use the budget up, and the rest bounds the next calls. Calls that succeed use up nothing. The
+budget belongs to the process, since the stages of a start open the same store many times, in
 several threads. Thread-safe.
 """
 
 import math
 
-# What failed sooner cost nobody anything.
-_IN_VAIN_S = 0.5
+# A call that failed sooner has cost no noticeable time.
+_FREE_S = 0.5
 
 
 class Patience:
-    """Seconds that may be waited in vain."""
+    """Seconds that calls may wait without success."""
 
     def __init__(self) -> None:
         self.limit_s = math.inf
-        """How many there were."""
+        """Size of the budget."""
         self.left_s = math.inf
-        """How many there are left; may be below 0."""
+        """Rest of the budget; may be negative."""
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left: further calls fail at once."""
+        """Whether the budget is used up, so that further calls fail at once."""
         return self.left_s <= 0
 
     def limit(self, seconds: float) -> None:
-        """Wait for so long from now on, in all; `math.inf`: without a limit."""
+        """Set the budget and its rest; `math.inf` removes the limit."""
         self.limit_s = self.left_s = seconds
 
     def spend(self, seconds: float) -> None:
-        """Note that so long was waited in vain."""
-        if seconds > _IN_VAIN_S:
+        """Subtract the wait of a call that failed."""
+        if seconds > _FREE_S:
             self.left_s -= seconds
 
 
 PATIENCE = Patience()
-"""That of this process."""
+"""The budget of this process."""

@@ -1,6 +1,6 @@
-"""A progress bar for work that takes more than a second: bytes, rate, time left.
+"""Progress bar with bytes, rate and remaining time, for work that takes more than a second.
 
-Draws on stderr, only on a terminal; silent in a log. Thread-safe.
+It is drawn on stderr, and only if stderr is a terminal. Thread-safe.
 """
 
 import sys
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-# Shorter work would only flash.
+# The bar of shorter work would only flash.
 _SILENT_S = 1.0
 
 
 class Progress:
-    """`with Progress("packing", total_bytes) as p: p.advance(n)`; total None: unknown."""
+    """Progress bar of one task: `with Progress("packing", total_bytes) as p: p.advance(n)`."""
 
     def __init__(self, label: str, total_bytes: int | None = None) -> None:
+        """Prepare the bar without drawing it; `total_bytes` is None if unknown."""
         self._label = label
         self._total = total_bytes
         self._done = 0
@@ -30,7 +31,7 @@ class Progress:
         self._task: TaskID | None = None
 
     def advance(self, count_bytes: int) -> None:
-        """Add `count_bytes` to what is done."""
+        """Report that `count_bytes` more are done."""
         if not self._enabled:
             return
         with self._lock:
@@ -43,7 +44,7 @@ class Progress:
                 self._bar.update(self._task, completed=self._done)
 
     def _open(self) -> None:
-        # Imported late: rich costs more than most commands take.
+        # Imported late: importing rich takes longer than most commands.
         from rich.console import Console
         from rich.progress import (
             BarColumn,

@@ -1,8 +1,8 @@
-"""Messages of Protocol Buffers that are described here, without generated code.
+"""Protocol Buffers message classes built from tables of fields, without generated code.
 
-They are built in a pool of their own: nothing generated has to fit the installed protobuf, and no
-other user of the same messages in one process is disturbed. Field numbers never change, and unknown
-fields are skipped. Whoever imports this needs the package protobuf.
+Generated code would have to match the installed version of protobuf. The classes live in a
+descriptor pool of their own, so that they cannot clash with another library's copy of the same
+messages. Unknown fields are skipped. Needs the package protobuf.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 Messages = dict[str, tuple[tuple[int, str, str], ...]]
-"""The (number, type, name) of each field of each message. Before a type: "*" repeated, "!" required
-(proto2 alone has such fields)."""
+"""Fields of each message as (number, type, name). A "*" before the type means repeated, a "!"
+required (proto2 only)."""
 
 LABELS = "map<string, string>"
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -22,7 +22,7 @@ _LABELS = {"*": _Field.LABEL_REPEATED, "!": _Field.LABEL_REQUIRED}
 def describe(
     package: str, messages: Messages, imports: Iterable[str] = (), *, syntax: str = "proto3"
 ) -> descriptor_pb2.FileDescriptorProto:
-    """Return the messages as protobuf describes a file of them; `syntax`: "proto2" or "proto3"."""
+    """Return the descriptor of a .proto file with `messages`; `syntax` is "proto2" or "proto3"."""
     file = descriptor_pb2.FileDescriptorProto(
         name=f"bootseer/{package}.proto", package=package, syntax=syntax, dependency=imports
     )
@@ -36,8 +36,10 @@ def describe(
 def build(
     files: Iterable[descriptor_pb2.FileDescriptorProto], known: Iterable[Any] = ()
 ) -> dict[str, Any]:
-    """The class of each message of `files`, by its name; `known`: modules of protobuf's own
-    messages that these use."""
+    """Return the class of each message of `files`, by name.
+
+    `known` lists protobuf's own modules whose messages they use.
+    """
     pool = descriptor_pool.DescriptorPool()
     for module in known:
         pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
@@ -55,7 +57,7 @@ def _add_field(
 ) -> None:
     field = message.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
     if kind == LABELS:
-        # The name that protobuf itself gives to a map's entries.
+        # protobuf requires this name for the entries of a map.
         entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         entry.options.map_entry = True
         _add_field(entry, path, 1, "string", "key")

@@ -1,10 +1,11 @@
-"""Removal of credentials from what people see: URLs, messages, logs, timelines.
+"""Removal of credentials from URLs, messages, logs and timelines.
 
-Alone decides what is a secret there: in a URL the user name and password; in a message the value of
-a name that says so, an Authorization header, what has a token's known form, and every known value:
-what a variable of this process with such a name holds, and the logins that this process has used.
-What of a set-up's command is shown is decided elsewhere, by a list of what is shown
-(`snapshots.shown`). Reads nothing but the environment. Any thread.
+The only module that decides what is a secret there. In a URL: the user name, the password and
+secret query parameters. In a message also: the value of a `name=value` whose name says "secret", an
+Authorization header, text with the form of a known kind of token, the values of this process's
+variables with such names, and the logins that this process has used. The words of a set-up's
+command are another matter: `snapshots.shown` lists those that may be shown. Reads the environment
+only. Any thread.
 """
 
 import collections
@@ -14,9 +15,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 HIDDEN = "***"
-"""Stands for what is hidden."""
+"""Replacement of a hidden secret."""
 
-# As text: the module `re` compiles each at its first use, and most commands need few.
+# Patterns are text: `re` compiles each at its first use, and most commands need few of them.
 _NAME = (
     r"(?i)(?:^|[_.-])(?:token|secret|pat|pwd|pass|pin|otp|sas|sig|signature|auth|authorization|cookie"
     r"|credentials?|bearer)(?:$|[_.-])"
@@ -25,25 +26,25 @@ _NAME = (
     r"|(?:api|access|secret|private|auth|account|shared|signing|client|license)[_.-]?key"
 )
 _PUBLIC_NAME = r"(?i)(?:gpg|hot|mon|pub|public|sort|primary|foreign)[_.-]?key$"
-# Variables that say where a secret lies: messages name that place. Every shell sets PWD and OLDPWD
-# to folders.
+# Variables whose value is the place of a secret, which messages may name. Every shell sets PWD and
+# OLDPWD to folders.
 _PLACE_NAME = (
     r"(?i)_(?:file|path|dir|sock|socket|store|url|uri|endpoint|host|user|type|mode)$|^(?:OLD)?PWD$"
 )
-# Shorter values are found in words that have nothing to do with them.
+# Shorter values occur by chance inside other words.
 _KNOWN_CHARS_MIN = 6
 _NO_SECRETS = frozenset(("default", "disable", "disabled", "enable", "enabled", "required"))
-# What no URL's user or password holds as it is.
+# Characters that a URL's user name and password may contain unescaped.
 _WORD = r"[^\s'\"?#]+"
 _PORT = r"\d+/"
-# A user where quotes belong to the password: in a word that no shell reads any more. Repetitions
-# that may begin anywhere are bounded: a long word costs time in proportion.
+# For words that a shell has already split: quotes are part of the password. Repetitions that may
+# begin anywhere are bounded, so that the time is proportional to the length of the text.
 _USER_WITH_QUOTES = r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^/@\s?#]*(?:@[^/@\s?#]*)*@"
 _SECRET_PARAMETER = (
     r"(?i)([?&][\w.-]{0,99}(?:key|secret|token|password|signature|sig|credential)[\w.-]{0,99}=)"
     r"[^&\s'\"]+"
 )
-# Of Hugging Face, GitHub, GitLab, AWS, OpenAI and the like, Slack, PyPI; JSON Web Tokens.
+# Tokens of Hugging Face, GitHub, GitLab, AWS, OpenAI and the like, Slack, PyPI; JSON Web Tokens.
 _TOKEN = (
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|pypi-[\w-]{16,}"
@@ -53,23 +54,23 @@ _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.|[^\s'\";|&<>()\\])+"
 _ASSIGNMENT = rf"(?<![\w.-])(?P<name>-{{0,2}}[A-Za-z_][\w.-]*)=(?P<value>{_VALUE})"
 _AUTHORIZATION = r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^'\"\n]+)"
 
-# A server that lives for weeks gets new ones again and again.
+# Bounded, since a process that runs for weeks gets new tokens again and again.
 _used_logins: collections.deque[str] = collections.deque(maxlen=64)
 
 
 def public_url(url: str) -> str:
-    """`url` without user name, password and query: safe to show, log and trace. Never raises."""
+    """Return `url` without user name, password and query, safe to show and log. Never raises."""
     bare = re.split(r"[?#]", _without_plain_users(url), maxsplit=1)[0]
     return bare if bare.endswith("//") else bare.rstrip("/")
 
 
 def names_user(url: str) -> bool:
-    """Whether `url` has a user name before its host."""
+    """Return whether `url` has a user name before its host."""
     return _without_plain_users(url) != url
 
 
 def without_users(text: str) -> str:
-    """`text` with "user:password@" taken out of every URL in it."""
+    """Return `text` with "user:password@" removed from every URL in it."""
     return _without_plain_users(re.sub(_USER_WITH_QUOTES, r"\1", text))
 
 
@@ -80,9 +81,11 @@ def _without_plain_users(text: str) -> str:
 
 
 def _without_user(word: str) -> str:
-    """Without all that is between "//" and "@". A secret key may hold "/", which no URL parser
-    takes for a part of the password: so what stands before the last "@" goes if it has a ":" that
-    begins no port number."""
+    """Return `word` without the text between "//" and "@" of each URL in it.
+
+    A secret key may contain "/", which URL parsers do not accept in a password. So the text up to
+    the last "@" is removed if it has a ":" that does not begin a port number.
+    """
     kept = []
     at = 0
     last = word.rfind("@")
@@ -93,7 +96,7 @@ def _without_user(word: str) -> str:
         colon = word.find(":", begin, end)
         if user_end < 0 <= colon and not re.match(_PORT, word[colon + 1 : colon + 8]):
             user_end = last
-        # The next may begin with the second "/" of this one.
+        # The next "//" may begin with the second "/" of this one.
         cut = begin if user_end >= 0 else begin - 1
         kept.append(word[at:cut])
         at = user_end + 1 if user_end >= 0 else cut
@@ -133,13 +136,12 @@ def has_token(text: str) -> bool:
 
 
 def holds_value(text: str, known: Iterable[str]) -> bool:
-    """Return whether one of the known secrets stands in `text`."""
+    """Return whether `text` contains one of the known secrets."""
     return any(value in text and re.search(_anywhere(value), text) for value in known)
 
 
 def redact(text: str) -> str:
-    """Return a message without the user names, passwords and secret parameters of all URLs in it,
-    and with known secrets, tokens and `name=value` of a name that says "secret" hidden."""
+    """Return a message with all secrets in it removed or replaced by `HIDDEN`."""
     text = _without_known(text, secret_values(os.environ).union(_used_logins))
     text = re.sub(_SECRET_PARAMETER, rf"\1{HIDDEN}", _without_plain_users(text))
     text = re.sub(_AUTHORIZATION, rf"\1{HIDDEN}", text)
@@ -147,15 +149,14 @@ def redact(text: str) -> str:
 
 
 def _without_known(text: str, known: Collection[str]) -> str:
-    # The longest first: one may hold another.
+    # The longest first: one secret may contain another.
     for value in sorted(filter(text.__contains__, known), key=len, reverse=True):
         text = re.sub(_anywhere(value), HIDDEN, text)
     return text
 
 
 def _anywhere(value: str) -> str:
-    """Return the pattern of a secret: one of letters only may be an ordinary word, and counts as a
-    whole word alone."""
+    """Return the pattern that finds a secret; one of letters only must be a whole word."""
     if value.isalpha():
         return rf"(?<![\w.-]){re.escape(value)}(?![\w-]|\.\w)"
     return re.escape(value)

@@ -1,19 +1,20 @@
-"""Count of the requests of this process to servers that all nodes of a start share.
+"""Counters of this process's requests to servers that all nodes of a start share.
 
-A start that asks little of a NameNode, a bucket or a registry can have many nodes. Whoever sends a
-request counts it; stages note how many there were, and the report has them by node. A fork counts
-anew. Any thread. Only the standard library is imported: training processes load it, too.
+NameNodes, buckets and registries limit how many nodes can start at once. The code that sends a
+request counts it; stages of the timeline record the counts, and the report shows them by node. A
+forked child starts at zero. Any thread. Imports the standard library only, since training processes
+load this module too.
 """
 
 import os
 import threading
 
 NAMENODE, BUCKET, HTTP = "namenode", "bucket", "http"
-"""Calls of HDFS that ask a NameNode; requests to S3, GCS or Azure; requests to registries and web
-servers."""
+"""Kinds of requests: HDFS calls that ask a NameNode; requests to S3, GCS or Azure; requests to
+registries and web servers."""
 KINDS = (NAMENODE, BUCKET, HTTP)
 PREFIX = "requests."
-"""Of the figures' names."""
+"""Prefix of the figures' names."""
 
 _counts = dict.fromkeys(KINDS, 0)
 _lock = threading.Lock()
@@ -26,7 +27,7 @@ def count_request(kind: str) -> None:
 
 
 def counted() -> dict[str, int]:
-    """Return the requests so far, by figure: "requests.bucket"."""
+    """Return the number of requests so far by figure name ("requests.bucket")."""
     return {PREFIX + kind: number for kind, number in _counts.items()}
 
 

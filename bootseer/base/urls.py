@@ -1,4 +1,4 @@
-"""URLs of storage as people write them, before anything is opened. Pure."""
+"""Checks of storage URLs that people wrote, before anything is opened. Pure."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from bootseer.base.redact import public_url
 from bootseer.errors import InvalidInputError
 
-# Of a store or a checkpoint folder; fsspec has more, which nobody writes by hand.
+# Schemes of stores and checkpoint folders. fsspec has more, which nobody writes by hand.
 _SCHEMES = (
     "abfs",
     "abfss",
@@ -29,31 +29,32 @@ _SCHEMES = (
     "viewfs",
     "webhdfs",
 )
-_SLIP = (
+_NEARLY_URL = (
     rf"(?is)(?P<scheme>(?:limit\+)?(?:{'|'.join(_SCHEMES)}))(?:://?|//|:(?=[^/]*/))"
     r"(?P<rest>.*)"
 )
 
 
 def check_spelling(url: str) -> str:
-    """`url`, unless it is nearly a URL ("s3//bucket", "hdfs:/x"): as a bare path it would be a new,
-    empty folder in the working directory. Raises: InvalidInputError.
+    """Return `url`, or raise InvalidInputError for a misspelt URL ("s3//bucket", "hdfs:/x").
+
+    As a bare path it would name a new, empty folder in the working directory.
     """
-    match = None if "://" in url else re.fullmatch(_SLIP, url)
+    match = None if "://" in url else re.fullmatch(_NEARLY_URL, url)
     if match is not None:
         rest = match["rest"].lstrip("/")
         meant = f"{match['scheme']}://{'/' if match['scheme'] == 'file' else ''}{rest}"
         shown, meant = public_url(url), public_url(meant)
         raise InvalidInputError(
-            f"{shown!r} is no URL; is {meant} meant? (a folder of that name is ./{shown})"
+            f"{shown!r} is not a URL; is {meant} meant? (write ./{shown} for a folder)"
         )
     return url
 
 
 def absolute_url(text: str) -> str:
-    """`text`, made absolute where it is a bare path: servers have another working directory.
+    """Return `text`, as an absolute path if it is a bare path: servers run in another directory.
 
-    Raises: InvalidInputError as `check_spelling`.
+    Raises: InvalidInputError, as `check_spelling`.
     """
     if "://" in text or not text:
         return text

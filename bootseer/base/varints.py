@@ -1,10 +1,10 @@
-"""Varints and length-prefixed messages, as in streams of protocol buffers. Pure (no I/O)."""
+"""Varints and length-prefixed messages of Protocol Buffers streams. Pure."""
 
 _VARINT_MAX_BYTES = 10
 
 
 def varint(value: int) -> bytes:
-    """Return a number that is not negative as a varint: 7 bits a byte, lowest first."""
+    """Return a non-negative number as a varint: 7 bits per byte, the lowest bits first."""
     data = bytearray()
     while value > 0x7F:
         data.append(value & 0x7F | 0x80)
@@ -14,17 +14,15 @@ def varint(value: int) -> bytes:
 
 
 def delimited(message: bytes) -> bytes:
-    """Return a message behind its length."""
+    """Return a message preceded by its length."""
     return varint(len(message)) + message
 
 
 def take_delimited(data: bytes | bytearray, max_bytes: int) -> tuple[bytes | None, int]:
-    """Return the length-prefixed message at the start of `data`, and where it ends.
+    """Return the length-prefixed message at the start of `data`, and the position of its end.
 
-    While some of the message is missing, return None, and a position up to which `data` has to
-    come at least.
-
-    Raises: ValueError for a message that is longer than `max_bytes`.
+    While a part of the message is missing, return None and the position up to which `data` is
+    needed at least. Raises: ValueError for a message longer than `max_bytes`.
     """
     length = 0
     for index, byte in enumerate(data[:_VARINT_MAX_BYTES]):
