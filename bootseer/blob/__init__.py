@@ -1,6 +1,6 @@
-"""The one format for image layers and snapshots: a seekable tar.zst and its tree index.
+"""Format of image layers and snapshots: blobs (seekable tar.zst) and the index of their tree.
 
-`tree` is the model, `build` makes one, `index` is its codec; `pack` makes blobs, `frames` and
-`read` read them at random, `extract` writes a tree to disk. The formats:
-docs/format/blob.md, docs/format/index.md.
+`tree` is the model, `build` creates trees, `index` is the codec, `pack` makes blobs, `frames` and
+`read` read them at any offset, `extract` writes a tree to disk. May import `base`, `errors` and
+`linux`. The formats: docs/format/blob.md, docs/format/index.md.
 """

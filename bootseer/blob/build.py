@@ -1,7 +1,6 @@
-"""Making a tree from names, inodes and blobs in memory, as packers and mergers have them.
+"""Construction of a `Tree` from names, inodes and blobs in memory, for packers and mergers.
 
-Alone owns how a tree is spread over its columns, and refuses what no file system could hold. Pure
-(no I/O).
+Fills the columns of the tree, and refuses trees that no file system could hold. Pure.
 """
 
 import stat
@@ -26,11 +25,11 @@ _T = TypeVar("_T")
 def build_tree(
     names: Iterable[tuple[bytes, int]], inodes: Sequence[Inode], blobs: Sequence[Blob]
 ) -> Tree:
-    """A tree from (path, inode number) pairs, in any order; `inodes[0]` is the root directory.
+    """Return the tree of (path, inode number) pairs in any order; `inodes[0]` is the root.
 
-    The pair (b"", 0) may be given or left out. Every directory on a path must be named itself and
-    every inode but the root must have a name. Raises: InvalidInputError for anything that a file
-    system could not hold.
+    The pair (b"", 0) is optional. Every directory on a path must have a pair itself, and every
+    inode except the root a name. Raises: InvalidInputError for a tree that no file system could
+    hold.
     """
     by_path = {}
     for path, number in names:
@@ -51,7 +50,7 @@ def build_tree(
             )
         entries.append((parent, name, number))
     entries.sort()
-    # The paths take more than the tree will.
+    # The paths take more memory than the tree will.
     by_path.clear()
     extents = [extent for inode in inodes for extent in inode.extents]
     try:
@@ -85,27 +84,27 @@ def build_tree(
 
 
 class Values(Struct, frozen=True):
-    """What a tree's columns hold. Each is gone through once."""
+    """Values of a tree's columns. Each iterable is consumed once."""
 
     numbers: Mapping[str, Iterable[int]]
-    """Numbers by section, except the sections of blobs and those below."""
+    """Numbers by section, except the sections of blobs and of the fields below."""
     names: Sequence[bytes]
     """Sorted by (parent, name)."""
     links: Iterable[bytes]
-    """The target of each inode; b"" where it is no symbolic link."""
+    """Target of each inode; b"" if the inode is not a symbolic link."""
     xattrs: Iterable[Xattrs]
-    """The extended attributes of each inode."""
+    """Extended attributes of each inode."""
     digests: Iterable[bytes]
-    """The digest of each inode's content; b"" where it has none."""
+    """Digest of each inode's content; b"" if it has none."""
 
 
 def make_tree(values: Values, inode_count: int, blobs: Sequence[Blob]) -> Tree:
-    """The tree of these values, all of them checked. Raises: CorruptError."""
+    """Return the tree of these values, after checking all of them. Raises: CorruptError."""
     links: dict[bytes, int] = {}
     xattrs: dict[Xattrs, int] = {}
     digests: dict[bytes, int] = {}
     tables = [_frame_table(blob) for blob in blobs]
-    # One column at a time: as lists of numbers they would take several times what the tree does.
+    # Columns are built one at a time: as Python numbers they take several times the tree's memory.
     numbers: dict[str, Iterable[int]] = {
         **values.numbers,
         "blob_size_bytes": (blob.size_bytes for blob in blobs),
@@ -126,7 +125,7 @@ def make_tree(values: Values, inode_count: int, blobs: Sequence[Blob]) -> Tree:
         if sys.byteorder == "big":
             column.byteswap()
         sections[section] = column.tobytes()
-    # `links`, `xattrs` and `digests` were filled on the way.
+    # Building the columns has filled `links`, `xattrs` and `digests`.
     sections |= {
         "blob_digests": b"".join(encode_digest(blob.digest) for blob in blobs),
         "blob_stream_digests": b"".join(encode_digest(blob.stream_digest) for blob in blobs),
@@ -148,12 +147,12 @@ def _heap(strings: Collection[bytes]) -> bytes:
 
 
 def _numbered(known: dict[_T, int], values: Iterable[_T]) -> Iterator[int]:
-    """1 + the position of each value among the distinct ones so far; 0 for an empty one."""
+    """Yield for each value 1 + its position among the distinct values so far; 0 if it is empty."""
     return (known.setdefault(value, len(known) + 1) if value else 0 for value in values)
 
 
 def _frame_table(blob: Blob) -> FrameTable:
-    """Raises CorruptError unless the blob's frames follow one another and make up its stream."""
+    """Return the frames of a blob as a table. Raises: CorruptError if they have gaps."""
     table = blob.frames
     if not isinstance(table, FrameTable):
         try:

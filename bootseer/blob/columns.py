@@ -1,8 +1,7 @@
-"""The columns inside a `Tree`: one array per attribute, loaded when first used.
+"""Columns of a `Tree`: one array per attribute, loaded when first used.
 
-Alone owns the list of columns, and the check that the names form a tree; `blob.build` fills them
-from objects, `blob.index` stores each as one section. Immutable once loaded; loading twice from two
-threads at once is harmless.
+Also checks that the names form a tree. `blob.build` fills columns from objects; `blob.index` stores
+each column as one section. Immutable once loaded; two threads may load a column at the same time.
 """
 
 import stat
@@ -17,7 +16,8 @@ from typing import TypeVar
 from bootseer.blob.xattr_codec import Xattrs, decode_xattrs
 from bootseer.errors import CorruptError
 
-# Section numbers are part of the format: never reuse one. Typecode "" is a heap of bytes.
+# Section name -> (number, array typecode). Numbers are part of the format: never reuse one. The
+# typecode "" stands for raw bytes.
 SECTIONS: dict[str, tuple[int, str]] = {
     "blob_size_bytes": (1, "Q"),
     "blob_frame_count": (2, "I"),
@@ -52,11 +52,11 @@ SECTIONS: dict[str, tuple[int, str]] = {
 NAME_BYTES_MAX = 255
 """NAME_MAX of Linux."""
 DEPTH_MAX = 4096
-"""Directories inside one another; with 255-byte names a path stays within 1 MiB."""
+"""Deepest nesting of directories; with 255-byte names a path stays within 1 MiB."""
 LINK_BYTES_MAX = 4095
 """PATH_MAX of Linux without the final NUL: no kernel makes or reads a longer symlink target."""
 SIZE_BYTES_MAX = 2**63 - 1
-"""The largest size of a file (off_t)."""
+"""Largest size of a file (off_t)."""
 
 _TYPES = (
     stat.S_IFREG,
@@ -67,7 +67,7 @@ _TYPES = (
     stat.S_IFIFO,
     stat.S_IFSOCK,
 )
-# Of the byte of a mode with the file type.
+# Tables over the byte of a mode that contains the file type.
 _KNOWN_TYPES = bytes(byte for byte in range(256) if stat.S_IFMT(byte << 8) in _TYPES)
 _IS_DIRECTORY = bytes(stat.S_ISDIR(byte << 8) for byte in range(256))
 _BAD_NAMES = frozenset((b"", b".", b".."))
@@ -77,16 +77,20 @@ _T = TypeVar("_T")
 
 
 class Columns:
-    """Every attribute of every inode and name. `load(section)` gives a section's raw bytes,
-    little-endian; it is asked once per section, and raises CorruptError itself."""
+    """Attributes of all inodes and names of a tree, as arrays."""
 
     def __init__(self, inode_count: int, name_count: int, load: Load) -> None:
+        """Prepare the columns without loading them.
+
+        `load(section)` returns the raw little-endian bytes of a section or raises CorruptError; it
+        is called once per section.
+        """
         self.inode_count = inode_count
         self.name_count = name_count
         self.load = load
 
     def ints(self, section: str, count: int | None) -> "array[int]":
-        """The numbers of a section; `count`, where known, is how many there must be."""
+        """Return the numbers of a section. Raises: CorruptError unless there are `count`."""
         raw = self.load(section)
         column = array(SECTIONS[section][1])
         if len(raw) % column.itemsize or count not in (None, len(raw) // column.itemsize):
@@ -125,7 +129,7 @@ class Columns:
 
     @cached_property
     def links(self) -> list[bytes]:
-        """Distinct targets of symbolic links."""
+        """Targets of symbolic links, each once."""
         heap = self.load("links")
         if heap.count(b"\0") > self.inode_count:
             raise CorruptError("there are more targets of symbolic links than inodes")
@@ -141,7 +145,7 @@ class Columns:
 
     @cached_property
     def xattr_sets(self) -> list[Xattrs]:
-        """Distinct sets of extended attributes."""
+        """Sets of extended attributes, each once."""
         return decode_xattrs(self.load("xattrs"), self.inode_count)
 
     @cached_property
@@ -170,7 +174,7 @@ class Columns:
 
     @cached_property
     def extent_start(self) -> "array[int]":
-        """Inode n's extents are those from `extent_start[n]` to before `extent_start[n + 1]`."""
+        """Extent ranges: inode n has the extents `extent_start[n]` up to `extent_start[n + 1]`."""
         counts = self.ints("extent_count", self.inode_count)
         starts = array("Q", accumulate(counts, initial=0))
         if starts[-1] != len(self.extent_length):
@@ -199,7 +203,7 @@ class Columns:
         heap = self.load("names")
         if b"/" in heap:
             raise CorruptError('a name contains "/"')
-        # Before they are made: of a heap of NULs each would take eight times its byte.
+        # Checked before the split: each NUL of a hostile heap would become eight bytes.
         count = heap.count(b"\0")
         if count != self.name_count:
             raise CorruptError(f"{count} names where {self.name_count} were announced")
@@ -214,17 +218,17 @@ class Columns:
         return self.ints("name_inode", self.name_count)
 
     def directories(self) -> frozenset[int]:
-        """The inodes that are directories."""
+        """Return the numbers of the inodes that are directories."""
         return frozenset(compress(range(self.inode_count), directory_flags(self.mode)))
 
     def check_values(self) -> None:
-        """Raises CorruptError unless each attribute of every inode can be decoded."""
+        """Raise CorruptError unless each attribute of every inode can be decoded."""
         for column in ("uid", "gid", "mtime_ns", "size_bytes", "rdev", "link", "xattr", "digest"):
             getattr(self, column)
 
 
 def _split(heap: bytes, section: str) -> list[bytes]:
-    """The NUL-terminated strings of a heap."""
+    """Return the NUL-terminated strings of a heap."""
     if not heap:
         return []
     if heap[-1]:
@@ -235,10 +239,9 @@ def _split(heap: bytes, section: str) -> list[bytes]:
 
 
 def directory_flags(modes: "array[int]") -> bytes:
-    """A byte for each of the modes: 1 where it is a directory's. Raises: CorruptError for a mode
-    that no Linux file system has."""
-    # Bytes go through tables ten times as fast as numbers through a test: the file type is in the
-    # second of a mode's four.
+    """Return a byte per mode, 1 for a directory. Raises: CorruptError for an unknown type."""
+    # `bytes.translate` is ten times as fast as a test of each number. The file type is in the
+    # second of a mode's four bytes.
     raw = modes.tobytes()
     types, *above = (raw[i::4] for i in ((1, 2, 3) if sys.byteorder == "little" else (2, 1, 0)))
     if types.translate(None, _KNOWN_TYPES) or any(part.strip(b"\0") for part in above):
@@ -247,12 +250,12 @@ def directory_flags(modes: "array[int]") -> bytes:
 
 
 def check_names(c: Columns) -> None:
-    """Raises CorruptError unless the names form a tree that a Linux file system can hold."""
+    """Raise CorruptError unless the names form a tree that a Linux file system can hold."""
     flags = directory_flags(c.mode)
     if not flags.startswith(b"\1"):
         raise CorruptError("inode 0 is not a directory")
-    # Loops over all names run in C here, over lists, whose numbers are objects already: this is
-    # most of what opening a tree costs.
+    # All loops over names run in C, and over lists, whose numbers are Python objects already: this
+    # function takes most of the time of opening a tree.
     names, parents, numbers = c.names, c.name_parent.tolist(), c.name_inode.tolist()
     if not _BAD_NAMES.isdisjoint(names):
         raise CorruptError('a name is empty, "." or ".."')
@@ -272,8 +275,8 @@ def check_names(c: Columns) -> None:
 
 
 def _check_directories(flags: bytes, parents: list[int], numbers: list[int]) -> None:
-    """Each directory has one name, and leads to the root in at most DEPTH_MAX steps."""
-    # Sorted, so the last one is the largest.
+    """Raise CorruptError unless each directory has one name, at most DEPTH_MAX below the root."""
+    # `parents` is sorted, so the last one is the largest.
     if parents and (parents[-1] >= len(flags) or not all(map(flags.__getitem__, set(parents)))):
         raise CorruptError("a name lies in something that is not a directory")
     below: dict[int, list[int]] = {}
@@ -285,7 +288,7 @@ def _check_directories(flags: bytes, parents: list[int], numbers: list[int]) -> 
         count += 1
     if count != flags.count(1):
         raise CorruptError("a directory has two names")
-    # Every directory has one name, so those not reached from the root hang on a cycle.
+    # Every directory has one name, so a directory that is not reached from the root is on a cycle.
     level, reached, depth = [0], 1, 0
     while level:
         level = [child for number in level for child in below.get(number, ())]

@@ -1,7 +1,6 @@
-"""Frames: which of them cover a range, and turning one back into bytes.
+"""Frames of a blob: their table, the frames that cover a range, and the decoding of a frame.
 
-`FrameTable` is the columnar `Sequence[Frame]` of a blob. Everything here is pure and may be called
-from any thread; decompression releases the GIL.
+Pure; any thread. Decompression releases the GIL.
 """
 
 import threading
@@ -19,23 +18,26 @@ from bootseer.blob.tree import Blob, Frame
 from bootseer.errors import CorruptError
 
 FRAME_STREAM_BYTES_MAX = 64 * 1024 * 1024
-"""A larger frame is refused: it bounds what one decompression may allocate."""
+"""Largest content of a frame, which bounds the memory of one decompression."""
 
 _local = threading.local()
 
 
 class FrameTable(Sequence[Frame]):
-    """Consecutive frames from offset 0 on, as columns. Immutable."""
+    """Sequence of a blob's consecutive frames from offset 0, stored as columns. Immutable."""
 
     def __init__(
         self, lengths: "array[int]", stream_lengths: "array[int]", digests: bytes | memoryview
     ) -> None:
-        """`digests` holds 32 bytes per frame. Raises: CorruptError for an empty or huge frame."""
+        """Create the table; `digests` has 32 bytes per frame.
+
+        Raises: CorruptError for an empty or too large frame.
+        """
         if not len(lengths) == len(stream_lengths) == len(digests) / 32:
             raise CorruptError("the columns of a frame table differ in length")
         if lengths and not 0 < min(stream_lengths) <= max(stream_lengths) <= FRAME_STREAM_BYTES_MAX:
             raise CorruptError("a frame is empty or too large")
-        # zstd never expands by more than a 256th and a header; twice is generous.
+        # zstd expands incompressible data by at most a 256th and a header.
         if lengths and not 0 < min(lengths) <= max(lengths) <= 2 * FRAME_STREAM_BYTES_MAX:
             raise CorruptError("a compressed frame is empty or too large")
         self.offsets = array("Q", accumulate(lengths, initial=0))
@@ -44,12 +46,12 @@ class FrameTable(Sequence[Frame]):
 
     @property
     def lengths(self) -> Iterator[int]:
-        """Returns the compressed length of each frame."""
+        """Compressed length of each frame."""
         return map(sub, islice(self.offsets, 1, None), self.offsets)
 
     @property
     def stream_lengths(self) -> Iterator[int]:
-        """Returns the length of each frame's content."""
+        """Length of each frame's content."""
         return map(sub, islice(self.stream_offsets, 1, None), self.stream_offsets)
 
     def __len__(self) -> int:
@@ -85,9 +87,9 @@ class FrameTable(Sequence[Frame]):
 
 
 def frames_for(blob: Blob, stream_offset: int, length: int) -> range:
-    """The numbers of the frames that cover `[stream_offset, stream_offset + length)`. Pure.
+    """Return the numbers of the frames that cover `[stream_offset, stream_offset + length)`.
 
-    Empty for an empty range; what lies beyond the end of the stream is left out.
+    The range is cut at the end of the stream; the result is empty for an empty range.
     """
     frames = blob.frames
     if length <= 0 or not frames:
@@ -105,9 +107,9 @@ def frames_for(blob: Blob, stream_offset: int, length: int) -> range:
 
 
 def decode_frame(frame: Frame, data: bytes | memoryview) -> bytes:
-    """The frame's content, after its digest has been found right.
+    """Return the frame's content from its stored bytes `data`, after verifying their digest.
 
-    Raises: CorruptError where `data` is not exactly the stored frame.
+    Raises: CorruptError if `data` is not exactly the stored frame.
     """
     if len(data) != frame.length:
         raise CorruptError(
@@ -131,7 +133,7 @@ def decode_frame(frame: Frame, data: bytes | memoryview) -> bytes:
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """One per thread: a decompressor must not be used by two at once."""
+    """Return this thread's decompressor, since two threads must not share one."""
     found: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
     if found is None:
         found = _local.decompressor = zstandard.ZstdDecompressor()

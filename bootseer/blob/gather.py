@@ -1,6 +1,6 @@
-"""A tree of inodes that other trees have, taken column by column: no object is made per inode.
+"""Combination of the inodes of several trees into one tree, column by column.
 
-Alone owns how the columns of several trees become one tree's. Pure (no I/O). One caller.
+No Python object is made per inode. Pure. One caller.
 """
 
 from array import array
@@ -23,27 +23,27 @@ _NO_XATTRS: Xattrs = ()
 
 
 class Wanted(Struct, frozen=True):
-    """What is to be in the tree."""
+    """Selection of inodes and names for the new tree."""
 
     root: Inode
-    """Attributes of the root directory, which comes from no tree."""
+    """Attributes of the root directory, which is not taken from any tree."""
     inodes: Sequence[int]
-    """All others, by the numbers of `Gathered`, in the order of their new numbers 1, 2, ..."""
+    """Other inodes, by their numbers in `Gathered`, in the order of their new numbers 1, 2, ..."""
     names: Sequence[bytes]
-    """Sorted by the new number of their directory, then by name."""
+    """Names, sorted by the new number of their directory, then by name."""
     parents: Iterable[int]
-    """For each name the new number of its directory."""
+    """New number of the directory of each name."""
     targets: Iterable[int]
-    """For each name the new number of its inode."""
+    """New number of the inode of each name."""
 
 
 class Gathered:
-    """The inodes of several trees, numbered through: those of the first tree come first."""
+    """Inodes of several trees, numbered consecutively from the first tree's on."""
 
     def __init__(self, trees: Sequence[Tree]) -> None:
         self._trees = trees
         self.first = list(accumulate((tree.inode_count for tree in trees), initial=0))
-        """The number of each tree's root, and behind them how many inodes there are."""
+        """Number of each tree's root, followed by the number of all inodes."""
 
     def tree(
         self,
@@ -53,8 +53,10 @@ class Gathered:
         mtime_ns: Callable[[int], int],
         xattrs: Callable[[Xattrs], Xattrs],
     ) -> Tree:
-        """The wanted tree; the functions say what becomes of values. Only blobs that some file
-        needs are kept, in the order of the trees. Raises: CorruptError."""
+        """Return the wanted tree; the functions map modes, times and extended attributes.
+
+        The tree has the blobs that its files need, in the order of the trees. Raises: CorruptError.
+        """
         root, inodes = wanted.root, wanted.inodes
         extent_counts, extents = self._extents(inodes)
         blobs, blob_of_extent = self._used_blobs(extents)
@@ -94,12 +96,12 @@ class Gathered:
         return make_tree(values, len(inodes) + 1, blobs)
 
     def mtime_ns(self, number: int) -> int:
-        """Returns the time of the last change of one inode."""
+        """Return the modification time of one inode."""
         tree = bisect_right(self.first, number) - 1
         return self._trees[tree].columns.mtime_ns[number - self.first[tree]]
 
     def _joined(self, section: str) -> "array[int]":
-        """The column, of all trees."""
+        """Return a column of all trees as one array."""
         joined = array(SECTIONS[section][1])
         column = attrgetter(section)
         for tree in self._trees:
@@ -107,11 +109,14 @@ class Gathered:
         return joined
 
     def _extents(self, inodes: Iterable[int]) -> tuple["array[int]", "array[int]"]:
-        """How many extents each of the inodes has, and which, numbered through as inodes are."""
+        """Return the number of extents of each inode, and the numbers of all these extents.
+
+        Extents of all trees are numbered consecutively, as inodes are.
+        """
         starts = array("Q")
         before = 0
         for tree in self._trees:
-            # The last one says only where the extents of this tree end.
+            # The last element of `extent_start` is the number of extents.
             starts.extend(before + start for start in tree.columns.extent_start[:-1])
             before += len(tree.columns.extent_length)
         starts.append(before)
@@ -124,7 +129,7 @@ class Gathered:
         return counts, found
 
     def _used_blobs(self, extents: "array[int]") -> tuple[list[Blob], Iterable[int]]:
-        """The blobs that the extents lie in, each once, and for each extent which it is."""
+        """Return the blobs of the extents, each once, and the index of each extent's blob."""
         blobs = [blob for tree in self._trees for blob in tree.blobs]
         joined = array("I")
         before = 0

@@ -1,6 +1,7 @@
-"""Which parts of a tree's streams hold a range of a file. Pure; one thread at a time.
+"""Lookup of the extents of a range of a file. Pure; one thread at a time.
 
-By bisection: a hostile file may have millions of extents, and be asked about millions of times.
+The lookup is by bisection, since a hostile file may have millions of extents and be read by
+millions of small ranges.
 """
 
 from bisect import bisect_right
@@ -10,15 +11,15 @@ from bootseer.blob.tree import Extent
 
 
 class FileParts:
-    """Keeps the extents of the files that it was asked about."""
+    """Extents of files by range; keeps the extents of each file after its first lookup."""
 
     def __init__(self, extents_of: Callable[[int], Sequence[Extent]]) -> None:
-        """`extents_of` returns the extents of an inode, sorted and disjoint."""
+        """Set the function that returns the extents of an inode, sorted and disjoint."""
         self._extents_of = extents_of
         self._known: dict[int, tuple[Sequence[Extent], list[int]]] = {}
 
     def within(self, inode: int, start: int, end: int) -> Iterator[Extent]:
-        """The extents of `[start, end)` of a file, cut to that."""
+        """Yield the extents of the range `[start, end)` of a file, cut to the range."""
         found = self._known.get(inode)
         if found is None:
             extents = self._extents_of(inode)

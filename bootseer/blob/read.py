@@ -1,7 +1,7 @@
-"""Random reads of a tree's files from their blobs, and full verification.
+"""Reads of a tree's files at any offset from their blobs, and verification of a whole tree.
 
-Where blobs come from (a local file, the store, a cache) is the caller's `read` function. Bytes
-are returned only after their frame's digest was found right. Thread-safe.
+The caller's `read` function brings stored bytes, from a local file, the store or a cache. Bytes are
+returned only after the digest of their frame was verified. Thread-safe.
 """
 
 import stat
@@ -17,16 +17,15 @@ from bootseer.blob.tree import ZEROS_HASHED_MAX, Inode, Tree
 from bootseer.errors import CorruptError
 
 ReadBlob: TypeAlias = Callable[[int, int, int], bytes]
-"""`read(blob, offset, length)`: exactly these stored bytes of blob number `blob` of the tree; of a
-blob without frames, which is stored nowhere, of its stream."""
+"""Function `read(blob, offset, length)` that returns exactly these stored bytes of blob number
+`blob` of the tree. For a blob without frames, which is stored nowhere, they are of its stream."""
 
 _ZEROS = bytes(1024 * 1024)
 _VERIFY_READ_BYTES = 4 * 1024 * 1024
 
 
 class BlobReader:
-    """Reads files of `tree` at any offset. Decoded frames are kept, least recently used first
-    out, up to `cache_bytes`."""
+    """Reader of the files of `tree` at any offset, with an LRU cache of decoded frames."""
 
     def __init__(self, tree: Tree, read: ReadBlob, cache_bytes: int = 16 * 1024 * 1024) -> None:
         self._tree = tree
@@ -37,14 +36,14 @@ class BlobReader:
         self._lock = threading.Lock()
 
     def read(self, inode: int, offset: int, length: int) -> bytes:
-        """Bytes `[offset, offset + length)` of a regular file, shorter only at its end.
+        """Return the bytes `[offset, offset + length)` of a regular file, fewer only at its end.
 
-        Raises: CorruptError for damaged bytes; whatever the blob read function raises.
+        Raises: CorruptError for damaged bytes; any exception of the blob read function.
         """
         return self.read_extents(self._tree.inode(inode), offset, length)
 
     def read_extents(self, inode: Inode, offset: int, length: int) -> bytes:
-        """`read`, for callers that hold the inode already."""
+        """Return bytes of a file as `read` does, for callers that have the inode already."""
         end = min(offset + length, inode.size_bytes)
         if offset < 0 or end <= offset:
             return b""
@@ -68,7 +67,7 @@ class BlobReader:
             yield memoryview(content)[max(0, offset - start) : offset + length - start]
 
     def _frame(self, blob: int, number: int) -> tuple[int, bytes]:
-        """(stream offset, content) of a frame."""
+        """Return the stream offset and the content of a frame."""
         frame = self._tree.blobs[blob].frames[number]
         key = (blob, number)
         with self._lock:
@@ -88,10 +87,10 @@ class BlobReader:
 
 
 def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None = None) -> None:
-    """Check every blob's digest, every frame and every file's digest.
+    """Verify the digests of every blob, every frame and every file.
 
-    `on_progress` is called with counts of stored bytes done. Raises: CorruptError naming what is
-    damaged.
+    `on_progress` is called with the number of stored bytes done. Raises: CorruptError that names
+    the damaged blob or file.
     """
     tree.validate()
     for number, blob in enumerate(tree.blobs):
@@ -107,13 +106,13 @@ def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None
         if whole.hexdigest() != blob.digest.partition(":")[2]:
             raise CorruptError(f"the blob {blob.digest} does not match its digest")
     reader = BlobReader(tree, read)
-    # In the order of the stream, so that each frame is decoded once.
+    # Files are read in the order of the stream, so that each frame is decoded once.
     for inode_number in sorted(range(tree.inode_count), key=lambda n: _first_byte(tree, n)):
         inode = tree.inode(inode_number)
         if not stat.S_ISREG(inode.mode) or inode.digest is None:
             continue
         if inode.size_bytes - sum(e.length for e in inode.extents) > ZEROS_HASHED_MAX:
-            # No writer does that, and hashing the holes of a file of 2**63 bytes never ends.
+            # Our writers give such files no digest; hashing a hole of 2**63 bytes would never end.
             raise CorruptError(
                 f"{quoted(tree.path(inode_number))} has a digest, and holes too large"
             )

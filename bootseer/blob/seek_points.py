@@ -1,17 +1,17 @@
-"""Seek points of a gzip layer: where decompression may begin, and one span turned into bytes.
+"""Seek points of a gzip layer: states from which decompression can begin in the middle.
 
 A gzip stream has no index, but a decompressor can begin at the start of any deflate block, given
 the bit at which the block begins and the 32 KiB of output before it (Mark Adler, examples/zran.c of
-zlib; SOCI's zTOC and Nydus' zran keep the same). A `SeekPoints` object holds these states for one
-layer, so that a node reads the unmodified layer from its registry by ranges, and no copy of it is
-stored. docs/format/seekpoints.md has the format.
+zlib; SOCI's zTOC and Nydus' zran work in the same way). A `SeekPoints` object has these states for
+one layer, so that a node reads the unmodified layer from its registry by ranges, and no copy of the
+layer is stored. docs/format/seekpoints.md has the format.
 
-The bytes between two points are a *span*: one frame of a blob in a tree index, which holds the
-digest of its compressed bytes. The index names the object by its SHA-256, so windows and compressed
-bytes are both verified before a decompressor sees them.
+The bytes between two points are a *span*: one frame of a blob in a tree index, which has the digest
+of the compressed bytes. The index names the object by its SHA-256, so windows and compressed bytes
+are both verified before a decompressor sees them.
 
-Python's zlib cannot begin amid a byte (`inflatePrime` has no binding). So a span is preceded
-here by empty deflate blocks that end amid a byte at the same bit: `_LEADS`.
+Python's zlib cannot begin inside a byte (`inflatePrime` has no binding). So a span is preceded by
+empty deflate blocks that end at the same bit of a byte: `_LEADS`.
 
 Pure and thread-safe; decompression releases the GIL.
 """
@@ -28,10 +28,10 @@ from bootseer.blob.tree import Frame
 from bootseer.errors import CorruptError, UnknownFormatError
 
 WINDOW_BYTES = 2**15
-"""Farthest that a deflate match reaches back (RFC 1951, 2)."""
+"""Largest distance of a deflate match (RFC 1951, 2)."""
 UNIT_BYTES = 512
-"""Frames are cut at multiples of tar's unit, so that none of its blocks is in two of them. The
-bytes between a cut and the block behind it are the end of the block's window."""
+"""Block size of tar. Frames are cut at multiples of it, so that no tar block is in two frames. The
+bytes from a cut to the next deflate block are at the end of that block's window."""
 VERSION = 1
 _MAGIC = b"BOOTSEEK"
 _HEADER = struct.Struct("<8sHHIQ32s")
@@ -42,14 +42,14 @@ _TRAILER_BYTES = 8
 
 
 _ORDER = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
-"""Of the code lengths' own code lengths (RFC 1951, 3.2.7)."""
+"""Order of the code lengths' own code lengths (RFC 1951, 3.2.7)."""
 _FIXED_BLOCK = ((0, 1), (1, 2), (0, 7))
 """Empty block with fixed codes: 10 bits."""
 _DYNAMIC_BLOCK = (
     *((0, 1), (2, 2), (0, 5), (1, 5), (15, 4)),
     *((int(symbol in (1, 18)), 3) for symbol in _ORDER),
-    # Literal 0 and the end (256), between them 138 and 117 zeros, then two distances: codes of one
-    # bit. So each set of codes is complete, as strict decoders want.
+    # Literal 0 and the end (256) with 138 and 117 zeros between them, then two distances. All codes
+    # have one bit, so that each set of codes is complete, as strict decoders require.
     *((0, 1), (1, 1), (138 - 11, 7), (1, 1), (117 - 11, 7), (0, 1), (0, 1), (0, 1)),
     (1, 1),
 )
@@ -57,8 +57,10 @@ _DYNAMIC_BLOCK = (
 
 
 def _leads() -> tuple[tuple[int, int], ...]:
-    """Return for each number of used bits, 0 to 7, empty blocks that end behind so many bits of a
-    byte, as (their bits, lowest first; the count of bits)."""
+    """Return empty blocks that end after 0, 1, ... 7 bits of a byte.
+
+    Each is a pair: the bits as a number, lowest first, and their count.
+    """
     found: dict[int, tuple[int, int]] = {}
     for first in ((), _DYNAMIC_BLOCK):
         for count in range(4):
@@ -77,19 +79,19 @@ class SeekPoint(Struct, frozen=True):
     """State from which one span is decompressed."""
 
     is_member: bool
-    """Whether the span begins with a gzip header; else with a deflate block."""
+    """Whether the span begins with a gzip header instead of a deflate block."""
     unused_bits: int
-    """Bits of `byte`, the highest ones, that belong to the span: 0 to 7."""
+    """Number of the highest bits of `byte` that belong to the span, 0 to 7."""
     byte: int
-    """The byte before the span; 0 where none of its bits belongs to the span."""
+    """Byte before the span; 0 if none of its bits belongs to the span."""
     skipped_bytes: int
-    """Bytes of the span's content that are the end of the window: below `UNIT_BYTES`."""
+    """Number of bytes, below `UNIT_BYTES`, at the end of the window that begin the content."""
     window: bytes
-    """Output before the block, at most `WINDOW_BYTES`, as a zstd frame; b"" where there is none."""
+    """Output before the block, at most `WINDOW_BYTES`, as a zstd frame; b"" if there is none."""
 
 
 class SeekPoints(Struct, frozen=True):
-    """Seek points of one gzip layer, one for each frame of its blob in an index."""
+    """Seek points of one gzip layer, one per frame of its blob in a tree index."""
 
     layer_digest: str
     """`sha256:<hex>` of the gzip file, as an image's manifest names the layer."""
@@ -98,10 +100,10 @@ class SeekPoints(Struct, frozen=True):
     points: Sequence[SeekPoint]
 
     def decode_frame(self, number: int, frame: Frame, data: bytes | memoryview) -> bytes:
-        """Return the content of frame `number`, after its digest has been found right.
+        """Return the content of frame `number` from its stored bytes, after verifying their digest.
 
-        Raises: CorruptError where `data` is not exactly the stored span, or does not decompress to
-        the frame's length.
+        Raises: CorruptError if `data` is not exactly the stored span, or does not decompress to the
+        frame's length.
         """
         where = f"the span at offset {frame.offset} of the layer {self.layer_digest}"
         if len(data) != frame.length or content_digest(data) != frame.digest:
@@ -139,8 +141,11 @@ def _window(point: SeekPoint, where: str) -> bytes:
 def _inflated(
     point: SeekPoint, window: bytes, data: bytes | memoryview, length: int
 ) -> list[bytes]:
-    """Return `length` bytes of output in pieces, fewer where the span has fewer. The checksums of
-    members that end are not compared: the span has a digest. Raises: one of `ERRORS`."""
+    """Return at most `length` bytes of a span's output, in pieces.
+
+    The checksums of gzip members are not verified, since the span's digest was. Raises: one of
+    `ERRORS`.
+    """
     if point.is_member:
         inflater = deflate_library.decompressobj(_GZIP_WBITS)
     else:
@@ -158,7 +163,7 @@ def _inflated(
         length -= len(piece)
         if not inflater.eof:
             break
-        # Members follow one another, as pigz and eStargz write them; zeros may follow.
+        # pigz and eStargz write several members; zeros may follow the last one.
         data = inflater.unused_data[_TRAILER_BYTES if is_raw else 0 :].lstrip(b"\0")
         if not data:
             break
@@ -167,7 +172,7 @@ def _inflated(
 
 
 def encode(points: SeekPoints) -> bytes:
-    """Return the bytes of the object. The same points give the same bytes."""
+    """Return the encoded seek points. The same points give the same bytes."""
     raw = bytes.fromhex(points.layer_digest.partition(":")[2])
     header = _HEADER.pack(_MAGIC, VERSION, 0, len(points.points), points.layer_bytes, raw)
     table = b"".join(
@@ -181,8 +186,10 @@ HEAD_BYTES = _HEADER.size
 
 
 def layer_digest_of(head: bytes) -> str:
-    """Return the digest of the layer that the seek points which begin with `head` are of, "" where
-    these are no seek points that this release reads. Nothing is verified."""
+    """Return the layer's digest from the first bytes of seek points, without verification.
+
+    Return "" if `head` is not the start of seek points that this release reads.
+    """
     if len(head) < HEAD_BYTES:
         return ""
     magic, version, *_, raw = _HEADER.unpack_from(head)

@@ -1,12 +1,12 @@
-"""The tree: names, attributes, and where each file's bytes lie in which blob.
+"""Model of a file tree: names, attributes, and the places of each file's bytes in blobs.
 
-The model that every layer shares: `blob.pack` makes one, `prefetch` merges several into an
-image's tree and serves it, `snapshots` compares and restores it. Its codec is
-`bootseer.blob.index.codec`. Frozen; safe to read from any thread.
+`blob.pack` creates trees, `prefetch` merges the trees of layers and serves them, `snapshots`
+compares and restores them. The codec is `bootseer.blob.index.codec`. Frozen; safe to read from any
+thread.
 
-A `Tree` is a list of *inodes* (what stat shows, and the content) and a list of *names* that point
-to them, so hard links are two names of one inode. Inside, it is columns (`blob.columns`), so that
-a tree of 100,000 names opens in milliseconds; `Inode` and `Name` objects are made when asked for.
+A `Tree` is a list of *inodes* (attributes and content) and a list of *names* that refer to them, so
+hard links are two names of one inode. It is stored in columns (`blob.columns`), so that a tree of
+100,000 names opens in milliseconds; `Inode` and `Name` objects are made on request.
 """
 
 import stat
@@ -26,27 +26,28 @@ from bootseer.errors import CorruptError
 if TYPE_CHECKING:
     from array import array
 
-# Above this many names a directory is searched by bisection in the columns; below, a dict of it is
-# made at the first lookup and answers all later ones in a tenth of a microsecond.
+# A directory with more names is searched by bisection in the columns. For a smaller one the first
+# lookup makes a dict, with which later lookups take a tenth of a microsecond.
 _DICT_NAMES_MAX = 8192
 
 ZEROS_HASHED_MAX = 1024**3
-"""A sparse file with more bytes of holes than this has no content digest: hashing zeros for
-minutes would buy nothing, since its frames are verified and its holes are in the tree."""
+"""Largest size of all holes of a file with a content digest. Hashing more zeros would take minutes
+for nothing: the frames are verified, and the holes are in the tree."""
 
 
 class Extent(Struct, frozen=True):
-    """`length` bytes of a file at `file_offset`, found in blob number `blob` of the tree's blob
-    table at `blob_offset` of its *uncompressed* tar stream. Gaps between extents are holes."""
+    """Range of a file and its place in a blob. Gaps between extents are holes."""
 
     file_offset: int
     blob: int
+    """Index in `Tree.blobs`."""
     blob_offset: int
+    """Offset in the blob's uncompressed tar stream."""
     length: int
 
 
 class Inode(Struct, frozen=True):
-    """Attributes and content. `mode` holds file type and permission bits, as in stat(2)."""
+    """Attributes and content of a file. `mode` has file type and permission bits, as in stat(2)."""
 
     mode: int
     uid: int = 0
@@ -55,17 +56,17 @@ class Inode(Struct, frozen=True):
     size_bytes: int = 0
     rdev: int = 0
     link_target: bytes = b""
-    """The target of a symbolic link; empty for other inodes."""
+    """Target of a symbolic link; empty for other inodes."""
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
-    """Sorted by name; names with their namespace (b"security.capability")."""
+    """Extended attributes sorted by name; names include the namespace (b"security.capability")."""
     extents: tuple[Extent, ...] = ()
-    """Sorted by file_offset, disjoint; for regular files."""
+    """Extents of a regular file, sorted by file_offset, disjoint."""
     digest: bytes | None = None
     """BLAKE3 digest (32 raw bytes) of a regular file's content."""
 
 
 class Name(Struct, frozen=True):
-    """One directory entry: `name` in directory `parent` (an inode number) is inode `inode`."""
+    """Directory entry: `name` in the directory `parent` (an inode number) is the inode `inode`."""
 
     parent: int
     name: bytes
@@ -73,49 +74,48 @@ class Name(Struct, frozen=True):
 
 
 class Frame(Struct, frozen=True):
-    """One independent zstd frame of a blob: a *chunk*, the unit of fetching and verifying."""
+    """Independent zstd frame of a blob, the *chunk* that is fetched and verified as a whole."""
 
     offset: int
-    """The offset of the frame's compressed bytes in the blob."""
+    """Offset of the compressed frame in the blob."""
     length: int
-    """Compressed."""
+    """Length of the compressed frame."""
     stream_offset: int
-    """The offset of the frame's content in the uncompressed tar stream."""
+    """Offset of the frame's content in the uncompressed tar stream."""
     stream_length: int
     digest: bytes
-    """BLAKE3 digest (32 raw bytes) of the frame as stored (compressed), to be verified before any
-    decompressor sees it."""
+    """BLAKE3 digest (32 raw bytes) of the compressed frame, verified before decompression."""
 
 
 class Blob(Struct, frozen=True):
-    """A tar stream, and the seekable tar.zst that stores it: its frames in order.
+    """Tar stream, stored as a seekable tar.zst with its frames in order.
 
-    A stream that is not stored anywhere, because only this node has it, has no frames and a size
-    of 0; its digest is then the stream's.
+    A stream that only this node has, and that is stored nowhere, has no frames and a size of 0; the
+    blob's digest is then that of the stream.
     """
 
     digest: str
-    """`blake3:<hex>` of the stored, compressed bytes; of older ones `sha256:<hex>`."""
+    """Digest `blake3:<hex>` of the stored, compressed bytes; of older blobs `sha256:<hex>`."""
     size_bytes: int
     frames: Sequence[Frame]
     stream_digest: str
-    """The digest of the uncompressed tar stream: of a container layer its diff_id, `sha256:<hex>`,
-    else `blake3:<hex>`."""
+    """Digest of the uncompressed tar stream: the diff_id `sha256:<hex>` of a container layer, else
+    `blake3:<hex>`."""
     stream_length: int
-    """The length of the uncompressed tar stream in bytes."""
+    """Length of the uncompressed tar stream in bytes."""
 
 
 class Tree:
-    """Names, inodes and blobs. Build one with `blob.build` or `index.codec.decode`.
+    """Names, inodes and blobs, made by `blob.build` or `index.codec.decode`.
 
-    Immutable; safe from any thread. The names have been validated: each directory but the root has
+    Immutable; safe from any thread. The names are validated: each directory except the root has
     exactly one name, there are no cycles, names are unique in their directory and contain neither
-    "/" nor NUL. Contents (extents, links, xattrs, digests) of a decoded tree are checked where
-    they are read: `inode` raises CorruptError for an inode that makes no sense.
+    "/" nor NUL. The contents (extents, links, xattrs, digests) of a decoded tree are checked when
+    they are read: `inode` raises CorruptError for an invalid inode.
     """
 
     def __init__(self, columns: Columns, blobs: tuple[Blob, ...]) -> None:
-        """`columns` have passed `blob.columns.check_names`."""
+        """Wrap `columns`, which `blob.columns.check_names` has checked."""
         self.columns = columns
         self.blobs = blobs
         self.inode_count: int = columns.inode_count
@@ -123,7 +123,7 @@ class Tree:
         self._directories: dict[int, dict[bytes, int]] = {}
 
     def inode(self, number: int) -> Inode:
-        """Raises: CorruptError where its content makes no sense; IndexError."""
+        """Return an inode. Raises: CorruptError if its content is invalid; IndexError."""
         if not 0 <= number < self.inode_count:
             raise IndexError(f"no inode {number} in a tree of {self.inode_count}")
         c = self.columns
@@ -145,8 +145,9 @@ class Tree:
         )
 
     def extents(self, number: int) -> list[tuple[int, int, int, int]]:
-        """`inode(number).extents` as (file_offset, blob, blob_offset, length), for callers that
-        go through thousands of files. Raises: CorruptError.
+        """Return an inode's extents as (file_offset, blob, blob_offset, length).
+
+        Faster than `inode(number).extents` for thousands of files. Raises: CorruptError.
         """
         c = self.columns
         first, end = c.extent_start[number], c.extent_start[number + 1]
@@ -173,18 +174,18 @@ class Tree:
         return tuple(blob.stream_length for blob in self.blobs)
 
     def link_target(self, number: int) -> bytes:
-        """`inode(number).link_target`, without making the rest. Raises: CorruptError."""
+        """Return the target of a symbolic link; b"" for other inodes. Raises: CorruptError."""
         link = self.columns.link[number]
         if bool(link) != stat.S_ISLNK(self.columns.mode[number]):
             raise CorruptError(f"inode {number}: symbolic links, and only they, have a target")
         return self.columns.links[link - 1] if link else b""
 
     def mode(self, number: int) -> int:
-        """`inode(number).mode`, without making the rest."""
+        """Return the mode of an inode."""
         return self.columns.mode[number]
 
     def span(self, directory: int) -> tuple[int, int]:
-        """Where the names in a directory are among all: from the first to before the second."""
+        """Return the half-open range of indexes of the names in a directory."""
         parents = self.columns.name_parent
         first = bisect_left(parents, directory)
         return first, bisect_right(parents, directory, first)
@@ -192,8 +193,10 @@ class Tree:
     def children(
         self, directory: int, skip: int = 0, count_max: int | None = None
     ) -> Sequence[Name]:
-        """The names in a directory, sorted by name; empty for anything else. Of a large one a part
-        may be asked for: at most `count_max` behind the first `skip`."""
+        """Return the names in a directory, sorted; empty if the inode is not a directory.
+
+        For large directories: skip the first `skip` names, and return at most `count_max`.
+        """
         first, end = self.span(directory)
         first += skip
         if count_max is not None:
@@ -203,7 +206,7 @@ class Tree:
         return [Name(directory, names[i], inodes[i]) for i in range(first, end)]
 
     def lookup(self, directory: int, name: bytes) -> int | None:
-        """The inode number of `name` in `directory`."""
+        """Return the inode number of `name` in `directory`, or None."""
         known = self._directories.get(directory)
         if known is not None:
             return known.get(name)
@@ -217,7 +220,10 @@ class Tree:
         return known.get(name)
 
     def resolve(self, path: bytes) -> int | None:
-        """The inode number at `path` (b"usr/lib/x"; b"" is the root). Follows no symlinks."""
+        """Return the inode number at `path` (b"usr/lib/x"; b"" is the root), or None.
+
+        Symbolic links are not followed.
+        """
         number = 0
         for part in path.split(b"/") if path else ():
             found = self.lookup(number, part)
@@ -228,7 +234,7 @@ class Tree:
 
     @cached_property
     def _first_name(self) -> "array[int]":
-        """Inode number -> index of its first name (the root: 0, which means nothing)."""
+        """Index of the first name of each inode; 0 for the root, which has no name."""
         from array import array
 
         first = array("I", bytes(4 * self.inode_count))
@@ -239,22 +245,22 @@ class Tree:
 
     @cached_property
     def _link_counts(self) -> dict[int, int]:
-        """Returns the number of names of each inode that has several."""
+        """Number of names of each inode that has several."""
         if self.name_count == self.inode_count - 1:
-            # Each but the root has a name, so none has two.
+            # Each inode except the root has a name, so none has two.
             return {}
         counts = Counter(self.columns.name_inode)
         return {number: count for number, count in counts.items() if count > 1}
 
     def parent(self, directory: int) -> int:
-        """The inode number of the directory that holds `directory`; the root is its own parent.
+        """Return the parent's inode number; the root is its own parent.
 
-        For anything but a directory: the directory of its first name.
+        For an inode that is not a directory, return the directory of its first name.
         """
         return self.columns.name_parent[self._first_name[directory]] if directory else 0
 
     def path(self, inode: int) -> bytes:
-        """Returns one of the inode's paths: the only one, unless it has hard links."""
+        """Return a path of the inode: the only one, unless the inode has hard links."""
         parts = []
         while inode:
             i = self._first_name[inode]
@@ -263,7 +269,7 @@ class Tree:
         return b"/".join(reversed(parts))
 
     def link_count(self, inode: int) -> int:
-        """What stat shows as st_nlink: names of a file; 2 plus subdirectories of a directory."""
+        """Return st_nlink: the names of a file; 2 plus the subdirectories of a directory."""
         if not stat.S_ISDIR(self.mode(inode)):
             return self._link_counts.get(inode, 1)
         first, end = self.span(inode)
@@ -271,7 +277,7 @@ class Tree:
         return 2 + sum(stat.S_ISDIR(modes[i]) for i in self.columns.name_inode[first:end])
 
     def walk(self) -> Iterator[tuple[bytes, int]]:
-        """(path, inode number): parents before children, siblings sorted; the root first."""
+        """Yield (path, inode number), the root first, parents before children, siblings sorted."""
         names = self.columns.names
         inodes = self.columns.name_inode
         modes = self.columns.mode

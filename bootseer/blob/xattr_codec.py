@@ -1,4 +1,4 @@
-"""The section of an index that holds extended attributes. Pure."""
+"""Codec of the section of a tree index with extended attributes. Pure."""
 
 import struct
 from collections.abc import Sequence
@@ -8,20 +8,23 @@ from bootseer.base.shown import quoted
 from bootseer.errors import CorruptError
 
 Xattrs: TypeAlias = tuple[tuple[bytes, bytes], ...]
-"""(name, value), sorted by name."""
+"""Extended attributes as (name, value), sorted by name."""
 
 NAME_BYTES_MAX = 255
 """XATTR_NAME_MAX of Linux."""
 VALUE_BYTES_MAX = 65536
 """XATTR_SIZE_MAX of Linux."""
 COUNT_MAX = 65535
-"""More names than XATTR_LIST_MAX (64 KiB) can list, and what a u16 holds."""
+"""Largest u16; XATTR_LIST_MAX (64 KiB) limits a file to fewer names."""
 
 _LENGTHS = struct.Struct("<HI")
 
 
 def encode_xattrs(sets: Sequence[Xattrs]) -> bytes:
-    """Per set: u16 count; per attribute: u16 name length, u32 value length, name, value."""
+    """Encode sets of attributes, each as a u16 count and its attributes.
+
+    An attribute is a u16 name length, a u32 value length, the name and the value.
+    """
     out = []
     for attributes in sets:
         if len(attributes) > COUNT_MAX:
@@ -38,7 +41,7 @@ def encode_xattrs(sets: Sequence[Xattrs]) -> bytes:
 
 
 def decode_xattrs(heap: bytes, count_max: int) -> list[Xattrs]:
-    """The sets in order, at most `count_max`. Raises: CorruptError."""
+    """Decode at most `count_max` sets of attributes. Raises: CorruptError."""
     sets: list[Xattrs] = []
     position = 0
     try:

@@ -1,1 +1,1 @@
-"""Extraction: a plan, processes that carry it out, and the frames that they share."""
+"""Extraction of a tree to disk: the plan, the worker processes, and the frames that they share."""

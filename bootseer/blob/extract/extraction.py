@@ -1,38 +1,44 @@
-"""Writes a tree to disk: in parallel, with exact attributes, whole or not at all.
+"""Extraction of a tree to disk: in parallel, with exact attributes, completely or not at all.
 
-Everything is made in a private directory beside the target, relative to open directories, with
-O_EXCL and O_NOFOLLOW, symbolic links last; then one rename. Names in a `Tree` cannot contain "/"
-or be "..", so nothing can land elsewhere. A process that is killed leaves only the private
-directory, which the next extraction to the same target removes. Files are written by processes of
-its own (`extract_pool`), since Python's threads would take turns; few of them by this one. The
-caller's `read` is called from one other thread.
+All files are created in a private directory beside the target, relative to open directories, with
+O_EXCL and O_NOFOLLOW, symbolic links last; then one rename. Names in a `Tree` cannot contain "/" or
+be "..", so no file can be created elsewhere. A killed process leaves only the private directory,
+which the next extraction to the same target removes. Worker processes write the files (`pool`),
+since Python threads would take turns; this process writes a small tree itself. The caller's `read`
+is called from one other thread.
 """
 
 import errno
 import logging
+import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
 from bootseer.base.documents import to_builtins
-from bootseer.blob.extract.plan import plan_extraction
-from bootseer.blob.extract.plan_columns import worker_columns
-from bootseer.blob.extract.pool import FILES_MAX
-from bootseer.blob.extract.source import ReadSome
-from bootseer.blob.extract.tasks import carry_out, make_records, start_pool
+from bootseer.blob.extract.plan import Plan, plan_extraction, worker_columns
+from bootseer.blob.extract.pool import FILES_MAX, Pool
+from bootseer.blob.extract.sections import SETTINGS, Section, write_columns
+from bootseer.blob.extract.source import ReadSome, Supply, pieces, read_ahead
+from bootseer.blob.extract.worker import DamagedError, Worker
 from bootseer.blob.extract.writer import Settings, Writer
-from bootseer.blob.pack.stat_record import Records
+from bootseer.blob.pack.frame_writer import usable_cpus
+from bootseer.blob.pack.stat_record import RECORD, Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
+    CorruptError,
     InvalidInputError,
     NoSpaceError,
+    UnavailableError,
     from_oserror,
 )
 from bootseer.linux.locks import lock_within, try_lock
@@ -44,11 +50,18 @@ _log = logging.getLogger(__name__)
 MAX_FILES = 5_000_000
 MAX_BYTES = 1024**4
 ABANDONED_AFTER_S = 60.0
+# Size of a tree that one process writes in the time that workers take to start.
+_SMALL_NAMES = 1000
+_SMALL_BYTES = 16 * 1024 * 1024
+_PROCESSES_MAX = 8
 
 
 class ExtractResult(Struct, frozen=True):
-    """What has been made. The `skipped` counts are attributes that the file system or our
-    privileges did not allow; each kind has been logged once."""
+    """Counts of an extraction.
+
+    The `skipped` fields count attributes that the file system or missing privileges did not allow;
+    each kind has been logged once.
+    """
 
     name_count: int
     content_bytes: int
@@ -56,8 +69,7 @@ class ExtractResult(Struct, frozen=True):
     skipped_xattrs: int
     skipped_set_id_bits: int
     records: Records
-    """For each name of the tree what lstat shows, as `stat_record` has it, where that was asked
-    for; behind them that of the root."""
+    """Records of lstat (see `stat_record`) of each requested name, then of the root."""
 
 
 def extract(
@@ -78,23 +90,34 @@ def extract(
     max_bytes: int = MAX_BYTES,
     on_progress: Callable[[int], None] | None = None,
 ) -> ExtractResult:
-    """Make `target` (absent, or an empty directory) hold exactly the tree.
+    """Extract the tree to `target`, which must be absent or an empty directory.
 
-    `processes`: how many write files; None: as many as there are processors, or for a small tree
-    only this one. `is_verified`: `read` gives whole frames whose digests have been found right.
-    `files`: descriptors of the files that hold the blobs, one for each, on a disk of this node; the
-    processes read them by themselves, so that `read` is called only where this one does it alone.
-    `owners`: restore user and group; None: when running as root. Without, set-user-ID and
-    set-group-ID bits survive only on files that were ours already. `in_place` fills the empty
-    directory itself instead of replacing it (a mount point; then a killed process leaves what it
-    had made). `durable` flushes to the disk before the target appears. `recorded`: for each name
-    of the tree a byte, not 0 where `ExtractResult.records` shall have it; none of them if empty.
-    `on_progress` is called with counts of content bytes written.
+    Args:
+        tree: The tree.
+        read: Function that reads stored bytes of a blob.
+        target: Path to create.
+        processes: Number of worker processes; None for one per processor, or for a small tree only
+            this process.
+        is_verified: Whether `read` returns whole frames whose digests were verified.
+        files: Descriptors of local files with the blobs, one per blob. The workers read them
+            directly, and `read` is called only if there are no workers.
+        owners: Whether to restore user and group; None: if running as root. Otherwise set-user-ID
+            and set-group-ID bits are restored only on files that this user owns in the tree.
+        allow_devices: Whether to create device nodes.
+        skip_devices: Whether to leave device nodes out, with one log message.
+        in_place: Whether to fill the empty directory (a mount point) instead of replacing it. A
+            killed process then leaves its files behind.
+        durable: Whether to flush to disk before the target appears.
+        recorded: A byte per name of the tree, nonzero if `ExtractResult.records` needs the name;
+            empty for no records.
+        max_files: Largest number of names.
+        max_bytes: Largest content.
+        on_progress: Function that is called with counts of content bytes written.
 
-    On failure nothing remains. Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError
-    (also for device nodes, unless `allow_devices` makes them or `skip_devices` leaves them out, in
-    one line of the log), InvalidInputError (beyond a limit), CorruptError, and whatever `read`
-    raises.
+    On failure the partial result is removed.
+
+    Raises: AlreadyExistsError, NoSpaceError, PermissionDeniedError (also for a device node that is
+    neither allowed nor skipped), InvalidInputError (beyond a limit), CorruptError; as `read`.
     """
     if processes is not None and processes < 1:
         raise InvalidInputError(f"processes is {processes}, not 1 or more")
@@ -126,8 +149,8 @@ def extract(
             atime_ns=time.time_ns(),
         )
         with ExitStack() as stack:
-            # They load what they need while this process plans.
-            pool = start_pool(tree, processes, root_fd, files)
+            # The workers import their modules while this process plans.
+            pool = _start_pool(tree, processes, root_fd, files)
             if pool is not None:
                 stack.callback(pool.close)
             plan = plan_extraction(
@@ -146,11 +169,19 @@ def extract(
                 )
             more = {"is_verified": is_verified, "file_count": len(files)}
             columns = worker_columns(tree, plan, to_builtins(settings) | more, recorded)
-            records = make_records(tree, recorded, pool)
+            records = _make_records(tree, recorded, pool)
             writer = Writer(tree, plan, columns, root_fd, settings)
             stack.callback(writer.close)
             writer.make_large_files()
-            carry_out(tree, plan, columns, read, pool, writer, root_fd, files, records, on_progress)
+
+            def count(task: int) -> None:
+                if on_progress and (written := plan.task_bytes[task]):
+                    on_progress(written)
+
+            if pool is None:
+                _run_here(tree, plan, columns, read, writer, root_fd, records, count)
+            elif plan.task_count:
+                _run_in_pool(tree, plan, columns, read, pool, writer, files, count)
             writer.finish()
             if recorded:
                 writer.record(recorded, records)
@@ -212,7 +243,7 @@ def _private_directory(target: Path) -> Path:
     prefix = f".{target.name[:64]}.extracting-"
     _remove_abandoned(target.parent, prefix)
     root = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    # What a parent hands down would falsify what we make: its group, its default ACL.
+    # The parent's set-group-ID bit and default ACL would change the attributes of our files.
     root.chmod(0o700)
     for acl in ("system.posix_acl_default", "system.posix_acl_access"):
         try:
@@ -224,7 +255,7 @@ def _private_directory(target: Path) -> Path:
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove what killed extractions to this target have left; live ones hold a lock."""
+    """Remove private directories of killed extractions to this target; live ones hold a lock."""
     for name in os.listdir(parent):
         if not name.startswith(prefix):
             continue
@@ -234,7 +265,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         except OSError:
             continue
         try:
-            # A young one may belong to a process that has not locked it yet.
+            # A new directory may belong to a process that has not locked it yet.
             if try_lock(fd) and time.time() - os.fstat(fd).st_ctime > ABANDONED_AFTER_S:
                 _log.warning("removing %s, left by an extraction that was killed", path)
                 remove_tree(path)
@@ -245,12 +276,12 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _umask() -> int:
-    """Reading it with umask(2) would change it for other threads for a moment."""
+    # Reading the umask with umask(2) would change it for other threads for a moment.
     return int(status_line("self", "Umask") or "777", 8)
 
 
 def _created_gid(directory: int) -> int:
-    """The group of what is created in an open directory: ours, but for some mount options."""
+    """Return the group of new files in an open directory; some mount options change it."""
     name = ".gid-probe"
     os.mkdir(name, 0o700, dir_fd=directory)
     try:
@@ -265,3 +296,123 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+
+def _start_pool(
+    tree: Tree, processes: int | None, root_fd: int, files: Sequence[int]
+) -> Pool | None:
+    """Start the worker processes for a tree; return None if this process should do the work.
+
+    `processes` and `files`: see `extract`.
+    """
+    if processes is None:
+        content_bytes = sum(tree.columns.extent_length)
+        if tree.name_count < _SMALL_NAMES and content_bytes < _SMALL_BYTES:
+            return None
+        processes = min(usable_cpus(), _PROCESSES_MAX)
+    if processes == 1:
+        return None
+    try:
+        return Pool(processes, root_fd, files)
+    except OSError as error:
+        _log.warning("extracting with one process, since others cannot be started: %s", error)
+        return None
+
+
+def _make_records(tree: Tree, recorded: bytes, pool: Pool | None) -> Records:
+    """Return memory for a record of each name and of the root, shared with the workers.
+
+    The memory is empty if no records are requested. Raises: OSError.
+    """
+    size_bytes = (tree.name_count + 1) * RECORD.size if recorded else 0
+    if pool is None or not size_bytes:
+        return bytearray(size_bytes)
+    os.ftruncate(pool.records_fd, size_bytes)
+    return memoryview(mmap.mmap(pool.records_fd, size_bytes))
+
+
+def _run_here(
+    tree: Tree,
+    plan: Plan,
+    columns: Mapping[str, Section],
+    read: ReadSome,
+    writer: Writer,
+    root_fd: int,
+    records: Records,
+    count: Callable[[int], None],
+) -> None:
+    bases = columns["blob_base"]
+
+    def stored(offset: int, length: int) -> bytes:
+        blob = next(i for i in range(len(tree.blobs)) if offset < bases[i + 1])
+        return b"".join(pieces(tree, read, blob, offset - bases[blob], length))
+
+    named = {**columns, "name_list": tree.columns.names}
+    worker = Worker(named, stored, root_fd, records, looks_ahead=False)
+    try:
+        for task in plan.tasks():
+            writer.make_directories(task)
+            try:
+                worker.run(task)
+            except DamagedError as error:
+                raise CorruptError(str(error)) from error
+            except BootseerError:
+                raise
+            except OSError as error:
+                raise writer.error_at(worker.current, error) from error
+            count(task)
+    finally:
+        worker.close()
+
+
+def _run_in_pool(
+    tree: Tree,
+    plan: Plan,
+    columns: Mapping[str, Section],
+    read: ReadSome,
+    pool: Pool,
+    writer: Writer,
+    files: Sequence[int],
+    count: Callable[[int], None],
+) -> None:
+    # The workers run with umask 0.
+    settings = array("q", columns["settings"])
+    settings[SETTINGS.index("umask")] = 0
+    # Workers read local files directly.
+    supply = None if files else Supply(tree, plan, read, columns, pool.stored_fd)
+    try:
+        write_columns(pool.columns_fd, {**columns, "settings": settings})
+
+        def bring(task: int) -> None:
+            writer.make_directories(task)
+            if supply is None:
+                read_ahead(tree, plan, files, task)
+            else:
+                supply.have(task)
+
+        def on_report(task: int, report: dict[str, Any]) -> None:
+            if "damage" in report:
+                raise CorruptError(report["damage"])
+            if "errno" in report:
+                error = OSError(report["errno"], os.strerror(report["errno"]))
+                raise writer.error_at(report["name"], error)
+            if "unread" in report:
+                why = os.strerror(report["unread"])
+                raise UnavailableError(f"cannot read a blob's file: {why}")
+            if report:
+                raise UnavailableError(f"a worker process failed: {report['failure']}")
+            if supply is not None:
+                supply.release(task)
+            count(task)
+
+        # Blobs that are fetched are needed in the order of their streams, so one strand is shared.
+        strands = plan.strands(pool.count) if files else [plan.tasks()]
+        pool.run(strands, bring, on_report)
+    finally:
+        # After this, no thread calls `bring`.
+        pool.close()
+        if supply is not None:
+            supply.close()

@@ -1,28 +1,29 @@
-"""Plans an extraction: which names are made when, and which files are written together. Pure.
+"""Plan of an extraction: the order of names, and the groups of files written together. Pure.
 
-Files are grouped in the order of the stream, so that each frame is read and decoded once, and
-cut where a frame begins, so that groups can be written by several workers.
+Files are grouped in the order of the stream, so that each frame is read and decoded once. Groups
+begin at the start of a frame, so that different workers can write them. `worker_columns` makes the
+columns that the workers get.
 """
 
 import stat
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 
 from msgspec import Struct
 
 from bootseer.base.shown import quoted
-from bootseer.blob.extract.sections import taken
+from bootseer.blob.extract.sections import SETTINGS, Section, taken
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import InvalidInputError, PermissionDeniedError
 
 GROUP_BYTES = 2 * 1024 * 1024
-"""Content of one group: a second worker gets work soon, and few frames are decoded twice."""
+"""Content of a group: small enough to share out work soon, large beside a frame decoded twice."""
 GROUP_FILES = 256
 PART_BYTES = 16 * 1024 * 1024
-"""A larger file is written in parts of about this size, by several workers."""
+"""Size from which a file is written in parts of about this size, by several workers."""
 _PLAIN_CUT_BYTES = 128 * 1024
 
 Place = tuple[int, int, int, int]
@@ -30,47 +31,54 @@ Place = tuple[int, int, int, int]
 
 
 class Plan(Struct, frozen=True):
-    """Make `directories` and `large`, carry out the tasks, then make `others` and `links`.
+    """Plan of an extraction.
 
-    Names are meant by their index in the tree's columns.
+    The steps are: make `directories` and `large`, run the tasks, make `others` and `links`. A task
+    is a group of whole files or a part of a large file. Names are given by their index in the
+    tree's columns.
     """
 
     directories: list[int]
-    """Parents first, the root left out."""
+    """Directories, parents first, without the root."""
     large: list[int]
     others: list[int]
     """Symbolic links, fifos, sockets, devices."""
     devices: list[int]
-    """The device nodes that are skipped, by their first names."""
+    """First names of the device nodes that are skipped."""
     links: list[tuple[int, int]]
-    """(further name, first name of the same inode)"""
+    """Hard links as (further name, first name of the same inode)."""
     with_xattrs: list[int]
-    """Regular files that have some."""
+    """Regular files with extended attributes."""
     files: "array[int]"
-    """Other regular files in the order in which they are written."""
+    """Regular files except the large ones, in the order in which they are written."""
     group_start: "array[int]"
-    """Group n's files are those from `group_start[n]` to before `group_start[n + 1]`."""
+    """Range of each group: group n has the files `group_start[n]` up to `group_start[n + 1]`."""
     parts: list[tuple[int, list[Place]]]
-    """Parts of large files: the number of the name, and places of its bytes."""
+    """Parts of large files: the index of the name, and the places of the part's bytes."""
     task_bytes: "array[int]"
-    """What each task writes; holes do not count."""
+    """Content bytes of each task, without holes."""
     content_bytes: int
-    """All of that."""
+    """Content bytes of all tasks."""
 
     @property
     def task_count(self) -> int:
-        """Groups, then parts."""
+        """Number of tasks. Groups are numbered first, then parts."""
         return len(self.group_start) - 1 + len(self.parts)
 
     def tasks(self) -> list[int]:
-        """The tasks, in the order in which they should be begun: the longest first, so that no
-        worker is left with one at the end."""
+        """Return the tasks in the order in which to start them.
+
+        The longest tasks come first, so that no worker is left alone with a long one at the end.
+        """
         groups = len(self.group_start) - 1
         return [*range(groups, groups + len(self.parts)), *range(groups)]
 
     def strands(self, count: int) -> list[list[int]]:
-        """The tasks, for workers that go on one beside the other: each has its own directories and
-        large files, on whose locks the others do not wait."""
+        """Return the tasks divided among `count` workers.
+
+        Each worker gets consecutive tasks, and so directories and large files of its own, on whose
+        kernel locks other workers do not wait.
+        """
         groups = len(self.group_start) - 1
         strands: list[list[int]] = [[] for _ in range(count)]
         for first, end in ((groups, groups + len(self.parts)), (0, groups)):
@@ -82,14 +90,14 @@ class Plan(Struct, frozen=True):
         return strands
 
     def names(self, task: int) -> Sequence[int]:
-        """Returns the numbers of the files that a task writes."""
+        """Return the files that a task writes."""
         groups = len(self.group_start) - 1
         if task >= groups:
             return (self.parts[task - groups][0],)
         return self.files[self.group_start[task] : self.group_start[task + 1]]
 
     def places(self, tree: Tree, task: int) -> Iterable[Place]:
-        """What a task writes."""
+        """Return the places of the bytes that a task writes."""
         groups = len(self.group_start) - 1
         if task >= groups:
             return self.parts[task - groups][1]
@@ -109,8 +117,11 @@ def plan_extraction(
     allow_devices: bool = False,
     skip_devices: bool = False,
 ) -> Plan:
-    """Raises: InvalidInputError beyond a limit; PermissionDeniedError for a device node that is
-    neither allowed nor to be skipped; CorruptError for contents that make no sense."""
+    """Return the plan of an extraction.
+
+    Raises: InvalidInputError beyond a limit; PermissionDeniedError for a device node that is
+    neither allowed nor skipped; CorruptError for invalid contents.
+    """
     c = tree.columns
     if tree.name_count > max_files:
         raise InvalidInputError(f"{tree.name_count} names are more than the {max_files} allowed")
@@ -130,7 +141,7 @@ def plan_extraction(
     file_offsets, blobs, blob_offsets, lengths = extents
     stream_lengths = [blob.stream_length for blob in tree.blobs]
     first_names: dict[int, int] = {}
-    # Every inode has a name, so without hard links there are as many of both.
+    # Every inode except the root has a name, so without hard links the numbers are equal.
     has_links = tree.name_count != tree.inode_count - 1
     for i, number in enumerate(c.name_inode):
         if has_links:
@@ -147,7 +158,7 @@ def plan_extraction(
                 empty.append(i)
                 continue
             blob, offset, length = blobs[start], blob_offsets[start], lengths[start]
-            # Of most files there is one extent, which makes sense.
+            # Most files have one extent. Others, and invalid ones, take the slower, checked way.
             if (
                 end - start > 1
                 or not 0 < length <= sizes[number] - file_offsets[start]
@@ -155,7 +166,8 @@ def plan_extraction(
                 or offset + length > stream_lengths[blob]
             ):
                 places = tree.extents(number)
-                # With its neighbours where most of it lies: a frame should be wanted once.
+                # A file is grouped with the neighbours of its largest extent, so that each frame is
+                # needed by one group.
                 _, blob, offset, _ = max(places, key=lambda place: place[3])
                 length = sum(place[3] for place in places)
             (large if length > PART_BYTES else files).append((blob, offset, i, length))
@@ -216,10 +228,9 @@ def _parents_first(tree: Tree, directories: list[int]) -> list[int]:
 def _groups(
     tree: Tree, files: list[tuple[int, int, int, int]]
 ) -> tuple["array[int]", "array[int]"]:
-    """Where in `files` (blob, offset, name, length) each group begins, and where the last ends; and
-    how many bytes each has."""
+    """Return the bounds of the groups in `files` (blob, offset, name, length), and their sizes."""
     starts, group_bytes = array("I", [0]), array("Q")
-    # Of the files before each.
+    # Bytes of all files before each file.
     totals = [0, *accumulate(length for _, _, _, length in files)]
     start = 0
     while start < len(files):
@@ -235,7 +246,7 @@ def _groups(
 def _shares_frame(
     tree: Tree, one: tuple[int, int, int, int], following: tuple[int, int, int, int]
 ) -> bool:
-    """Whether a file begins in the frame in which the one before it ends."""
+    """Return whether the file `following` begins in the frame in which the file `one` ends."""
     blob, offset, _, length = one
     if following[0] != blob:
         return False
@@ -246,7 +257,7 @@ def _shares_frame(
 def _frame_number(blob: Blob, offset: int) -> int:
     frames = blob.frames
     if not frames:
-        # Read as it is, so that it may be cut anywhere.
+        # An uncompressed stream may be cut anywhere.
         return offset // _PLAIN_CUT_BYTES
     if isinstance(frames, FrameTable):
         return bisect_right(frames.stream_offsets, offset) - 1
@@ -254,7 +265,7 @@ def _frame_number(blob: Blob, offset: int) -> int:
 
 
 def _cut_near(blob: Blob, start: int, wanted: int) -> int:
-    """Returns the offset of a frame behind `start` and close to `wanted`."""
+    """Return the offset of the start of a frame beyond `start` and close to `wanted`."""
     if not blob.frames:
         return wanted
     frame = blob.frames[_frame_number(blob, wanted)]
@@ -266,7 +277,7 @@ def _cut_near(blob: Blob, start: int, wanted: int) -> int:
 
 
 def _parts(tree: Tree, places: list[Place]) -> Iterator[list[Place]]:
-    """A file's places, cut at frames into parts of about PART_BYTES."""
+    """Yield a file's places, cut at frames into parts of about PART_BYTES."""
     part: list[Place] = []
     part_bytes = 0
     for offset, blob_number, blob_offset, length in places:
@@ -284,3 +295,85 @@ def _parts(tree: Tree, places: list[Place]) -> Iterator[list[Place]]:
                 part, part_bytes = [], 0
     if part:
         yield part
+
+
+# ---- columns for the workers ---------------------------------------------------------------------
+
+
+def worker_columns(
+    tree: Tree, plan: Plan, settings: Mapping[str, int], recorded: bytes
+) -> dict[str, Section]:
+    """Return the columns that a worker needs, as listed in `sections.SECTIONS`.
+
+    If owners are not restored, `mode` lacks the set-ID bits of other users' files: they would give
+    our rights to a program that was meant to have the other user's.
+    """
+    c = tree.columns
+    name_of = array("I", bytes(4 * tree.inode_count))
+    for i in plan.directories:
+        name_of[c.name_inode[i]] = i
+    bases, firsts = array("Q", [0]), array("I", [0])
+    offsets, stream_offsets = array("Q"), array("Q")
+    digests = []
+    for blob in tree.blobs:
+        frames = blob.frames
+        if isinstance(frames, FrameTable):
+            ends, stream_ends = frames.offsets, frames.stream_offsets
+            digests.append(frames.digests)
+        else:
+            ends = array("Q", [0, *(frame.offset + frame.length for frame in frames)])
+            stream_ends = array(
+                "Q", [0, *(frame.stream_offset + frame.stream_length for frame in frames)]
+            )
+            digests.append(b"".join(frame.digest for frame in frames))
+        base = bases[-1]
+        offsets.extend(array("Q", [base + end for end in ends]))
+        stream_offsets.extend(stream_ends)
+        bases.append(base + (blob.size_bytes if frames else blob.stream_length))
+        firsts.append(firsts[-1] + len(frames))
+    part_start, places = array("I", [0]), array("Q")
+    for _, part in plan.parts:
+        places.extend(chain.from_iterable(part))
+        part_start.append(part_start[-1] + len(part))
+    return {
+        "settings": array("q", [settings[name] for name in SETTINGS]),
+        "names": b"".join(name + b"\0" for name in c.names),
+        "name_parent": c.name_parent,
+        "name_inode": c.name_inode,
+        "directory_name": name_of,
+        "mode": _modes(tree, settings),
+        "uid": c.uid,
+        "gid": c.gid,
+        "mtime_ns": c.mtime_ns,
+        "size_bytes": c.size_bytes,
+        "extent_start": c.extent_start,
+        "extent_file_offset": c.extent_file_offset,
+        "extent_blob": c.extent_blob,
+        "extent_blob_offset": c.extent_blob_offset,
+        "extent_length": c.extent_length,
+        "blob_base": bases,
+        "blob_frame": firsts,
+        "frame_offset": offsets,
+        "frame_stream_offset": stream_offsets,
+        "frame_digests": b"".join(digests),
+        "files": plan.files,
+        "group_start": plan.group_start,
+        "part_name": array("I", [i for i, _ in plan.parts]),
+        "part_start": part_start,
+        "places": places,
+        "recorded": recorded,
+    }
+
+
+def _modes(tree: Tree, settings: Mapping[str, int]) -> "array[int]":
+    c = tree.columns
+    if settings["owners"] or not any(mode & 0o6000 for mode in set(c.mode)):
+        return c.mode
+    modes = array("I", c.mode)
+    for number, mode in enumerate(modes):
+        if c.uid[number] != settings["uid"]:
+            mode &= ~stat.S_ISUID
+        if c.gid[number] != settings["gid"]:
+            mode &= ~stat.S_ISGID
+        modes[number] = mode
+    return modes

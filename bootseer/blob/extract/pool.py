@@ -1,8 +1,8 @@
-"""The worker processes of an extraction: starts them, hands out tasks, learns what came of them.
+"""Pool of the worker processes of an extraction: starts them, sends tasks, receives their reports.
 
-Alone owns these processes: they are started while the caller still plans, have nothing of its
-descriptors but what they need, and are gone when `close` returns. A `Pool` belongs to one thread;
-a second one, of its own, brings what tasks need.
+The processes are started while the caller still plans, inherit only the descriptors that they need,
+and have ended when `close` returns. A `Pool` belongs to one thread; a second thread of its own
+brings the bytes that tasks need.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from bootseer.blob.extract import process as worker
 from bootseer.errors import UnavailableError
 from bootseer.linux import processes
 
-# Tasks that are ready or under way, for each worker: enough that it never waits for the next.
+# Tasks per worker that are queued or running, so that no worker waits for its next task.
 _AHEAD = 3
 _FEEDER_FAILED = 2**32 - 1
 _READ_BYTES = 1 << 16
-# Above all that a worker's own may be.
+# Larger than any descriptor number of a worker.
 _HIGH_FD = 64
-# The allocator of glibc keeps the memory of a frame for the next one, instead of handing it back to
-# the kernel, which would have to clear its pages again (mallopt(3)).
+# With these, glibc's allocator keeps the memory of a frame for the next one instead of returning it
+# to the kernel, which would have to clear its pages again (mallopt(3)).
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 FILES_MAX = _HIGH_FD - worker.FILES_FD
 _STARTER = (
@@ -50,17 +50,19 @@ OnReport = Callable[[int, dict[str, Any]], None]
 
 
 class Pool:
-    """Some worker processes."""
+    """Worker processes of one extraction."""
 
     def __init__(self, count: int, root_fd: int, files: Sequence[int]) -> None:
-        """Start `count` of them, which load what they need. `files`: descriptors that they get,
-        too, at most FILES_MAX. Raises: OSError."""
+        """Start `count` workers, which import their modules at once.
+
+        They inherit `root_fd` and the descriptors `files`, at most FILES_MAX. Raises: OSError.
+        """
         self.count = count
         self._pids: dict[int, int] = {}
         self._feeder: threading.Thread | None = None
         self._feeder_error: BaseException | None = None
         self._is_stopped = False
-        # The number of a worker, for each task that it has room for.
+        # Contains the index of a worker once per further task that the worker can take.
         self._room: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open: list[int] = []
         self._tasks: list[int] = []
@@ -75,7 +77,7 @@ class Pool:
                 tasks, end = map(self._own, os.pipe2(os.O_CLOEXEC))
                 self._tasks.append(end)
                 pid = _spawn((tasks, *given))
-                # Held by the worker alone, so that it ends with us.
+                # Only the worker keeps the reading end, so that its pipe ends when we end.
                 self._disown(tasks)
                 self._pids[pid] = -1
                 self._pids[pid] = self._own(os.pidfd_open(pid))
@@ -97,12 +99,13 @@ class Pool:
         bring: Callable[[int], None],
         on_report: OnReport,
     ) -> None:
-        """Carry out tasks, each after `bring` has brought what it needs; `on_report` is called
-        for each with what the worker says. Each worker has a strand of its own, and at its end
-        goes on with the longest of the others; of one strand all take. The columns have been
-        written.
+        """Run all tasks of `strands`; the columns file must be complete.
 
-        Raises: what `bring` and `on_report` raise; UnavailableError when a worker ends early.
+        `bring(task)` is called before a task is sent, `on_report(task, report)` after it was done.
+        With several strands each worker has its own, and afterwards takes tasks from the end of the
+        longest other strand; a single strand is shared by all workers.
+
+        Raises: as `bring` and `on_report`; UnavailableError if a worker ends early.
         """
         remaining = [deque(strand) for strand in strands]
         count = sum(map(len, remaining))
@@ -133,7 +136,7 @@ class Pool:
                 if self._is_stopped:
                     return
                 own = strands[number % len(strands)]
-                # Of another worker's the last, as far as can be from what that one does.
+                # Take the last task of another strand, the farthest from that worker's next one.
                 task = own.popleft() if own else max(strands, key=len).pop()
                 bring(task)
                 workers[task] = number
@@ -165,9 +168,10 @@ class Pool:
                 yield task, from_line(body, dict[str, Any]) if body else {}
 
     def close(self) -> None:
-        """Kill the workers. Nothing is written any more when this returns, unless a worker waits
-        for a file system that does not answer: a warning says so, and nobody waits for it.
-        Idempotent."""
+        """Kill the workers and wait for their end. Idempotent.
+
+        A worker that hangs in a file system which does not answer is left behind with a warning.
+        """
         self._is_stopped = True
         self._room.put(0)
         for pid in self._pids:
@@ -177,13 +181,13 @@ class Pool:
         for pid in self._pids:
             if processes.reap(pid, max(0.0, ends_s - time.monotonic())) is None:
                 _log.warning(
-                    "the process %d, which writes files, was killed and has not ended: its file "
-                    "system does not answer",
+                    "the worker process %d was killed and has not ended: the file system that it "
+                    "writes to does not answer",
                     pid,
                 )
         self._pids.clear()
         if self._feeder is not None:
-            # What it waits for has a deadline.
+            # The reads of the thread have a deadline.
             self._feeder.join()
         for fd in self._open:
             os.close(fd)
@@ -191,18 +195,21 @@ class Pool:
 
 
 def _killed() -> UnavailableError:
-    return UnavailableError("a process that writes files was killed")
+    return UnavailableError("a worker process of the extraction was killed")
 
 
 def _spawn(given: Iterable[int]) -> int:
-    """A worker that has these descriptors, from TASKS_FD on. Its process id. Raises: OSError."""
+    """Start a worker with these descriptors, from TASKS_FD on, and return its process id.
+
+    Raises: OSError.
+    """
     own = Path(worker.__file__)
     packages = {
         str(Path(module.__file__ or "").parents[1]) for module in (bootseer, zstandard, blake3)
     }
     if not own.is_file() or not sys.executable:
-        raise FileNotFoundError("the interpreter's programs are no files")
-    # Isolated and without site: nothing of the caller's directory or variables is loaded.
+        raise FileNotFoundError("Python's modules are not files")
+    # Isolated mode without site: no modules of the caller's directory or variables are imported.
     command = [sys.executable, "-I", "-S", "-c", _STARTER, *sorted(packages)]
     high = []
     try:
@@ -212,7 +219,7 @@ def _spawn(given: Iterable[int]) -> int:
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
             *((os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(high, worker.TASKS_FD)),
         ]
-        # A process group of its own, so that an interrupt reaches its parent alone.
+        # A new process group, so that a keyboard interrupt reaches the parent only.
         return os.posix_spawn(
             sys.executable, command, os.environ | _ALLOCATOR, file_actions=actions, setpgroup=0
         )

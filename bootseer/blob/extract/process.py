@@ -1,10 +1,9 @@
-"""A worker process of an extraction: what it is given, what it reports, and its end.
+"""Main program of a worker process of an extraction.
 
-It imports nothing else of Bootseer than what it needs, so that it is there within some 30 ms: it
-gets columns of the tree as plain arrays in a file in memory (`extract_sections`), the numbers of
-tasks through a pipe, and the stored frames in a second file in memory, which its parent fills, or
-in the files that hold them. It reports each task through another pipe, and ends when the first one
-is closed, so also when its parent is killed.
+The process imports few modules, so that it is ready within about 30 ms. It gets the columns of the
+tree as plain arrays in a memory file (`sections`), task numbers through a pipe, and stored frames
+from a second memory file, which the parent fills, or from the files of the blobs. It reports each
+task through another pipe, and exits when the pipe of tasks ends, so also when the parent is killed.
 """
 
 import errno
@@ -21,19 +20,19 @@ from bootseer.blob.extract.worker import DamagedError, Stored, UnreadError, Work
 
 TASK = Struct("<I")
 RESULT = Struct("<II")
-"""The head of a report: the length of the JSON that follows, and the task."""
+"""Head of a report: the length of the JSON that follows, and the task."""
 
-# What a worker's descriptors are.
+# Descriptors of a worker process.
 TASKS_FD, RESULTS_FD, COLUMNS_FD, STORED_FD, RECORDS_FD, ROOT_FD, FILES_FD = range(3, 10)
-"""The last is the first of `file_count` files, one for each blob, to read instead of STORED_FD."""
+"""FILES_FD is the first of `file_count` blob files, which are read instead of STORED_FD."""
 
 _MEMORY_BYTES = 1 << 20
-"""What most frames fit in that are read together."""
-_MESSAGE_CHARS_MAX = 500  # with its JSON within PIPE_BUF, which is written in one piece
+"""Initial size of the buffer for stored frames; most reads fit."""
+_MESSAGE_CHARS_MAX = 500  # a report stays within PIPE_BUF, so that it is written atomically
 
 
 def _stored_in(bases: "array[int]", has_files: bool) -> Stored:
-    """What reads the stored bytes of all blobs, each time into the same memory."""
+    """Return the function that reads stored bytes of all blobs, always into the same buffer."""
     memory = memoryview(bytearray(_MEMORY_BYTES))
 
     def stored(offset: int, length: int) -> memoryview:
@@ -46,8 +45,8 @@ def _stored_in(bases: "array[int]", has_files: bool) -> Stored:
             blob = bisect_right(bases, offset) - 1
             file, offset = FILES_FD + blob, offset - bases[blob]
         try:
-            # A mapping would fault on each of its pages, show what others write there meanwhile,
-            # and end this process where another one cuts the file.
+            # Not a mapping: it would fault on each page, show writes of other processes, and kill
+            # this process with SIGBUS if the file is truncated.
             count = os.preadv(file, (data,), offset)
         except OSError as error:
             raise UnreadError(error) from error
@@ -65,16 +64,16 @@ def _worker() -> Worker:
 
 
 def main() -> None:
-    """A worker process, until its pipe of tasks ends."""
+    """Run tasks until the pipe of tasks ends."""
     os.umask(0)
-    # Nothing that is made for each file refers to itself.
+    # The loop creates no reference cycles.
     gc.disable()
     worker: Worker | None = None
     while data := os.read(TASKS_FD, TASK.size):
         (task,) = TASK.unpack(data)
         report: dict[str, object] = {}
         try:
-            # With the first task everything that it needs has been written.
+            # The parent has written the columns before it sends the first task.
             worker = worker or _worker()
             worker.run(task)
         except DamagedError as error:

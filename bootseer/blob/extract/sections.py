@@ -1,7 +1,7 @@
-"""What the processes of an extraction are given: columns of the tree and of its plan.
+"""Codec of the columns that the worker processes of an extraction get in a memory file.
 
-Alone owns how they lie in a file in memory: plain arrays, each behind its length, so that a worker
-has them within milliseconds and without the rest of Bootseer. Stateless.
+Columns are plain arrays, each preceded by its length, so that a worker reads them within
+milliseconds and without importing the rest of Bootseer. Stateless.
 """
 
 import os
@@ -11,7 +11,7 @@ from operator import itemgetter
 from struct import Struct
 from typing import Any, TypeAlias
 
-# Names and types of the columns, in the order in which they are written; "" is bytes.
+# Names and array typecodes of the columns in the order of the file; "" stands for bytes.
 SECTIONS = {
     "settings": "q",
     "names": "",
@@ -47,12 +47,12 @@ _LENGTH = Struct("<Q")
 
 
 def taken(column: Sequence[Any], indexes: Sequence[int]) -> Sequence[Any]:
-    """Some of a column, in one call."""
+    """Return the elements of a column at `indexes`, in one call of C code."""
     return itemgetter(*indexes)(column) if len(indexes) > 1 else [column[i] for i in indexes]
 
 
 def write_columns(fd: int, columns: Mapping[str, Section]) -> None:
-    """Writes each section behind its length to a file in memory."""
+    """Write the columns to a memory file."""
     pieces: list[bytes | memoryview] = []
     for name in SECTIONS:
         section = memoryview(columns[name]).cast("B")
@@ -63,7 +63,7 @@ def write_columns(fd: int, columns: Mapping[str, Section]) -> None:
 
 
 def read_columns(data: memoryview) -> dict[str, Any]:
-    """What `write_columns` wrote, and `name_list`, the names split."""
+    """Return the columns that `write_columns` wrote, and `name_list`, the list of the names."""
     columns: dict[str, Any] = {}
     position = 0
     for name, kind in SECTIONS.items():

@@ -1,9 +1,10 @@
-"""The stored frames that the tasks of an extraction need, while they need them.
+"""Supply of the stored frames that the tasks of an extraction need.
 
-Where workers read the blobs' files by themselves, the kernel is told ahead (`read_ahead`). Else
-`Supply` alone owns the content of the file in memory that they read: blob after blob, each frame at
-its own place, so that nothing must be told but the number of a task. `have` is called from one
-thread, `release` from another. Of what no task needs any more the memory is given back.
+If workers read the files of the blobs directly, the kernel is told to read ahead (`read_ahead`).
+Otherwise `Supply` writes the frames into a memory file that the workers read. The file has the
+layout of all blobs one after the other, so that a worker needs no more than the number of its task.
+Memory of frames that no task needs any more is freed. `have` is called from one thread, `release`
+from another.
 """
 
 import mmap
@@ -19,24 +20,25 @@ from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
 
 _RUN_BYTES = 4 * 1024 * 1024
-"""The most bytes that are asked for in one read."""
+"""Largest single read."""
 _CELL_BYTES = 128 * 1024
-"""The piece of an uncompressed stream that counts as a frame."""
+"""Piece of an uncompressed stream that is treated like a frame."""
 _GAP_BYTES = 4096
-"""Between two files lie their headers; no frame is so small that it would fit in there, and if one
-did, it would be brought for nothing."""
+"""Gap up to which two ranges are read as one: tar headers lie between the contents of two files.
+Frames are larger than such a gap."""
 
 ReadSome: TypeAlias = Callable[[int, int, int], "bytes | memoryview"]
-"""`read(blob, offset, length)`: stored bytes of blob number `blob` of the tree, or of one without
-frames of its stream: at most so many and at least one, which hold until the next call."""
+"""Function `read(blob, offset, length)` that returns at least one and at most `length` stored bytes
+of blob number `blob` of the tree, valid until the next call. For a blob without frames they are of
+its stream."""
 Unit = tuple[int, int]
-"""(blob, number of a frame, or of a cell)"""
+"""(blob, index of a frame or of a cell)"""
 Run = tuple[int, int, int]
-"""(blob, first unit, the one behind the last)"""
+"""(blob, first unit, end of the units)"""
 
 
 def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
-    """The disk has been told what the task will read of the blobs' files. Raises: OSError."""
+    """Tell the kernel which ranges of the blobs' files a task will read. Raises: OSError."""
     for blob, start, end in _span(tree, plan, task) or _ranges(tree, plan, task):
         stored = tree.blobs[blob]
         if stored.frames:
@@ -49,9 +51,11 @@ def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
 def pieces(
     tree: Tree, read: ReadSome, blob: int, offset: int, length: int
 ) -> Iterator[bytes | memoryview]:
-    """Stored bytes `[offset, offset + length)` of a blob, each until the next is asked for.
+    """Yield the stored bytes `[offset, offset + length)` of a blob in pieces.
 
-    Raises: CorruptError where the blob is cut off; what `read` raises."""
+    A piece is valid until the next one is requested. Raises: CorruptError if the blob is cut off;
+    as `read`.
+    """
     end = offset + length
     while offset < end:
         data = read(blob, offset, end - offset)
@@ -65,12 +69,12 @@ def pieces(
 
 
 class Supply:
-    """Brings what tasks need by `read`."""
+    """Memory file with the stored frames that queued and running tasks need."""
 
     def __init__(
         self, tree: Tree, plan: Plan, read: ReadSome, columns: Mapping[str, Any], fd: int
     ) -> None:
-        """`columns`: as the workers have them; `fd`: the file. Raises: OSError."""
+        """Map the memory file `fd`; `columns` are those of the workers. Raises: OSError."""
         self._tree = tree
         self._plan = plan
         self._read = read
@@ -86,11 +90,11 @@ class Supply:
         self._memory = mmap.mmap(fd, size_bytes)
 
     def close(self) -> None:
-        """The end of its mapping."""
+        """Unmap the file."""
         self._memory.close()
 
     def have(self, task: int) -> None:
-        """Returns when all that the task needs is in the file. Raises: what `read` raises."""
+        """Write the frames that a task needs and the file lacks. Raises: as `read`."""
         missing = []
         users = self._users
         found = _ranges(self._tree, self._plan, task)
@@ -106,7 +110,7 @@ class Supply:
             self._fill(blob, first, end)
 
     def release(self, task: int) -> None:
-        """The task is done."""
+        """Free the memory of the frames that only this task, which is done, has needed."""
         unused = []
         users = self._users
         with self._lock:
@@ -117,7 +121,7 @@ class Supply:
                         del users[unit]
                         unused.append((*unit, unit[1] + 1))
         for blob, first, end in _joined(unused):
-            # Whole pages only: the others may hold something of a neighbour.
+            # Whole pages only: the first and last page may contain parts of other frames.
             start = -(-self._place(blob, first) // mmap.PAGESIZE) * mmap.PAGESIZE
             length = self._place(blob, end) // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
@@ -130,7 +134,7 @@ class Supply:
         return blob, numbers.start, numbers.stop
 
     def _place(self, blob: int, number: int) -> int:
-        """Where a unit begins in the file, or for the number behind the last, where it ends."""
+        """Return the offset of a unit in the file; for the number of units, the blob's end."""
         if self._tree.blobs[blob].frames:
             return self._offsets[self._frame_of[blob] + blob + number]
         return min(self._bases[blob] + number * _CELL_BYTES, self._bases[blob + 1])
@@ -152,8 +156,11 @@ class Supply:
 
 
 def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:
-    """As `_ranges`, without a look at each file: all from the first file to the last. Nothing where
-    they lie in several blobs, or more of others between them than there is of them."""
+    """Return one range that covers all files of a task, from the first to the last.
+
+    Faster than `_ranges`. Return no range if the files are in several blobs, or if less than half
+    of the range belongs to them.
+    """
     c = tree.columns
     names = plan.names(task)
     first = c.extent_start[c.name_inode[names[0]]]
@@ -168,7 +175,7 @@ def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:
 
 
 def _ranges(tree: Tree, plan: Plan, task: int) -> Iterator[Run]:
-    """(blob, start, end) in their streams that a task needs, in the order of its places."""
+    """Yield the ranges (blob, start, end) of the streams that a task needs, in its order."""
     blob = start = end = -1
     for _, place_blob, offset, length in plan.places(tree, task):
         if place_blob == blob and 0 <= offset - end < _GAP_BYTES:
@@ -182,7 +189,7 @@ def _ranges(tree: Tree, plan: Plan, task: int) -> Iterator[Run]:
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Sorted; what overlaps or touches is one."""
+    """Return the runs sorted, with overlapping and adjacent runs merged."""
     joined: list[Run] = []
     blob, first, end = -1, 0, 0
     for run in sorted(runs):

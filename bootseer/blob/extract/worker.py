@@ -1,8 +1,7 @@
-"""Writes files of an extraction: what several processes do at once. `blob.extract` starts them.
+"""Writer of an extraction's files, used by each worker process, and in-process for a small tree.
 
-Each is a process of its own (`extract_process`), so this imports next to nothing; a small
-extraction uses a `Worker` in its own process. Few system calls per file, and no objects but its
-descriptor: what the kernel does is most of it.
+Imports few modules, so that worker processes (`process`) start fast. Makes few system calls per
+file and few objects: most of the time is spent in the kernel.
 """
 
 import os
@@ -18,24 +17,24 @@ from bootseer.blob.extract.writer import Directories
 from bootseer.blob.pack.stat_record import Records, put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
-"""(offset, length) in the stored bytes of all blobs, one behind the other. What it gives may be
-written to, where it can be, and holds until the next call."""
+"""Function of (offset, length) in the concatenated stored bytes of all blobs. The result is valid
+until the next call, and the caller may modify it if it is writable."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Of a zstd frame (RFC 8878, 3.1.1): in the byte behind its magic number, and at its end.
+# Checksum flag of a zstd frame (RFC 8878, 3.1.1), in the byte after its magic number.
 _FLAGS, _HAS_CHECKSUM, _CHECKSUM_BYTES = 4, 1 << 2, 4
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TOGETHER_BYTES = 4 << 20
-"""At most so much is decoded in one go, before the files in it are written, so most groups: what
-the processor has learned for the one is gone after the other."""
+"""Content that is decoded at once before its files are written, enough for most groups: switching
+between decoding and writing costs cache misses."""
 
 
 class DamagedError(Exception):
-    """A stored frame is not what the tree says; the message says how."""
+    """Raised if a stored frame does not match the tree; the message says how."""
 
 
 class UnreadError(Exception):
-    """The file of a blob cannot be read; `error` says why."""
+    """Raised if the file of a blob cannot be read; `error` is the reason."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error.strerror)
@@ -43,7 +42,7 @@ class UnreadError(Exception):
 
 
 class Worker:
-    """Carries out tasks: groups of whole files, then parts of large ones. For one thread."""
+    """Writer of the files of tasks: groups of whole files, and parts of large files. One thread."""
 
     def __init__(
         self,
@@ -54,9 +53,16 @@ class Worker:
         *,
         looks_ahead: bool,
     ) -> None:
-        """`columns`: those of `extract_sections`, and `name_list`, the names split; `records`: one
-        for each name, written where the column `recorded` says so. `looks_ahead`: to ask `stored`
-        for more than what is needed now costs nothing; that may be missing or half there."""
+        """Prepare to run tasks.
+
+        Args:
+            columns: Columns of `sections`, and `name_list`, the list of names.
+            stored: Function that reads stored bytes.
+            root_fd: Descriptor of the root directory.
+            records: Memory with a record per name, filled where the column `recorded` is nonzero.
+            looks_ahead: Whether `stored` may be asked for frames that are not needed yet, which
+                costs nothing, but may return incomplete frames.
+        """
         self._c = columns
         self._stored = stored
         self._records = records
@@ -65,23 +71,23 @@ class Worker:
             columns["name_list"], columns["name_parent"], columns["directory_name"], root_fd
         )
         self._decompressor = zstandard.ZstdDecompressor()
-        # Content of frames that come next, and which may be decoded ahead.
+        # Decoded content of the next frames, and the frames that may be decoded ahead.
         self._ready: dict[int, bytes] = {}
         self._near = range(0)
         self._looks_ahead = looks_ahead
-        # The frame that was needed last: its blob, and where it lies in its stream.
+        # The current frame: its blob, its range in the stream, and its content.
         self._blob = -1
         self._start = self._end = 0
         self._content = memoryview(b"")
         self.current = 0
-        """Index of the name that is written; for messages."""
+        """Index of the name that is being written, for messages."""
 
     def close(self) -> None:
-        """The end of its descriptors."""
+        """Close all descriptors."""
         self._directories.close()
 
     def run(self, task: int) -> None:
-        """Raises: OSError, of the name `current`; DamagedError."""
+        """Run one task. Raises: OSError for the name `current`; DamagedError."""
         group_count = len(self._c["group_start"]) - 1
         if task < group_count:
             self._write_group(self._c["group_start"][task], self._c["group_start"][task + 1])
@@ -102,7 +108,7 @@ class Worker:
         settings = self._settings
         owners, own_uid, own_gid = settings["owners"], settings["uid"], settings["gid"]
         kept_bits, atime = 0o777 & ~settings["umask"], settings["atime_ns"]
-        # What another task left may have been half there.
+        # Frames that another task decoded ahead may have been incomplete.
         self._ready.clear()
         self._near = self._frames_of(inodes, sum(columns[-1]))
         last_parent, directory = -1, -1
@@ -123,7 +129,7 @@ class Worker:
                     os.ftruncate(fd, size)
                 has_changed = False
                 if owners and (uid != own_uid or gid != own_gid):
-                    # Takes set-ID bits away, so it comes first.
+                    # chown comes first, since it clears the set-ID bits.
                     os.chown(fd, uid, gid)
                     has_changed = True
                 if has_changed or mode & 0o7777 != mode & kept_bits:
@@ -135,7 +141,7 @@ class Worker:
                 os.close(fd)
 
     def _write_part(self, number: int) -> None:
-        """The file is there already; its attributes come last."""
+        """Write a part of a large file, which exists; its attributes are set at the end."""
         c = self._c
         self._ready.clear()
         self._near = range(0)
@@ -150,7 +156,7 @@ class Worker:
             os.close(fd)
 
     def _frames_of(self, inodes: Sequence[int], size_bytes: int) -> range:
-        """Returns the frames that hold the files, if they lie close to one another in one blob."""
+        """Return the frames of files, if the files are close to one another in one blob."""
         c = self._c
         first, last = c["extent_start"][inodes[0]], c["extent_start"][inodes[-1] + 1] - 1
         if not self._looks_ahead or last < first:
@@ -163,19 +169,19 @@ class Worker:
         return range(self._frame_at(blob, start), self._frame_at(blob, end - 1) + 1)
 
     def _frame_at(self, blob: int, offset: int) -> int:
-        """The number in the columns of the frame of a blob in which a place of its stream lies."""
+        """Return the index in the columns of the frame that contains an offset of a stream."""
         c = self._c
-        # Each blob has one offset more than frames: that of its end.
+        # Each blob has one more offset than frames, that of its end.
         first, end = c["blob_frame"][blob] + blob, c["blob_frame"][blob + 1] + blob
         return bisect_right(c["frame_stream_offset"], offset, first, end) - 1
 
     def _write(self, fd: int, offset: int, blob: int, blob_offset: int, length: int) -> None:
         while True:
-            # Most files lie wholly in the frame of the one before.
+            # Most files are in the same frame as the file before.
             if blob != self._blob or not self._start <= blob_offset < self._end:
                 c = self._c
                 if c["blob_frame"][blob] == c["blob_frame"][blob + 1]:
-                    # Stored as the stream itself.
+                    # The blob has no frames: its stream is stored uncompressed.
                     base = c["blob_base"][blob]
                     _write_all(fd, memoryview(self._stored(base + blob_offset, length)), offset)
                     return
@@ -189,7 +195,7 @@ class Worker:
             offset, blob_offset, length = offset + count, blob_offset + count, length - count
 
     def _have(self, frame: int, blob: int) -> None:
-        """Have frame `frame` of the columns, which is of `blob`. Raises: DamagedError."""
+        """Make the frame (an index in the columns) the current one. Raises: DamagedError."""
         if frame not in self._ready:
             behind = frame + 1
             if frame in self._near:
@@ -199,7 +205,7 @@ class Worker:
             try:
                 self._ready = self._all_decoded(range(frame, behind), blob)
             except DamagedError:
-                # Perhaps of one that is not needed, which lies between others.
+                # The damaged frame may be one that is not needed. Decode only the needed one.
                 self._near = range(0)
                 self._ready = self._all_decoded(range(frame, frame + 1), blob)
         self._content = memoryview(self._ready.pop(frame))
@@ -207,7 +213,7 @@ class Worker:
         self._start, self._end = self._c["frame_stream_offset"][frame : frame + 2]
 
     def _all_decoded(self, frames: range, blob: int) -> dict[int, bytes]:
-        """The content of some frames of a blob. Raises: DamagedError."""
+        """Return the content of consecutive frames of a blob. Raises: DamagedError."""
         offsets = self._c["frame_offset"]
         start = offsets[frames.start]
         data = memoryview(self._stored(start, offsets[frames.stop] - start))
@@ -218,7 +224,7 @@ class Worker:
         return content
 
     def _decoded(self, frame: int, blob: int, data: memoryview) -> bytes:
-        """The content of a frame of which `data` is stored. Raises: DamagedError."""
+        """Return the content of a frame from its stored bytes. Raises: DamagedError."""
         c = self._c
         offset, end = c["frame_offset"][frame : frame + 2]
         start_bytes, end_bytes = c["frame_stream_offset"][frame : frame + 2]
@@ -231,11 +237,11 @@ class Worker:
             if blake3(data).digest() != c["frame_digests"][at : at + 32]:
                 raise DamagedError(f"{place} does not match its digest")
         try:
-            # Before anything is allocated for it.
+            # Checked before memory is allocated for the content.
             if zstandard.frame_content_size(data) != wanted:
                 raise DamagedError(f"{place} announces a wrong length")
             if not data.readonly and data[_FLAGS] & _HAS_CHECKSUM:
-                # Its digest has been found right, which tells more than its checksum would.
+                # The digest was verified, so zstd need not verify its checksum.
                 data[_FLAGS] &= ~_HAS_CHECKSUM
                 data = data[:-_CHECKSUM_BYTES]
             content = self._decompressor.decompress(

@@ -1,7 +1,7 @@
-"""What one process does of an extraction: directories, large files' lengths, and at last links,
-special files, and attributes that come last.
+"""Writer of the names of an extraction that one process makes: directories, links, special files.
 
-`make_large_files` before the tasks, `make_directories` before each of them, `finish` after them.
+It also creates large files with their length, and sets the attributes that come last. Call
+`make_large_files` before the tasks, `make_directories` before each task, `finish` after all tasks.
 For one thread at a time.
 """
 
@@ -31,18 +31,18 @@ _OPEN_MAX = 64
 
 
 class Settings(Struct, frozen=True):
-    """What the process and the file system give to a file that we create."""
+    """Attributes of new files that depend on this process and the target file system."""
 
     owners: bool
     umask: int
     uid: int
     gid: int
     atime_ns: int
-    """Later than any mtime, or relatime would write the inode again at the first read."""
+    """Access time, later than any mtime: otherwise relatime writes the inode at the first read."""
 
 
 class Skipped(Struct):
-    """Counts of attributes that could not be set."""
+    """Numbers of attributes that could not be set."""
 
     owners: int = 0
     xattrs: int = 0
@@ -50,7 +50,7 @@ class Skipped(Struct):
 
 
 class Writer:
-    """The state of one extraction."""
+    """State of one extraction in the process that makes directories, links and special files."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Writer:
         root_fd: int,
         settings: Settings,
     ) -> None:
-        """`columns`: as the workers have them."""
+        """Prepare to write below `root_fd`; `columns` are those of the workers."""
         self.skipped = Skipped()
         self._tree = tree
         self._plan = plan
@@ -87,13 +87,13 @@ class Writer:
         self._directories.close()
 
     def make_directories(self, task: int) -> None:
-        """Makes the directories that a task writes into, private for now."""
+        """Create the directories that a task writes into, with mode 0700 for now."""
         for i in self._plan.names(task):
             if not self._is_made[self._parents[i]]:
                 self._make_directory(self._parents[i])
 
     def _make_directory(self, number: int) -> None:
-        """Makes a directory and all missing directories above it."""
+        """Create a directory and all missing directories above it."""
         missing = []
         while not self._is_made[number]:
             missing.append(number)
@@ -105,7 +105,7 @@ class Writer:
             self._is_made[number] = 1
 
     def make_large_files(self) -> None:
-        """The files whose parts come later, at their full length."""
+        """Create the large files at their full length; tasks write their parts."""
         sizes = self._tree.columns.size_bytes
         for i in self._plan.large:
             self._make_directory(self._parents[i])
@@ -118,8 +118,11 @@ class Writer:
                     os.close(fd)
 
     def finish(self) -> None:
-        """Directories that hold no files; attributes of large files; links and special files; last
-        the directories' attributes, the innermost first."""
+        """Create the remaining names, and set the remaining attributes.
+
+        That is: empty directories, attributes of large files, links and special files, and last the
+        attributes of directories, the innermost first.
+        """
         for i in self._plan.directories:
             self._make_directory(self._inodes[i])
         for i in self._plan.large:
@@ -145,7 +148,7 @@ class Writer:
         self._finish(0, b".", self._root_fd)
 
     def record(self, recorded: bytes, records: Records) -> None:
-        """What has been made or changed after the tasks, and the root. See `extract`."""
+        """Fill the records of names made or changed after the tasks, and of the root."""
         plan = self._plan
         late = chain(plan.large, plan.with_xattrs, plan.others, *plan.links)
         for put, names in ((put_directory, plan.directories), (put_record, late)):
@@ -158,7 +161,7 @@ class Writer:
 
     @contextmanager
     def naming(self, i: int) -> Iterator[None]:
-        """Give an OSError the path that it happened on."""
+        """Add the path of name `i` to an OSError from the block."""
         try:
             yield
         except BootseerError:
@@ -167,13 +170,13 @@ class Writer:
             raise self.error_at(i, error) from error
 
     def error_at(self, i: int, error: OSError) -> BootseerError:
-        """What to raise when name `i` could not be written."""
+        """Return the error to raise if name `i` could not be written."""
         path = self._tree.path(self._parents[i])
         shown = os.fsdecode(os.path.join(path, self._names[i]))
         return from_oserror(error, f"write {shown}")
 
     def _entry(self, i: int) -> tuple[int, bytes, int]:
-        """(inode number, name, descriptor of its directory)"""
+        """Return the inode number, the name, and the descriptor of the directory of a name."""
         return self._inodes[i], self._names[i], self._directories.get(self._parents[i])
 
     def _finish_name(self, i: int) -> None:
@@ -181,8 +184,10 @@ class Writer:
             self._finish(*self._entry(i))
 
     def _finish(self, number: int, name: bytes, directory: int) -> None:
-        """All attributes of what is there as 0600 or 0700. Order matters: chown clears set-ID bits
-        and capabilities, chmod and setxattr change no times that utime would not set right."""
+        """Set all attributes of a file or directory that has mode 0600 or 0700.
+
+        Order matters: chown clears set-ID bits and capabilities, and utime must come last.
+        """
         settings = self._settings
         columns = self._tree.columns
         uid, gid = columns.uid[number], columns.gid[number]
@@ -222,12 +227,15 @@ class Writer:
 
 
 class Directories:
-    """Descriptors of directories by inode number; the latest stay open."""
+    """Cache of directory descriptors by inode number; the most recently used ones stay open."""
 
     def __init__(
         self, names: list[bytes], parents: "array[int]", name_of: "array[int]", root_fd: int
     ) -> None:
-        """`name_of`: the index of each directory's name, by its inode number."""
+        """Start with no open directory except the root.
+
+        `name_of` has the index of each directory's name by inode number.
+        """
         self._names = names
         self._parents = parents
         self._name_of = name_of
@@ -235,13 +243,16 @@ class Directories:
         self._open: dict[int, int] = {}
 
     def get(self, number: int) -> int:
-        """Open until others have been asked for. Raises: OSError."""
+        """Return a descriptor, which stays open until other directories replace it in the cache.
+
+        Raises: OSError.
+        """
         if not number:
             return self._root_fd
         fds = self._open
         found = fds.pop(number, None)
         if found is not None:
-            # A dict keeps the order in which its keys came: the first is the longest unused.
+            # A dict keeps its keys in the order of insertion: the first is the least recently used.
             fds[number] = found
             return found
         missing = []
@@ -258,6 +269,6 @@ class Directories:
         return fd
 
     def close(self) -> None:
-        """All of them."""
+        """Close all descriptors except the root's."""
         while self._open:
             os.close(self._open.popitem()[1])

@@ -1,1 +1,1 @@
-"""The codec of the tree index."""
+"""Codec of the tree index, and bounded decompression of a document's zstd frame."""

@@ -1,7 +1,7 @@
-"""The codec of tree indexes (docs/format/index.md).
+"""Codec of tree indexes (docs/format/index.md).
 
-Alone owns the bytes on disk. `decode` checks the checksum and the shape of the names; the other
-sections are decompressed and checked when first used. Pure; any thread.
+`decode` verifies the checksum and checks the names; other sections are decompressed and checked
+when they are first used. Pure; any thread.
 """
 
 import hashlib
@@ -20,49 +20,49 @@ MAGIC = b"BOOTTREE"
 VERSION = 1
 
 # magic, version, section count, inode count, name count, reserved (0), total length, SHA-256 of
-# all bytes of the file with these 32 taken as zeros.
+# all bytes of the file with the bytes of this digest as zeros.
 _HEADER = struct.Struct("<8sHHIIIQ32s")
 # number, codec, raw length, stored length
 _SECTION = struct.Struct("<HHQQ")
 _RAW, _ZSTD = 0, 1
-# Level 3: digests, two thirds of an index, do not compress at any level.
+# Two thirds of an index are digests, which do not compress at any level.
 _LEVEL = 3
 
-# What an index may announce: many times what the largest images have, and all that a hostile one
-# can make its reader allocate. Bytes of sections are counted before anything is decompressed.
+# Limits of an index: many times the sizes of the largest images, and the most that a hostile index
+# can make its reader allocate. Section sizes are checked before a section is decompressed.
 COUNT_MAX = 2**22
-"""Inodes and names each: four times an image of a million files."""
+"""Largest number of inodes, and of names: four times an image of a million files."""
 EXTENT_COUNT_MAX = 2**23
 FRAME_COUNT_MAX = 2**23
-"""A terabyte in frames of 128 KiB."""
+"""Largest number of frames: a terabyte in frames of 128 KiB."""
 BLOB_COUNT_MAX = 10_000
-"""The most blobs of a tree: as many as a record of an image may list layers."""
+"""Largest number of blobs, as in the list of layers of an image's record."""
 STREAM_BYTES_MAX = 2**40
-"""The longest stream of a blob: no larger layer is unpacked, either."""
+"""Longest stream of a blob; larger layers are not unpacked either."""
 STREAMS_BYTES_MAX = 2**42
 RAW_BYTES_MAX = 2**30
-"""All sections together; a million files take about 0.2 GiB."""
+"""Largest size of all sections together; a million files take about 0.2 GiB."""
 RATIO_MAX = 256
-"""How many times its own length an index may expand to; one of a million empty files does 23."""
+"""Largest ratio of the sections to the encoded index; an index of a million empty files has 23."""
 FREE_BYTES = 2**24
-"""The ratio is not applied below this."""
+"""Size of the sections up to which any ratio is accepted."""
 XATTRS_RATIO_MAX = 32
-"""Extended attributes take sixteen times their bytes when they are objects."""
+"""Ratio for extended attributes, which take sixteen times their size as Python objects."""
 XATTRS_FREE_BYTES = 2**22
 _ALGORITHMS = ("sha256", "blake3", "points")
-"""Their positions are part of the format."""
+"""Algorithms of digests; their positions are part of the format."""
 
 ENCODED_BYTES = 33
-"""The number of the algorithm, and 32 bytes."""
+"""Length of an encoded digest: the number of the algorithm, and 32 bytes."""
 
 
 def digest(data: bytes) -> str:
-    """The identity of an encoded index: `sha256:<hex>` of its bytes."""
+    """Return the identity of an encoded index, `sha256:<hex>` of its bytes."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def encode(tree: Tree) -> bytes:
-    """The bytes of an index file. The same tree gives the same bytes with the same zstd."""
+    """Return the bytes of an index file. The same tree and zstd library give the same bytes."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
     table = []
     stored = []
@@ -89,12 +89,16 @@ def encode(tree: Tree) -> bytes:
 
 
 def decode(data: bytes, *, is_verified: bool = False, checks_names: bool = True) -> Tree:
-    """The tree in an index file; `is_verified` against its digest already. Not to check its names,
-    more than half of what this costs, is for callers that know that another process does so
-    meanwhile.
+    """Return the tree of an index file.
 
-    Raises: UnknownFormatError for another kind of file or a later version; CorruptError for
-    anything damaged. Contents of inodes are checked when they are read (`Tree.inode`).
+    Args:
+        data: The bytes of the file.
+        is_verified: Whether the caller has verified the file's digest.
+        checks_names: Whether to check the names, which takes more than half of the time. False is
+            for callers that know that another process checks them.
+
+    Raises: UnknownFormatError for another kind of file or a later version; CorruptError for a
+    damaged one. Contents of inodes are checked when they are read (`Tree.inode`).
     """
     if data[:8] != MAGIC:
         raise UnknownFormatError("not a tree index: the magic number is missing")
@@ -132,7 +136,7 @@ _Stored = tuple[int, int, memoryview]
 
 
 def _read_table(data: memoryview, section_count: int) -> dict[str, _Stored]:
-    """Section name -> (codec, raw length, stored bytes)."""
+    """Return the codec, the raw length and the stored bytes of each section."""
     if section_count != len(SECTIONS):
         raise CorruptError(f"{section_count} sections where version 1 has {len(SECTIONS)}")
     position = _HEADER.size
@@ -155,7 +159,7 @@ def _read_table(data: memoryview, section_count: int) -> dict[str, _Stored]:
 def _check_lengths(
     sections: dict[str, _Stored], index_bytes: int, inode_count: int, name_count: int
 ) -> None:
-    """Raises CorruptError for sections that would expand beyond all measure."""
+    """Raise CorruptError for sections that would expand beyond the limits."""
     counts = {
         "names": name_count * (NAME_BYTES_MAX + 1),
         "links": inode_count * (LINK_BYTES_MAX + 1),
@@ -239,7 +243,10 @@ def _read_blobs(columns: Columns) -> tuple[Blob, ...]:
 
 
 def encode_digest(digest: str) -> bytes:
-    """Raises: CorruptError for anything but an algorithm that we know and 64 hex digits."""
+    """Return the encoded form of a digest.
+
+    Raises: CorruptError unless it is a known algorithm with 64 hex digits.
+    """
     algorithm, _, value = digest.partition(":")
     try:
         raw = bytes.fromhex(value)
@@ -251,7 +258,7 @@ def encode_digest(digest: str) -> bytes:
 
 
 def decode_digests(encoded: bytes, count: int) -> list[str]:
-    """`count` digests. Raises: CorruptError."""
+    """Return the `count` digests in `encoded`. Raises: CorruptError."""
     if len(encoded) != ENCODED_BYTES * count:
         raise CorruptError("a table of digests has a wrong length")
     found = []

@@ -1,7 +1,7 @@
-"""One zstd frame that holds a whole document: expanded within limits. Pure; any thread.
+"""Bounded decompression of a document that is one zstd frame. Pure; any thread.
 
-A few kilobytes of zstd may expand to gigabytes. So a frame has to say its content's size, which is
-compared with what the document may have and with its stored length before anything is allocated.
+A few kilobytes of zstd can expand to gigabytes. So a frame must announce the size of its content,
+which is compared with the document's limit and with the compressed size before decompression.
 """
 
 import zstandard
@@ -9,13 +9,13 @@ import zstandard
 from bootseer.errors import CorruptError
 
 RATIO_MAX = 64
-"""How many times its length a document may expand to: lists of paths and numbers do 5 to 20."""
+"""Largest ratio of decompressed to compressed size; lists of paths and numbers have 5 to 20."""
 FREE_BYTES = 2**22
-"""The ratio is not applied below this."""
+"""Decompressed size up to which any ratio is accepted."""
 
 
 def expand(data: bytes | memoryview, what: str, size_max: int, ratio_max: int = RATIO_MAX) -> bytes:
-    """The content of the frame, of at most `size_max` bytes. `what` is for messages.
+    """Return the content of a frame, at most `size_max` bytes; `what` names it in messages.
 
     Raises: CorruptError.
     """

@@ -1,1 +1,1 @@
-"""Making a blob, of a directory or a tar stream: members, frames, the tree."""
+"""Packing of a directory or a tar stream into a blob and its tree."""

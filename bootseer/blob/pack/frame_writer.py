@@ -1,8 +1,7 @@
-"""Writes a seekable zstd file: cuts a stream into frames, compresses them in threads, in order.
+"""Writer of seekable zstd files: cuts a stream into frames, and compresses them in threads.
 
-Alone owns the frames' compression and the seek table. The output depends on the stream, the
-level and the cuts, never on the number of threads. One caller; its own worker threads. At most
-a few batches of frames per thread are in memory.
+The output depends on the stream, the level and the cuts, never on the number of threads. One
+caller; worker threads of its own. At most a few batches of frames per thread are in memory.
 """
 
 import os
@@ -25,25 +24,25 @@ from bootseer.errors import InvalidInputError, UnsupportedError
 SKIPPABLE_MAGIC = 0x184D2A5E
 SEEKABLE_MAGIC = 0x8F92EAB1
 SEEK_TABLE_FRAMES_MAX = 2**27
-"""ZSTD_SEEKABLE_MAXFRAMES: what readers of the seekable format accept."""
+"""Largest number of frames that readers of the seekable format accept (ZSTD_SEEKABLE_MAXFRAMES)."""
 
 FRAME_BYTES = 128 * 1024
 _BATCH_BYTES = 1024 * 1024
-"""Bytes of the stream that a thread is handed at once: a hand-over costs as much as a small
-frame."""
+"""Bytes of the stream passed to a thread at once: passing a batch costs as much as compressing a
+small frame."""
 _BATCHES_IN_FLIGHT_PER_THREAD = 2
 
 _Frame = list[bytes | memoryview]
-"""The pieces that one frame holds."""
+"""Pieces of one frame."""
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class _Batch(NamedTuple):
-    """Frames that were handed to the threads."""
+    """Frames that threads are compressing."""
 
     stream_lengths: list[int]
     compressed: Future[list[tuple[bytes, bytes]]]
@@ -51,8 +50,10 @@ class _Batch(NamedTuple):
 
 
 class FrameWriter:
-    """Use as a context manager; `finish` returns the blob. After an exception the sink holds
-    something unfinished, which the caller must throw away."""
+    """Context manager that writes a blob to a sink; `finish` returns the blob.
+
+    After an exception the sink contains an unfinished file, which the caller must discard.
+    """
 
     def __init__(
         self,
@@ -64,9 +65,10 @@ class FrameWriter:
         on_progress: Callable[[int], None] | None = None,
         stream_digest: str | None = None,
     ) -> None:
-        """`on_progress` is called with counts of stream bytes that have been written.
+        """Start the worker threads.
 
-        `stream_digest`: of the whole stream, by a caller that verifies it; else it is computed.
+        `on_progress` is called with counts of stream bytes written. `stream_digest` is the digest
+        of the whole stream if the caller verifies it; otherwise the digest is computed.
         """
         if not 4096 <= frame_bytes <= FRAME_STREAM_BYTES_MAX // 2:
             raise InvalidInputError(f"frame_bytes is {frame_bytes}, not 4096 to 32 MiB")
@@ -76,7 +78,7 @@ class FrameWriter:
             raise InvalidInputError(f"threads is {threads}, not 1 or more")
         self.frame_bytes = frame_bytes
         self.position = 0
-        """Offset in the stream of the next byte written."""
+        """Offset of the next byte in the stream."""
         threads = threads or min(usable_cpus(), 16)
         self._sink = sink
         self._level = level
@@ -112,7 +114,7 @@ class FrameWriter:
             self.cut()
 
     def write(self, *pieces: bytes | memoryview) -> None:
-        """Append to the current frame, never splitting these; a frame that is full is done."""
+        """Append to the current frame without splitting the pieces; end the frame if it is full."""
         self._pieces += pieces
         length = sum(map(len, pieces))
         self._pieces_bytes += length
@@ -121,7 +123,7 @@ class FrameWriter:
             self.cut()
 
     def cut(self) -> None:
-        """End the current frame, if it holds anything."""
+        """End the current frame if it is not empty."""
         if not self._pieces_bytes:
             return
         self._batch.append(self._pieces)
@@ -143,7 +145,7 @@ class FrameWriter:
         self._in_flight.append(_Batch(lengths, compressed, hashed))
 
     def finish(self) -> Blob:
-        """Write what remains and the seek table. Raises: OSError of the sink."""
+        """Write the last frames and the seek table, and return the blob. Raises: OSError."""
         self.cut()
         if self._batch:
             self._submit()
@@ -161,10 +163,10 @@ class FrameWriter:
                 self._stream_hash.update(piece)
 
     def _compress(self, batch: list[_Frame]) -> list[tuple[bytes, bytes]]:
-        """Each frame, and its digest."""
+        """Return the compressed bytes and the digest of each frame."""
         compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
         if compressor is None:
-            # The content checksum lets `zstd -d` alone notice damage.
+            # With the content checksum, `zstd -d` can detect damage without our digests.
             compressor = self._local.compressor = zstandard.ZstdCompressor(
                 level=self._level, write_checksum=True, write_content_size=True
             )

@@ -1,6 +1,6 @@
-"""Writes members to a blob's tar stream and collects the tree on the way.
+"""Writer of the members of a blob's tar stream, which collects the tree at the same time.
 
-Alone owns how a member is laid out and cut into frames. Not thread-safe: one caller.
+Decides how members are cut into frames. Not thread-safe: one caller.
 """
 
 import stat
@@ -13,16 +13,16 @@ from bootseer.blob.tar.header import END, member_header, padding
 from bootseer.blob.tree import ZEROS_HASHED_MAX, Blob, Extent, Inode, Tree
 
 HEADS = b".bootseer-heads"
-"""The member with the first bytes of files whose other bytes lie elsewhere."""
+"""Path of the member with the first bytes of files whose other bytes are in other blobs."""
 
 _ZEROS = bytes(1024 * 1024)
 
 Read = Callable[[int, int], bytes]
-"""`read(offset, length)`: exactly that many bytes of the file being packed, or an exception."""
+"""Function `read(offset, length)` that returns exactly `length` bytes of the file being packed."""
 
 
 class Members:
-    """Members in the order of `Tree.walk`, each directory before what it holds."""
+    """Members of a blob, to be added in the order of `Tree.walk`, directories first."""
 
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
@@ -33,18 +33,18 @@ class Members:
         self._heads: list[tuple[int, bytes]] = []
 
     def add_plain(self, path: bytes, inode: Inode) -> int:
-        """A member without content. Returns its inode number."""
+        """Add a member without content, and return its inode number."""
         self._put(member_header(path, inode))
         return self._added(path, inode)
 
     def add_hard_link(self, path: bytes, number: int, target: bytes) -> None:
-        """Another name of inode `number`, whose earlier path is `target`."""
+        """Add another name of the inode `number`, whose earlier path is `target`."""
         if number not in self._elsewhere:
             self._put(member_header(path, self._inodes[number], hard_link_to=target))
         self._names.append((path, number))
 
     def add_small(self, path: bytes, inode: Inode, content: bytes) -> int:
-        """A regular file whose whole content is at hand: it stays within one frame."""
+        """Add a regular file by its whole content, which is not split between frames."""
         header = member_header(path, inode)
         member = b"".join((header, content, padding(len(content))))
         self._writer.reserve(len(member))
@@ -61,16 +61,16 @@ class Members:
         read: Read,
         segments: Sequence[tuple[int, int]] | None = None,
     ) -> int:
-        """A regular file that is read piece by piece; its content starts a frame of its own.
+        """Add a regular file that is read piece by piece; its content begins a new frame.
 
-        With `segments` only those parts are read, the rest are holes.
+        With `segments`, only those parts are read, and the rest are holes.
         """
         size = inode.size_bytes
         if segments is None:
             header = member_header(path, inode)
             segments = [(0, size)]
         else:
-            # GNU tar makes a file that ends in a hole as long as it should be only if told so.
+            # For a file that ends in a hole, GNU tar needs an empty segment at the end.
             ends_in_hole = not segments or sum(segments[-1]) < size
             listed = [*segments, (size, 0)] if ends_in_hole else segments
             header = member_header(path, inode, segments=listed)
@@ -102,9 +102,10 @@ class Members:
     def add_elsewhere(
         self, path: bytes, inode: Inode, extents: tuple[Extent, ...], digest: bytes, head: bytes
     ) -> int:
-        """A regular file whose content is in other blobs: it is in the tree, and no member.
+        """Add a regular file to the tree whose content is in other blobs, without a member.
 
-        But for its first bytes, `head`, if they are others."""
+        `head` has the first bytes if they are not in other blobs.
+        """
         number = self._added(path, _with_content(inode, extents, digest))
         self._elsewhere.add(number)
         if head:
@@ -112,15 +113,17 @@ class Members:
         return number
 
     def finish(self, others: Sequence[Blob] = ()) -> Tree:
-        """Write the end of the archive; the tree of all that was added. `others`: the blobs that
-        `add_elsewhere` named, which this one comes before."""
+        """Write the end of the archive, and return the tree.
+
+        The tree has the new blob and then `others`, the blobs in the extents of `add_elsewhere`.
+        """
         if self._heads:
             self._add_heads()
         self._writer.write(END)
         return build_tree(self._names, self._inodes, [self._writer.finish(), *others])
 
     def _add_heads(self) -> None:
-        """All in one member that is not in the tree: thousands of them take a frame or two."""
+        """Write all heads as one member, which is not in the tree and takes few frames."""
         content = b"".join(head for _, head in self._heads)
         self._put(member_header(HEADS, Inode(stat.S_IFREG | 0o600, size_bytes=len(content))))
         self._writer.cut()
@@ -146,7 +149,7 @@ class Members:
 
 
 def _with_content(inode: Inode, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
-    """A general `replace` takes three times as long, which shows at 100,000 files."""
+    # `msgspec.structs.replace` takes three times as long, which matters for 100,000 files.
     return Inode(
         inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.size_bytes, inode.rdev,
         inode.link_target, inode.xattrs, extents, digest,
@@ -154,12 +157,12 @@ def _with_content(inode: Inode, extents: tuple[Extent, ...], digest: bytes | Non
 
 
 def hash_zeros(hasher: ContentHasher, count: int) -> None:
-    """Hash the bytes of a hole."""
+    """Add `count` zero bytes to a hash."""
     while count > 0:
         hasher.update(_ZEROS[:count] if count < len(_ZEROS) else _ZEROS)
         count -= len(_ZEROS)
 
 
 def plain_size(mode: int, link_target: bytes) -> int:
-    """st_size of something without content: a symlink is as long as its target."""
+    """Return st_size of an inode without content: the length of a symbolic link's target, or 0."""
     return len(link_target) if stat.S_ISLNK(mode) else 0

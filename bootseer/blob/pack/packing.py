@@ -1,8 +1,8 @@
-"""Makes a blob and its tree, from a directory or from a tar stream.
+"""Packing of a directory into a blob and its tree (`pack_tar` does it for a tar stream).
 
-The walk is `pack.scan`, the tar parser `tar.reader`, the layout `pack.members`, compression
-`pack.frame_writer`. The same input, level and frame size give the same bytes, whatever the number
-of threads. A function call is one packing; several may run in parallel.
+`pack.scan` walks the directory, `pack.members` lays out the members, `pack.frame_writer` compresses
+them. The same input, level and frame size give the same bytes, whatever the number of threads.
+Several calls may run in parallel.
 """
 
 import errno
@@ -29,30 +29,30 @@ __all__ = ["pack_directory", "pack_tar", "tar_directory"]
 
 _log = logging.getLogger(__name__)
 
-# O_NONBLOCK: a fifo swapped in for the file must not hang us.
+# O_NONBLOCK: opening must not block if a fifo has replaced the file.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _READ_ATTEMPTS = 3
 
 
 class Elsewhere(Struct, frozen=True):
-    """The place in other blobs where the content of a file lies already."""
+    """Place of a file's content in blobs that are stored already."""
 
     extents: tuple[Extent, ...]
-    """Without holes; blobs are numbered in the tree to be, where 0 is the new one. They begin
-    behind `head`."""
+    """Extents without holes, after `head`. Blobs are numbered as in the new tree, where 0 is the
+    new blob."""
     digest: bytes
     status: os.stat_result
-    """The status of the file when it was found to have that content."""
+    """Status of the file when its content was compared."""
     head: bytes = b""
-    """Its first bytes, where they are others."""
+    """First bytes of the file if they are not in the blobs."""
 
 
 class Others(Struct, frozen=True):
-    """What a directory has in common with blobs that are stored already."""
+    """Files of a directory whose content is in stored blobs."""
 
     blobs: Sequence[Blob] = ()
     files: Mapping[bytes, Elsewhere] = field(default_factory=dict)
-    """Files by path; a hard-linked file has an entry for each name."""
+    """Places by path; a hard-linked file has an entry for each of its names."""
 
 
 _NO_OTHERS = Others()
@@ -73,17 +73,28 @@ def pack_directory(
     threads: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Tree:
-    """Write the blob of everything below `root` to `sink` (buffered); returns its tree.
+    """Write the blob of the directory `root` to `sink` (buffered), and return its tree.
 
-    `paths`: only these (relative, b"usr/lib/x") and the directories leading to them, a directory
-    among them without what it holds. `exclude`: glob patterns; one with "/" is matched against the
-    whole relative path, any other against each name. Sockets are left out, with a warning.
-    What is in `others`, and has not changed since, is not packed: the tree says where it is.
-    `identities`: by path, what two names of one file have in common where stat does not tell.
-    `on_progress` is called with counts of uncompressed bytes done.
+    Sockets are left out, with a warning.
+
+    Args:
+        root: The directory.
+        sink: File to write to. After an error its content is unusable.
+        paths: Paths to pack (relative, b"usr/lib/x"), with the directories that lead to them; a
+            directory is packed without its contents. None packs everything.
+        exclude: Glob patterns. A pattern with "/" is matched against the whole relative path, any
+            other against each name.
+        one_file_system: Whether to leave out directories on other file systems.
+        others: Files in stored blobs. Files that have not changed since are not packed; the tree
+            refers to the stored blobs.
+        identities: Identity of files by path, where st_dev and st_ino do not identify hard links.
+        level: zstd level.
+        frame_bytes: Size of the uncompressed content of a frame.
+        threads: Number of compression threads; None for one per CPU.
+        on_progress: Function that is called with counts of uncompressed bytes done.
 
     Raises: NotFoundError, PermissionDeniedError (naming the file that cannot be read), BusyError
-    (a file changed while being read), OSError of the sink. What is in `sink` then is garbage.
+    (a file changed while being read), OSError of the sink.
     """
     with FrameWriter(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
@@ -99,10 +110,11 @@ def tar_directory(
     one_file_system: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> Tree:
-    """Give `sink` the tar stream of which `pack_directory` makes its blob; the tree is the same but
-    for that blob. `pack_tar` of the stream then gives that blob, too.
+    """Pass the tar stream of a directory to `sink`, and return its tree.
 
-    Raises: as `pack_directory`.
+    The stream is that of the blob which `pack_directory` makes, and `pack_tar` of the stream makes
+    the same blob. The tree differs from that of `pack_directory` in the blob only, which has no
+    frames. Raises: as `pack_directory`.
     """
     entries = scan(root, paths=None, exclude=(), one_file_system=one_file_system)
     return _write(root, entries, PlainWriter(sink, on_progress), _NO_OTHERS, _NO_IDENTITIES)
@@ -135,7 +147,7 @@ def _write(
 
 
 class _ReadError(Exception):
-    """The source could not be read: told apart from failures of the sink, OSErrors as well."""
+    """Raised if the source cannot be read, to distinguish it from an OSError of the sink."""
 
     def explain(self, shown: str) -> BootseerError:
         cause = self.__cause__
@@ -190,7 +202,7 @@ def _inode(
     mode = status.st_mode
     mtime_ns = bounded_time_ns(status.st_mtime_ns)
     if mtime_ns != status.st_mtime_ns:
-        _log.warning("%s was changed after 2262, and is stored as of then", quoted(path))
+        _log.warning("the time of %s is after the year 2262, and is stored as 2262", quoted(path))
     is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
     return Inode(
         mode,
@@ -205,7 +217,7 @@ def _inode(
 
 
 def _as_it_was(path: bytes, fd: int, before: os.stat_result) -> Inode | None:
-    """The open file's attributes, if it has not changed and is to be stored without holes."""
+    """Return the open file's attributes; None if it has changed since `before` or has holes."""
     try:
         status = os.fstat(fd)
         if status.st_ino != before.st_ino or not _unchanged(fd, before):
@@ -233,7 +245,7 @@ def _add_file(members: Members, writer: StreamWriter, path: bytes, fd: int) -> i
         else:
             raise _ReadError
         segments = None
-        # Fewer blocks than bytes: holes, or a file system that compresses; the segments tell.
+        # Fewer blocks than bytes mean holes, or a file system that compresses.
         if status.st_blocks * 512 < status.st_size:
             segments = data_segments(fd, status.st_size)
             if segments == [(0, status.st_size)]:

@@ -1,4 +1,4 @@
-"""Writes a tar stream unchanged: what `frame_writer` is to a blob, for who keeps the stream itself.
+"""Writer of an uncompressed tar stream, for callers that keep the stream instead of a blob.
 
 Not thread-safe: one caller.
 """
@@ -12,31 +12,27 @@ from bootseer.blob.tree import Blob
 
 
 class StreamWriter(Protocol):
-    """What the makers of a tar stream write to; `FrameWriter` is one."""
+    """Destination of a tar stream: `FrameWriter` or `PlainWriter`; see the former."""
 
     frame_bytes: int
     position: int
 
-    def reserve(self, length: int) -> None:
-        """Say that `length` bytes belong together."""
+    def reserve(self, length: int) -> None: ...
 
-    def write(self, data: bytes) -> None:
-        """Append."""
+    def write(self, data: bytes) -> None: ...
 
-    def cut(self) -> None:
-        """Say that what follows does not belong to what was written."""
+    def cut(self) -> None: ...
 
-    def finish(self) -> Blob:
-        """The blob that tells of what was written."""
+    def finish(self) -> Blob: ...
 
 
 class PlainWriter:
-    """Gives each piece to `sink`. The blob of `finish` has no frames."""
+    """Stream writer that passes each piece to `sink`. The blob of `finish` has no frames."""
 
     def __init__(
         self, sink: Callable[[bytes], object], on_progress: Callable[[int], None] | None = None
     ) -> None:
-        """`on_progress` is called with counts of bytes."""
+        """Start the stream; `on_progress` is called with counts of bytes."""
         self.frame_bytes = FRAME_BYTES
         self.position = 0
         self._sink = sink
@@ -44,13 +40,13 @@ class PlainWriter:
         self._hash = ContentHasher()
 
     def reserve(self, length: int) -> None:
-        """Nothing is cut."""
+        """Do nothing: there are no frames."""
 
     def cut(self) -> None:
-        """Nothing is cut."""
+        """Do nothing: there are no frames."""
 
     def write(self, data: bytes) -> None:
-        """Append."""
+        """Append `data`."""
         self._hash.update(data)
         self._sink(data)
         self.position += len(data)
@@ -58,10 +54,10 @@ class PlainWriter:
             self._on_progress(len(data))
 
     def finish(self) -> Blob:
-        """A stream that is stored nowhere yet, by its digest."""
+        """Return the blob of the stream, which is stored nowhere yet."""
         return local_blob(f"blake3:{self._hash.hexdigest()}", self.position)
 
 
 def local_blob(stream_digest: str, stream_length: int) -> Blob:
-    """The blob of a stream that only this node has."""
+    """Return the blob of a stream that only this node has."""
     return Blob(stream_digest, 0, (), stream_digest, stream_length)

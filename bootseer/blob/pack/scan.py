@@ -1,7 +1,8 @@
-"""Walks a directory for packing: every name once, in the order of `Tree.walk`, fd-relative.
+"""Walk through a directory for packing: every name once, in the order of `Tree.walk`.
 
-Alone owns the walk, the exclude patterns, the choice of xattrs and the search for holes. Nothing
-is followed: a symlink swapped in for a directory while we walk is an error, not a way out.
+Also: exclude patterns, extended attributes to pack, and the search for holes. Directories are
+opened relative to their parents, and symbolic links are never followed: a link that replaces a
+directory during the walk is an error.
 """
 
 import errno
@@ -21,23 +22,27 @@ _log = logging.getLogger(__name__)
 
 _HOLE_ALIGNMENT = 4096
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A label of this host's policy, and overlayfs's own bookkeeping: wrong on any other machine.
+# Labels of this host's security policy, and attributes of overlayfs: invalid on other machines.
 _LOCAL_XATTRS = ("security.selinux", "trusted.overlay.", "user.overlay.", "system.nfs4_acl")
 
 
 class Entry(Struct, frozen=True):
-    """One name found. `fd` is the directory it lies in (for a directory and the root: the
-    directory itself) and is open only until the next entry is asked for."""
+    """Name that the walk has found."""
 
     path: bytes
     fd: int
+    """Descriptor of the name's directory, or of the directory itself for a directory. It is closed
+    when the next entry is requested."""
     name: bytes
     status: os.stat_result
 
 
 def excluder(patterns: Iterable[str | bytes]) -> Callable[[bytes], bool]:
-    """Whether a path is excluded: a pattern with "/" is matched against the whole path, any
-    other against the last part. "*" also matches "/"."""
+    """Return the function that says whether a path is excluded.
+
+    A pattern with "/" is matched against the whole path, any other against the last component. "*"
+    also matches "/".
+    """
     anywhere: list[str] = []
     whole: list[str] = []
     for pattern in patterns:
@@ -63,11 +68,11 @@ def scan(
     exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
 ) -> Iterator[Entry]:
-    """Every name below `root`, the root first.
+    """Yield every name below `root`, and first the root itself.
 
-    With `paths`, only these and the directories that lead to them; a directory among them is not
-    descended into. Raises: NotFoundError, PermissionDeniedError, BusyError (something changed
-    meanwhile), each naming the path.
+    With `paths`, yield only these and the directories that lead to them, without the contents of a
+    directory among them. Raises: NotFoundError, PermissionDeniedError, BusyError (a name changed
+    during the walk), each naming the path.
     """
     excluded = excluder(exclude)
     wanted = None if paths is None else _by_directory(paths)
@@ -137,7 +142,7 @@ def _names(
 
 
 def _by_directory(paths: Iterable[bytes]) -> dict[bytes, set[bytes]]:
-    """Directory -> the names wanted in it, leading directories included."""
+    """Return the names to yield in each directory, including those of leading directories."""
     wanted: dict[bytes, set[bytes]] = {}
     for path in paths:
         parts = path.split(b"/")
@@ -154,8 +159,10 @@ def _by_directory(paths: Iterable[bytes]) -> dict[bytes, set[bytes]]:
 
 
 def xattrs_of(target: int | str) -> tuple[tuple[bytes, bytes], ...]:
-    """Extended attributes of an open file, or of a path (not followed), sorted; without those
-    that belong to this host only. Raises: OSError."""
+    """Return the extended attributes of an open file or a path, sorted. Raises: OSError.
+
+    A symbolic link is not followed. Attributes that are valid on this host only are left out.
+    """
     follow = isinstance(target, int)
     try:
         names = os.listxattr(target, follow_symlinks=follow)
@@ -173,7 +180,10 @@ def xattrs_of(target: int | str) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def data_segments(fd: int, size: int) -> list[tuple[int, int]]:
-    """(offset, length) of what is not a hole, in order, on 4 KiB boundaries. Raises: OSError."""
+    """Return the segments (offset, length) of a file that are not holes, in order.
+
+    Segments begin and end on 4 KiB boundaries. Raises: OSError.
+    """
     segments: list[tuple[int, int]] = []
     position = 0
     while position < size:

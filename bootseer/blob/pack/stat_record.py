@@ -1,30 +1,30 @@
-"""What lstat shows of a name, as bytes of one length: all that a change of it would change.
+"""Fixed-length record of a file's lstat, with every attribute that a change of the file changes.
 
-Of a directory only mode, user and group: the rest is as its names are. Alone owns the layout, which
-`snapshots.scan` hashes. Stateless.
+The record of a directory has only mode, user and group: its other attributes depend on its names.
+`snapshots.scan` hashes these records. Stateless.
 """
 
 import os
 from struct import Struct
 
 RECORD = Struct("<3I3q2QI")
-"""Mode, user, group; size, time of modification and of change in ns; inode, device; link count."""
+"""Layout: mode, user, group; size, mtime and ctime in ns; inode, device; link count."""
 _DIRECTORY = Struct(f"<3I{RECORD.size - 12}x")
 
 TIME_NS_MAX = 2**63 - 1
-"""The latest time, in April of 2262; file systems know later ones."""
+"""Latest time of a record, in April 2262; file systems support later times."""
 
 Records = bytearray | memoryview
-"""One record for each name of a tree, and the record of its root at the end."""
+"""Record of each name of a tree, then of its root."""
 
 
 def bounded_time_ns(time_ns: int) -> int:
-    """The nearest time that 64 bits of nanoseconds hold."""
+    """Return the nearest time that fits into 64 bits of nanoseconds."""
     return min(max(time_ns, -TIME_NS_MAX), TIME_NS_MAX)
 
 
 def put_record(status: os.stat_result, records: Records, number: int) -> None:
-    """Write the record of a name, not of a directory, to its place among those of all names."""
+    """Write the record of the name `number`, which is not a directory, to its place."""
     RECORD.pack_into(
         records,
         number * RECORD.size,
@@ -41,7 +41,7 @@ def put_record(status: os.stat_result, records: Records, number: int) -> None:
 
 
 def put_directory(status: os.stat_result, records: Records, number: int) -> None:
-    """Write the record of a directory to its place."""
+    """Write the record of the directory `number` to its place."""
     place = number * RECORD.size
     records[place : place + RECORD.size] = directory_record(
         status.st_mode, status.st_uid, status.st_gid
@@ -49,5 +49,5 @@ def put_directory(status: os.stat_result, records: Records, number: int) -> None
 
 
 def directory_record(mode: int, uid: int, gid: int) -> bytes:
-    """The record of a directory."""
+    """Return the record of a directory."""
     return _DIRECTORY.pack(mode, uid, gid)

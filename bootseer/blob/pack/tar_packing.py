@@ -1,9 +1,8 @@
-"""Makes a blob from a tar stream, unchanged: only cut into frames, and read for its tree.
+"""Packing of a tar stream into a blob: the stream is cut into frames, and parsed for its tree.
 
-Because the stream is copied byte for byte, the blob of a container layer keeps the layer's
-DiffID. What the tree shows is what unpacking the archive in order would give: a later member
-replaces an earlier one, a path leads through symbolic links inside the root, parents that the
-archive does not mention are made. One call is one packing.
+The stream is copied byte for byte, so that the blob of a container layer keeps the layer's DiffID.
+The tree is the result of unpacking the archive in order: a later member replaces an earlier one, a
+path leads through symbolic links inside the root, missing parent directories are created.
 """
 
 import stat
@@ -21,17 +20,17 @@ from bootseer.blob.tree import ZEROS_HASHED_MAX, Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError, InvalidInputError
 
 IMPLIED_DIRECTORY = Inode(stat.S_IFDIR | 0o755)
-"""Stands for a directory that the archive does not mention; compare with `is`."""
+"""Inode of a directory that the archive does not mention; compare with `is`."""
 _SYMLINKS_MAX = 40
-"""The most symbolic links on the way of one path: the kernel's own limit."""
+"""Largest number of symbolic links in one path, as in Linux."""
 _STEPS_MAX = 4096
-"""The most folders on the way to one member, with those that links lead through."""
+"""Largest number of directories in one path, including those of followed links."""
 MEMORY_BYTES_MAX = 4 * 2**30
-"""What the names and attributes of one archive may take while it is read: some four million files,
-or fewer with long names or many attributes. A hostile archive gets there from a few megabytes."""
+"""Largest memory of the names and attributes of one archive: about four million files, or fewer
+with long names or many attributes. A hostile archive of a few megabytes could exceed it."""
 _IMPLIED_BYTES_MAX = 2**27
-"""What directories that the archive does not mention may take of that: some 150,000 of them. Each
-name of 4 KiB can imply two thousand, which take a thousand times as much as it."""
+"""Largest part of it for directories that the archive does not mention: about 150,000 of them. A
+hostile name of 4 KiB can imply two thousand, which take a thousand times its size."""
 _EMPTY_DIGEST = content_digest(b"")
 _NAME_COST_BYTES = 800
 _EXTENT_COST_BYTES = 160
@@ -39,19 +38,16 @@ _XATTR_COST_BYTES = 200
 
 
 class TarWriter(Protocol):
-    """All that a tar's stream is written to needs: `FrameWriter` is one."""
+    """Part of the interface of `FrameWriter` that copying a tar stream needs."""
 
     frame_bytes: int
     position: int
 
-    def reserve(self, length: int) -> None:
-        """Say that the next `length` bytes belong together."""
+    def reserve(self, length: int) -> None: ...
 
-    def write(self, *pieces: bytes | memoryview) -> None:
-        """Append."""
+    def write(self, *pieces: bytes | memoryview) -> None: ...
 
-    def cut(self) -> None:
-        """Say that what follows does not belong to what was written."""
+    def cut(self) -> None: ...
 
 
 def pack_tar(
@@ -64,16 +60,16 @@ def pack_tar(
     on_progress: Callable[[int], None] | None = None,
     must_end: bool = False,
 ) -> Tree:
-    """Write the blob of an uncompressed tar archive to `sink` (buffered); returns its tree.
+    """Write the blob of an uncompressed tar archive to `sink` (buffered), and return its tree.
 
-    Names lose a leading "/" or "./"; whiteouts (".wh.x") are plain files here. `stream` needs
-    only `read` and is read to its end. `on_progress` is called with counts of bytes done.
-    `must_end`: an archive without a zero block after its last member is refused as cut off; use it
-    where no digest vouches for the archive.
+    A leading "/" or "./" of names is removed; whiteouts (".wh.x") are plain files here. `stream` is
+    read to its end. `on_progress` is called with counts of bytes done. With `must_end`, an archive
+    without a zero block after its last member is refused as cut off; use it for an archive without
+    a known digest.
 
-    Raises: CorruptError for anything malformed: a wrong checksum, a name with "..", a hard link
-    to a name that does not precede it; UnsupportedError for multi-volume archives. What is in
-    `sink` then is garbage.
+    Raises: CorruptError for a malformed archive, for example a wrong checksum, a name with "..", or
+    a hard link to a name that does not precede it; UnsupportedError for a multi-volume archive. The
+    content of `sink` is then unusable.
     """
     with FrameWriter(
         sink, level=level, frame_bytes=frame_bytes, threads=threads, on_progress=on_progress
@@ -94,9 +90,9 @@ def pack_tar(
 def copy_member(
     reader: TarReader, writer: TarWriter, member: Member
 ) -> tuple[tuple[Extent, ...], bytes | None]:
-    """Move one member and its content from the reader to the writer.
+    """Copy one member with its content from the reader to the writer.
 
-    Returns where the content is in the blob's stream, and its digest.
+    Return the extents of the content in the blob's stream, and its digest.
     """
     stored = member.stored_bytes
     padded = stored + -stored % BLOCK
@@ -115,7 +111,7 @@ def copy_member(
 
 
 def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
-    """Returns the extents of a member's content that begins at offset `start` of a stream."""
+    """Return the extents of a member whose content begins at the offset `start` of a stream."""
     extents = []
     segments = [(0, member.stored_bytes)] if member.segments is None else member.segments
     for offset, length in segments:
@@ -126,7 +122,7 @@ def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
 
 
 def copy_end(reader: TarReader, writer: TarWriter) -> None:
-    """Move what follows the last member."""
+    """Copy the rest of the stream after the last member."""
     rest = reader.rest + reader.take_up_to(writer.frame_bytes - len(reader.rest))
     while rest:
         writer.write(rest)
@@ -138,8 +134,8 @@ def _copied_pieces(
 ) -> Iterator[bytes | memoryview]:
     left = stored
     for _, length in segments:
-        # No piece spans two segments: cut as `members` does, so that a directory's tar gives the
-        # directory's blob.
+        # Pieces end at segments, as in `members`, so that a directory's tar stream gives the same
+        # blob as the directory.
         while length:
             piece = reader.view(min(writer.frame_bytes, length))
             left -= len(piece)
@@ -151,7 +147,10 @@ def _copied_pieces(
 def _digest(
     pieces: Iterable[bytes | memoryview], segments: Iterable[tuple[int, int]], size_bytes: int
 ) -> bytes | None:
-    """Returns the digest of the content with holes as zeros; None for many. Uses up `pieces`."""
+    """Consume `pieces`, and return the digest of the content with holes as zeros.
+
+    Return None if the holes are larger than `ZEROS_HASHED_MAX`.
+    """
     segments = [segment for segment in segments if segment[1]]
     holes = size_bytes - sum(length for _, length in segments)
     if holes > ZEROS_HASHED_MAX:
@@ -178,17 +177,17 @@ def _digest(
 
 
 class Unpacked:
-    """What the members so far would have made on disk.
+    """File tree that unpacking the members so far would have created.
 
-    `prefetch` derives from it for layers, which stand on others: it may override `add` and
-    `_remove`, and use `_locate`, `_charge`, `_names` (path -> inode number) and `_inodes`.
+    `prefetch` has a subclass for layers, which are unpacked over other layers. It may override
+    `add` and `_remove`, and use `_locate`, `_charge`, `_names` (path -> inode number), `_inodes`.
     """
 
     def __init__(self) -> None:
         self._names: dict[bytes, int] = {b"": 0}
         self._inodes: list[Inode] = [IMPLIED_DIRECTORY]
         self._inside: dict[bytes, set[bytes]] | None = None
-        """Folder -> paths in it. Made when the first folder is replaced; mostly none is."""
+        """Paths in each directory. Made when a directory is first replaced, which is rare."""
         self._memory_bytes = 0
         self._implied_bytes = 0
 
@@ -223,9 +222,9 @@ class Unpacked:
         self._inodes.append(inode)
 
     def tree(self, blob: Blob) -> Tree:
-        """Inodes are numbered in the order of `Tree.walk`, whatever the archive's order was."""
+        """Return the tree of all members; inodes are numbered in the order of `Tree.walk`."""
         numbers: dict[int, int] = {}
-        # By their parts: a name holds no NUL, which is less than all that it may hold.
+        # Sorted by components: NUL sorts before every byte that a name can contain.
         paths = sorted(self._names, key=lambda path: path.replace(b"/", b"\0"))
         for path in paths:
             numbers.setdefault(self._names[path], len(numbers))
@@ -253,7 +252,7 @@ class Unpacked:
             )
 
     def _remove(self, path: bytes) -> list[bytes]:
-        """Forget what is at `path` and below; returns the folders among that."""
+        """Remove `path` and all paths below it; return the removed directories."""
         number = self._names.pop(path, None)
         if self._inside is not None:
             self._inside.get(path.rpartition(b"/")[0], set()).discard(path)
@@ -272,7 +271,7 @@ class Unpacked:
         return gone
 
     def _locate(self, path: bytes) -> bytes:
-        """Returns the path that a member's path leads to, and makes its parent directory."""
+        """Return the path that a member's path leads to, after creating its parent directory."""
         parts = [part for part in path.split(b"/") if part not in (b"", b".")]
         if b".." in parts:
             raise CorruptError(f'the tar archive holds {quoted(path)}: ".." is not allowed')
@@ -284,7 +283,7 @@ class Unpacked:
         return parent + b"/" + parts[-1] if parent else parts[-1]
 
     def _make_parent(self, parts: list[bytes]) -> bytes:
-        """Follow symbolic links inside the root, and make what is missing."""
+        """Return the path of a directory, following symbolic links and creating missing parents."""
         current: list[bytes] = []
         left = parts[::-1]
         followed = steps = 0

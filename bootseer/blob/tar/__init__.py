@@ -1,1 +1,1 @@
-"""Tar streams: headers, sparse files, and a strict reader."""
+"""Tar streams: headers, sparse files, a strict reader, and decompression of archives."""

@@ -1,6 +1,6 @@
-"""The fields of a tar header and the records of an extended one: from bytes to values.
+"""Decoding of the fields of a tar header and of the records of an extended header. Pure.
 
-Pure (no I/O). They mean what Go's archive/tar, and so container engines, take them for.
+Odd values are interpreted as by Go's archive/tar, and so by container engines.
 """
 
 import os
@@ -30,37 +30,40 @@ _PLAIN = frozenset(
 
 
 def verify_checksum(block: bytes, position: int) -> None:
-    """Unsigned as POSIX says, or signed as some old tars did."""
-    # The bytes of a block of ASCII add up to less than Adler-32's modulus.
+    """Raise CorruptError unless a header's checksum is right.
+
+    The sum is of unsigned bytes, as POSIX says, or of signed bytes, as in some old archives.
+    """
+    # The sum of a block of ASCII is less than Adler-32's modulus.
     if block.isascii() and zlib.adler32(block) & 0xFFFF == _adler_of_block(block[148:156]):
         return
     expected = _checksum(block[148:156])
-    # The field itself counts as eight spaces.
+    # The checksum field itself counts as eight spaces.
     total = _sum(block[:148]) + 256 + _sum(block[156:412]) + _sum(block[412:])
     if expected != total and expected != total - 256 * sum(byte > 127 for byte in block):
         raise CorruptError(f"not a tar header at byte {position}: its checksum is wrong")
 
 
 def _checksum(field: bytes) -> int:
-    """What the field says; -1 for nothing that can be right."""
+    """Return the value of a checksum field; -1 if it is malformed."""
     digits = field.strip(b" \0")
     return int(digits, 8) if digits and not digits.strip(b"01234567") else -1
 
 
 @lru_cache(maxsize=4096)
 def _adler_of_block(field: bytes) -> int:
-    """The lower half of the Adler-32 of a block that has this checksum field, and rightly so."""
+    """Return the lower half of the Adler-32 of a block for which this checksum field is right."""
     return _checksum(field) - 256 + _sum(field) + 1
 
 
 def _sum(part: bytes) -> int:
-    """The sum of at most 256 bytes: Adler-32 has it, modulo 65521 and plus 1, without a loop."""
+    """Return the sum of at most 256 bytes, from Adler-32, which contains it plus 1."""
     return (zlib.adler32(part) & 0xFFFF) - 1
 
 
 @lru_cache(maxsize=1024)
 def number(field: bytes) -> int:
-    """Octal, or base 256 where the first bit is set (GNU)."""
+    """Return the value of a numeric field: octal, or base 256 if the first bit is set (GNU)."""
     if field[0] & 0x80:
         value = int.from_bytes(field, "big")
         bits = 8 * len(field)
@@ -77,20 +80,20 @@ def number(field: bytes) -> int:
 
 
 def integer(digits: bytes) -> int:
-    """Decimal, of at most 20 digits."""
+    """Return a decimal number of at most 20 digits. Raises: CorruptError."""
     if not digits.isdigit() or len(digits) > 20:
         raise CorruptError(f"{quoted(digits[:40])} is not a number of a tar header")
     return int(digits)
 
 
 def decimal(found: Mapping[bytes, bytes], keyword: bytes, otherwise: int) -> int:
-    """A number among an extended header's records."""
+    """Return the decimal number of an extended header's record, or `otherwise` without one."""
     digits = found.get(keyword)
     return otherwise if digits is None else integer(digits)
 
 
 def decimal_seconds_ns(digits: bytes) -> int:
-    """Decimal seconds as nanoseconds, exactly; further digits are dropped."""
+    """Return decimal seconds in nanoseconds, exactly; further digits are dropped."""
     seconds, _, fraction = digits.partition(b".")
     if len(fraction) > 40 or (fraction and not fraction.isdigit()):
         raise CorruptError(f"{quoted(digits[:40])} is not a time of a tar header")
@@ -99,12 +102,15 @@ def decimal_seconds_ns(digits: bytes) -> int:
 
 
 def bounded_ns(time_ns: int) -> int:
-    """What 64 bits cannot hold (Go's zero time, year 1) becomes the epoch, as with containerd."""
+    """Return a time, or the epoch if it does not fit into 64 bits, as containerd does.
+
+    Such a time is Go's zero time in the year 1.
+    """
     return time_ns if -_TIME_NS_MAX <= time_ns <= _TIME_NS_MAX else 0
 
 
 def device(block: bytes) -> int:
-    """Returns the device number of a header, in the form of `st_rdev`."""
+    """Return the device number of a header as `st_rdev`."""
     major, minor = number(block[329:337]), number(block[337:345])
     if not 0 <= major < 2**12 or not 0 <= minor < 2**20:
         raise CorruptError(f"the tar archive holds an impossible device {major}:{minor}")
@@ -112,7 +118,7 @@ def device(block: bytes) -> int:
 
 
 def records(body: bytes, sparse: list[tuple[int, int]]) -> dict[bytes, bytes]:
-    """The records of an extended header; the repeated ones of PAX sparse 0.0 go to `sparse`."""
+    """Return the records of an extended header; append those of PAX sparse 0.0 to `sparse`."""
     found: dict[bytes, bytes] = {}
     position = 0
     offset = 0
@@ -136,19 +142,19 @@ def records(body: bytes, sparse: list[tuple[int, int]]) -> dict[bytes, bytes]:
         if value or keyword.startswith(_XATTR):
             found[keyword] = value
         else:
-            # As if the header's own field had never been replaced.
+            # An empty value cancels an earlier record: the header's own field is valid again.
             found.pop(keyword, None)
         position = end
     return found
 
 
 def is_plain(found: Mapping[bytes, bytes]) -> bool:
-    """Whether an extended header has nothing but what replaces fields of a plain one."""
+    """Return whether all records of an extended header replace fields of the plain header."""
     return found.keys() <= _PLAIN
 
 
 def xattrs(found: Mapping[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
-    """The extended attributes among an extended header's records, sorted by name."""
+    """Return the extended attributes in an extended header's records, sorted by name."""
     return tuple(
         sorted(
             (key[len(_XATTR) :].replace(b"%3D", b"=").replace(b"%25", b"%"), value)

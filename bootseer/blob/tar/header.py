@@ -1,8 +1,8 @@
-"""The headers of a blob's tar stream (docs/format/blob.md). Pure: attributes in, bytes out.
+"""Encoder of the headers of a blob's tar stream (docs/format/blob.md). Pure.
 
-ustar headers, PAX extended headers for what ustar cannot say, and GNU long names for names that
-are both long and not UTF-8. Nothing depends on the clock, the locale or the machine, so the same
-tree gives the same bytes.
+Headers are ustar headers, with PAX extended headers for values that ustar cannot represent, and GNU
+long names for names that are both long and not UTF-8. The result does not depend on the clock, the
+locale or the machine, so that the same tree gives the same bytes.
 """
 
 import os
@@ -26,14 +26,14 @@ _TYPES = {
     stat.S_IFDIR: b"5",
     stat.S_IFIFO: b"6",
 }
-# No user name, no group name: they mean nothing on another machine.
+# User and group names are empty, since other machines have other names.
 _MAGIC_AND_OWNER_NAMES = b"ustar\x0000" + bytes(64)
 _PAX_NAME = b"././@PaxHeader"
 _LONG_NAME = b"././@LongLink"
 
 
 def padding(length: int) -> bytes:
-    """The zeros that fill up the last block of `length` bytes of content."""
+    """Return the zero bytes that fill the last block of `length` bytes of content."""
     return bytes(-length % BLOCK)
 
 
@@ -44,12 +44,11 @@ def member_header(
     hard_link_to: bytes | None = None,
     segments: Sequence[tuple[int, int]] | None = None,
 ) -> bytes:
-    """All blocks that precede the content of one member.
+    """Return all blocks that precede the content of one member.
 
-    `path` is relative, b"" for the root. With `hard_link_to` the member is another name of that
-    path and carries no attributes of its own. With `segments` (offset, length) the file is sparse,
-    in PAX 1.0 form: what follows the header is the map (the last blocks returned here) and then
-    the segments' bytes, joined.
+    `path` is relative, b"" for the root. With `hard_link_to`, the member is another name of that
+    path without attributes of its own. With `segments` (offset, length), the file is sparse in PAX
+    1.0 form: the last blocks returned are the map, and the content is the segments' bytes, joined.
     """
     records: list[tuple[bytes, bytes]] = []
     long_names = b""
@@ -72,7 +71,7 @@ def member_header(
                 (b"GNU.sparse.name", name),
                 (b"GNU.sparse.realsize", b"%d" % inode.size_bytes),
             ]
-            # What a reader that knows no sparse files calls it; the same idea as GNU tar's.
+            # Name that a reader without support of sparse files uses, similar to GNU tar's.
             name = b"GNUSparseFile.0/" + os.path.basename(name)[:80]
     if len(name) > _FIELD_NAME_MAX:
         name, long_names = _long(name, b"path", b"L", records, long_names)
@@ -101,11 +100,14 @@ def _long(
     records: list[tuple[bytes, bytes]],
     long_names: bytes,
 ) -> tuple[bytes, bytes]:
-    """What stays in the header's own field, and `long_names` with what may have been added."""
+    """Return the header's own field of a long name, and `long_names` with a GNU long name added.
+
+    A UTF-8 name is added to `records` instead.
+    """
     try:
         name.decode("utf-8")
     except UnicodeDecodeError:
-        # PAX names are UTF-8 by definition; GNU's long names are bytes.
+        # PAX names must be UTF-8; GNU long names may be any bytes.
         body = name + b"\0"
         long_names += _block(_LONG_NAME, 0o644, 0, 0, len(body), 0, gnu_type, b"", 0)
         long_names += body + padding(len(body))
@@ -122,7 +124,7 @@ def _or_record(value: int, limit: int, keyword: bytes, records: list[tuple[bytes
 
 
 def _escape(xattr: bytes) -> bytes:
-    """ "=" ends a PAX keyword, so GNU tar escapes it so."""
+    # "=" ends a PAX keyword; the escapes are GNU tar's.
     return xattr.replace(b"%", b"%25").replace(b"=", b"%3D")
 
 
@@ -146,7 +148,7 @@ def _pax(records: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def _record(keyword: bytes, value: bytes) -> bytes:
-    """ "<length> <keyword>=<value>\\n", where length counts its own digits."""
+    # "<length> <keyword>=<value>\n", where the length includes its own digits.
     rest = len(keyword) + len(value) + 3
     length = rest + len(b"%d" % rest)
     length = rest + len(b"%d" % length)
@@ -164,7 +166,7 @@ def _block(
     link: bytes,
     device: int,
 ) -> bytes:
-    """Returns one ustar header block."""
+    """Return one ustar header block."""
     fields = b"%s%07o\0%07o\0%07o\0%011o\0%011o\0" % (
         name.ljust(100, b"\0"), mode, uid, gid, size, mtime,
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""Decompression of layers and archives: gzip, zstd or none, as pieces. Alone owns the libraries.
+"""Decompression of layers and archives (gzip, zstd or uncompressed) in pieces.
 
-ISA-L decompresses gzip twice as fast as zlib; a platform that has no wheel of it has zlib. Both
-verify gzip's own checksums. They are read as files, which write into the piece that is handed on:
-objects that decompress what they are given copy that, and the rest of it again and again.
-Generators: nothing is read before it is asked for.
+ISA-L decompresses gzip twice as fast as zlib, which is used on platforms without an ISA-L wheel.
+Both verify gzip's checksums. The libraries' file objects are used, not their decompressor objects,
+which copy their input several times. The functions are generators: input is read on demand.
 """
 
 import gzip
@@ -34,13 +33,13 @@ ERRORS: tuple[type[Exception], ...] = (
     EOFError,
     zstandard.ZstdError,
 )
-"""What the libraries raise for bytes that they cannot decompress."""
+"""Exceptions of the libraries for bytes that they cannot decompress."""
 
 Read = Callable[[int], bytes]
-"""The next stored bytes, at most so many; b"" at the end."""
+"""Function `read(size)` that returns the next stored bytes, at most `size`; b"" at the end."""
 
 _WINDOW_BYTES_MAX = 2**27
-"""`zstd --long=27`, what the zstd command itself decompresses without being told."""
+"""Largest window, that of `zstd --long=27`, which the zstd command accepts without an option."""
 
 _MARK_BYTES = 128
 _GZIP = b"\x1f\x8b"
@@ -50,13 +49,14 @@ _MAGIC_BYTES = 5
 
 
 def decompress(read: Read, name: str) -> Iterator[bytes]:
-    """The uncompressed pieces. The format is told by the first bytes, as engines do, not by the
-    media type. `name` is for messages.
+    """Return an iterator over the uncompressed pieces; `name` is for messages.
+
+    The format is detected by the first bytes, not by the media type, as container engines do.
 
     Raises: one of `ERRORS`, CorruptError; UnsupportedError for other compressions.
     """
     head = read(PIECE_BYTES)
-    # A socket may give fewer bytes than it takes to tell.
+    # A socket may return fewer bytes than a magic number has.
     while len(head) < _MAGIC_BYTES and (more := read(PIECE_BYTES)):
         head += more
     for magic, other in _OTHERS.items():
@@ -66,7 +66,7 @@ def decompress(read: Read, name: str) -> Iterator[bytes]:
             )
     if head.startswith(_GZIP):
         return _gunzip(head, read)
-    # Skippable frames come first in some seekable and chunked zstd files.
+    # Some seekable and chunked zstd files begin with a skippable frame.
     skippable = head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
     if head.startswith(_ZSTD) or skippable:
         return _unzstd(head, read)
@@ -74,16 +74,16 @@ def decompress(read: Read, name: str) -> Iterator[bytes]:
 
 
 class Limits(Struct, frozen=True):
-    """What one layer or archive may expand to; a decompression bomb ends there."""
+    """Limits on the expansion of one layer or archive, against decompression bombs."""
 
     bytes_max: int = 2**40
     ratio_max: int = 1100
-    """Deflate cannot exceed 1032, so only zstd of almost nothing but zeros meets this."""
+    """Largest ratio. Deflate cannot exceed 1032, zstd only for data that is nearly all zeros."""
     free_bytes: int = 2**26
-    """The ratio is not applied below this: so much a layer of a few bytes may take of a disk."""
+    """Expanded size up to which any ratio is accepted."""
 
     def check(self, stored_bytes: int, expanded_bytes: int, name: str) -> None:
-        """Raises: CorruptError for more than so many stored bytes may become."""
+        """Raise CorruptError if the expansion exceeds the limits."""
         if expanded_bytes > min(
             self.bytes_max, max(self.free_bytes, self.ratio_max * stored_bytes)
         ):
@@ -94,7 +94,7 @@ class Limits(Struct, frozen=True):
 
 
 class _Whole(io.RawIOBase):
-    """`head`, then the rest, then `end`, as a file."""
+    """File object over `head`, the bytes of `read`, and `end`."""
 
     def __init__(self, head: bytes, read: Read, end: bytes = b"") -> None:
         self._head = head
@@ -120,20 +120,20 @@ class _Whole(io.RawIOBase):
 
 
 def _gunzip(head: bytes, read: Read) -> Iterator[bytes]:
-    """Members one after another, as pigz and eStargz write them; zeros may follow."""
+    # The library reads several members, as of pigz and eStargz, and skips zeros after the last one.
     with gzip_library.open(_Whole(head, read)) as file:
         while piece := file.read1(PIECE_BYTES):
             yield piece
 
 
 def _unzstd(head: bytes, read: Read) -> Iterator[bytes]:
-    """Yield the content of the frames. Raises: EOFError where they end amid a frame.
+    """Yield the content of all frames. Raises: EOFError if the last frame is cut off.
 
-    The library's reader takes the end of its source for the end of the last frame, and its other
-    interface, which tells, has no bound for what one call may return. So a frame with content of
-    its own follows the source here: unless that content comes out last, the frame was read as a
-    part of one that is cut off. The content repeats itself, so its frame is shorter and nowhere
-    holds it as it is.
+    The library's reader does not report a frame that is cut off, and its other interface, which
+    does, has no limit for the result of one call. So a frame with random content is appended to the
+    source. If this content is not the last output, the appended frame was consumed as a part of a
+    frame that is cut off. The content is repeated, so that its frame is compressed and does not
+    contain the content literally.
     """
     mark = os.urandom(_MARK_BYTES // 8) * 8
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
@@ -150,7 +150,7 @@ def _unzstd(head: bytes, read: Read) -> Iterator[bytes]:
                 yield last
             last = piece
     if not last.endswith(mark):
-        raise EOFError("it ends amid a frame: it is cut off")
+        raise EOFError("the last zstd frame is cut off")
     if len(last) > _MARK_BYTES:
         yield last[:-_MARK_BYTES]
 

@@ -1,8 +1,8 @@
-"""A strict streaming parser of tar archives: ustar, GNU and PAX, sparse files of all four kinds.
+"""Strict streaming parser of tar archives: ustar, GNU and PAX, with all four sparse formats.
 
-What it makes of odd archives is what container engines make of them (Go's archive/tar): they ignore
-global extended headers. It hands out the very bytes it has read beside what they mean, so that a
-caller can copy an archive unchanged. Reads forward only, with bounded memory. One thread.
+Odd archives are interpreted as by container engines (Go's archive/tar); global extended headers are
+ignored. Each member includes its raw header bytes, so that a caller can copy an archive unchanged.
+The parser reads forward only, with bounded memory. One thread.
 """
 
 import stat
@@ -19,10 +19,10 @@ from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError, UnsupportedError
 
 EXTENDED_BYTES_MAX = 16 * 1024 * 1024
-"""The most bytes of all extended headers and long names of one member, and of its sparse map:
-hostile lengths must not fill the memory."""
+"""Largest size of the extended headers, long names and sparse map of one member, against hostile
+lengths."""
 PATH_BYTES_MAX = 4096
-"""PATH_MAX of Linux. Nothing unpacks what is longer, and each folder of a path costs its length."""
+"""PATH_MAX of Linux; no program unpacks longer paths."""
 
 _READ_BYTES = 1024 * 1024
 _ZERO_BLOCK = bytes(BLOCK)
@@ -36,32 +36,32 @@ _KINDS = {
     b"4": stat.S_IFBLK,
     b"5": stat.S_IFDIR,
     b"6": stat.S_IFIFO,
-    # A directory with the list of its names as content (GNU incremental dump).
+    # Directory whose content is the list of its names (GNU incremental dump).
     b"D": stat.S_IFDIR,
 }
 _WITHOUT_CONTENT = b"123456"
 _FIELDS = struct.Struct("<100s8s8s8s12s12s8xc100s6s82x155s12x")
-"""Name, mode, owner, group, size, time, kind, link, magic, prefix; device numbers and the checksum
-are left out."""
+"""Name, mode, owner, group, size, time, kind, link, magic, prefix; without device numbers and
+checksum."""
 
 
 class Readable(Protocol):
-    """All that a tar is read from needs."""
+    """Source of a tar archive."""
 
     def read(self, size: int, /) -> bytes:
-        """The next bytes, at most `size` and maybe fewer; b"" at the end."""
+        """Return at least one and at most `size` bytes; b"" at the end."""
         ...
 
 
 class Member(Struct, frozen=True, gc=False):
-    """One member, except for its content, which follows in the stream."""
+    """Member of an archive without its content, which follows in the stream."""
 
     raw: bytes
-    """All header blocks, extended ones and sparse maps included."""
+    """All header blocks, including extended headers and sparse maps."""
     path: bytes
-    """The path, as the archive has it."""
+    """Path as in the archive."""
     mode: int
-    """The mode with the file type; a hard link has the type of a regular file."""
+    """Mode with the file type; a hard link has the type of a regular file."""
     uid: int
     gid: int
     mtime_ns: int
@@ -69,33 +69,36 @@ class Member(Struct, frozen=True, gc=False):
     link: bytes
     is_hard_link: bool
     is_label: bool
-    """A volume label (GNU): nothing that would be unpacked."""
+    """Whether the member is a volume label (GNU), which is not unpacked."""
     xattrs: tuple[tuple[bytes, bytes], ...]
     stored_bytes: int
-    """The bytes of content in the stream, without padding."""
+    """Bytes of content in the stream, without padding."""
     size_bytes: int
-    """The size of the file: more than is stored if it is sparse."""
+    """Size of the file; for a sparse file larger than `stored_bytes`."""
     segments: list[tuple[int, int]] | None
-    """The pieces (offset, length) of a sparse file that are stored, one after the other."""
+    """Stored segments (offset, length) of a sparse file, in the order of the stream; else None."""
 
 
 class TarReader:
-    """Iterates over members. Between two, the caller must `take` the content, and its padding."""
+    """Iterator over the members of an archive.
+
+    After each member the caller must take or skip its content and padding.
+    """
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._buffer = b""
         self._taken = 0
-        """How many bytes of the buffer were taken."""
+        """Number of bytes of the buffer that were taken."""
         self._buffer_start = 0
-        """The offset in the stream at which the buffer begins."""
+        """Offset of the buffer in the stream."""
         self._path = b""
-        """The path of the member whose content follows; b"" for none."""
+        """Path of the current member; b"" if there is none."""
         self.rest = b""
-        """After the last member: the block or blocks that ended the archive."""
+        """Block after the last member that ended the archive; b"" if there was none."""
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes. Raises: CorruptError where the archive is cut off."""
+        """Return the next `count` bytes. Raises: CorruptError if the archive is cut off."""
         data = self.take_up_to(count)
         if len(data) != count:
             raise self._cut_off()
@@ -106,13 +109,15 @@ class TarReader:
         return CorruptError(f"the tar archive is cut off at byte {self.position}{where}")
 
     def take_padding(self, stored_bytes: int) -> bytes:
-        """What fills up the last block of a content of so many bytes. The last member's may be
-        missing, as the blocks that end an archive may: some writers leave both out, and GNU tar
-        and container engines take such archives."""
+        """Return the padding after a content of `stored_bytes` bytes.
+
+        The padding of the last member may be missing, as the zero blocks at the end may be: some
+        writers omit both, and GNU tar and container engines accept that.
+        """
         return self.take_up_to(-stored_bytes % BLOCK)
 
     def take_up_to(self, count: int) -> bytes:
-        """The next `count` bytes, fewer only at the end of the stream."""
+        """Return the next `count` bytes, fewer only at the end of the stream."""
         start = self._taken
         end = start + count
         if end <= len(self._buffer):
@@ -127,15 +132,17 @@ class TarReader:
         return b"".join(pieces)
 
     def view_padded(self, stored_bytes: int) -> bytes | memoryview:
-        """A content of so many bytes and its padding, as `view` and `take_padding` give them."""
+        """Return a content of `stored_bytes` bytes with its padding; see `view`, `take_padding`."""
         padded = stored_bytes + -stored_bytes % BLOCK
         if self._taken + padded <= len(self._buffer):
             return self.view(padded)
         return self.take(stored_bytes) + self.take_padding(stored_bytes)
 
     def view(self, count: int) -> bytes | memoryview:
-        """As `take`, without a copy where it can be. A view keeps the whole piece that the stream
-        gave in memory."""
+        """Return the next `count` bytes, if possible as a view of the buffer without a copy.
+
+        A view keeps the whole buffer in memory. Raises: CorruptError if the archive is cut off.
+        """
         start = self._taken
         end = start + count
         if end > len(self._buffer):
@@ -144,7 +151,7 @@ class TarReader:
         return memoryview(self._buffer)[start:end]
 
     def skip(self, count: int) -> None:
-        """Go past the next `count` bytes. Raises: CorruptError where the archive is cut off."""
+        """Skip the next `count` bytes. Raises: CorruptError if the archive is cut off."""
         left = self._taken + count - len(self._buffer)
         if left <= 0:
             self._taken += count
@@ -156,7 +163,7 @@ class TarReader:
             left -= self._taken
 
     def skip_padded(self, stored_bytes: int) -> None:
-        """Go past a content of so many bytes and its padding, as `skip` and `take_padding` do."""
+        """Skip a content of `stored_bytes` bytes and its padding; see `skip`, `take_padding`."""
         padded = stored_bytes + -stored_bytes % BLOCK
         if self._taken + padded <= len(self._buffer):
             self._taken += padded
@@ -165,7 +172,7 @@ class TarReader:
         self.take_padding(stored_bytes)
 
     def _refill(self, wanted: int) -> bool:
-        """Replace the buffer, of which all has been taken; False at the end of the stream."""
+        """Replace the buffer, which has been taken completely; return False at the end."""
         self._buffer_start += len(self._buffer)
         self._buffer = self._stream.read(max(wanted, _READ_BYTES))
         self._taken = 0
@@ -254,7 +261,7 @@ class TarReader:
                 xattrs = tar_fields.xattrs(records)
                 is_sparse = tar_sparse.is_sparse(records)
         file_type = _KINDS.get(kind, stat.S_IFREG)
-        # Archives older than POSIX mark a directory by its name only.
+        # In archives older than POSIX only the name shows that a member is a directory.
         if kind == b"\0" and path.endswith(b"/"):
             file_type = stat.S_IFDIR
         if kind in _WITHOUT_CONTENT:

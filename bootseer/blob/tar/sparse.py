@@ -1,6 +1,6 @@
-"""The maps of sparse files in tar archives, in all four formats: GNU's own, PAX 0.0, 0.1 and 1.0.
+"""Parser of the maps of sparse files in tar archives: GNU's format, PAX 0.0, 0.1 and 1.0.
 
-Hostile maps are bounded before they are held in memory. One thread.
+Sizes of hostile maps are checked before they take memory. One thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,30 +13,30 @@ from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError
 
 SEGMENT_COUNT_MAX = 2**18
-"""The most segments of one sparse file: hostile lengths must not fill the memory."""
+"""Largest number of segments of one sparse file, against hostile lengths."""
 
 Take = Callable[[int], bytes]
-"""The next bytes of the archive, just so many."""
+"""Function `take(count)` that returns exactly the next `count` bytes of the archive."""
 
 
 class SparseMap(Struct, frozen=True):
-    """Which parts of a sparse file its archive holds."""
+    """Parts of a sparse file that its archive contains."""
 
     segments: list[tuple[int, int]]
-    """The (offset, length) that are stored, one after the other."""
+    """Stored segments (offset, length) in the order of the stream."""
     size_bytes: int
-    """The size of the file with its holes."""
+    """Size of the file with its holes."""
     blocks: list[bytes]
-    """What the map took of the stream behind the header."""
+    """Blocks of the stream after the header that belong to the map."""
 
 
 def is_sparse(records: Mapping[bytes, bytes]) -> bool:
-    """Whether an extended header says that the file is sparse."""
+    """Return whether an extended header says that the file is sparse."""
     return any(key.startswith(b"GNU.sparse.") for key in records)
 
 
 def old_map(path: bytes, header: bytes, take: Take) -> SparseMap:
-    """GNU's own format: four segments in the header, 21 in each extension block."""
+    """Return a map in GNU's format: four segments in the header, 21 in each extension block."""
     segments = _entries(header[386:482])
     blocks: list[bytes] = []
     more = header[482]
@@ -56,9 +56,10 @@ def pax_map(
     stored_bytes: int,
     take: Take,
 ) -> SparseMap:
-    """PAX 0.0 (`pairs` of repeated records), 0.1 (one record), 1.0 (the map precedes the content).
+    """Return a map in PAX format: 0.0 (repeated records), 0.1 (one record), 1.0 (in the content).
 
-    `stored_bytes` of content follow in the stream, the map of 1.0 included.
+    `pairs` are the repeated records. `stored_bytes` is the length of the content in the stream,
+    including the map of 1.0.
     """
     size = tar_fields.decimal(records, b"GNU.sparse.size", stored_bytes)
     size = tar_fields.decimal(records, b"GNU.sparse.realsize", size)
@@ -75,7 +76,7 @@ def pax_map(
 
 
 def verify(found: SparseMap, path: bytes, stored_bytes: int) -> None:
-    """Raises: CorruptError unless segments are in order, in the file, and just what is stored."""
+    """Raise CorruptError unless the segments are ordered and fit the file and its content."""
     position = stored = 0
     for offset, length in found.segments:
         if offset < position or length < 0:
@@ -99,16 +100,20 @@ def _entries(area: bytes) -> list[tuple[int, int]]:
 def _map_before_content(
     path: bytes, stored_bytes: int, take: Take
 ) -> tuple[list[tuple[int, int]], list[bytes]]:
-    """PAX 1.0: decimal lines, the first says how many, padded to whole blocks."""
+    """Return the segments and the blocks of a PAX 1.0 map.
+
+    The map consists of decimal lines, the first of which is the number of segments, padded to whole
+    blocks.
+    """
     blocks: list[bytes] = []
     length = found = 0
     wanted = 1
     while found < wanted:
-        # A number has at most 20 digits: without this, each block of a map without line ends
-        # would be searched again and again.
+        # A line has at most 21 bytes. A map with longer lines is refused, so that it is not parsed
+        # again for each of its blocks.
         if length >= stored_bytes or length > (found + 1) * 21 + BLOCK:
             raise CorruptError(f"the sparse map of {quoted(path)} is malformed")
-        # What is missing takes at least two bytes a number.
+        # Each missing number takes at least two bytes.
         missing = max((wanted - found) * 2, 1)
         block = take(min(missing + -missing % BLOCK, stored_bytes + -stored_bytes % BLOCK))
         blocks.append(block)
