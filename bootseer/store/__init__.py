@@ -1,7 +1,8 @@
-"""The shared store: `open_store(url)` for keys and objects, `open_backend(url)` for plain files.
+"""Shared storage behind a URL: a folder, HDFS, a bucket, a registry or any fsspec file system.
 
-Owns the mapping from a URL to a backend. Nothing heavy is imported before a URL asks for it:
-fsspec and hdfs-native are loaded by the backends that stand on them.
+`open_store(url)` opens objects under keys, `open_backend(url)` plain files. Each kind of storage is
+one `Backend`, imported when a URL needs it; libraries such as hdfs-native load with the first call.
+May import `base`, `errors`, `settings`, `linux`, `http`, `registry` and `transfer`.
 """
 
 import contextlib
@@ -37,26 +38,26 @@ __all__ = [
 
 
 TEST_NETWORK = "BOOTSEER_TEST_NETWORK"
-"""The variable that names the module which opens `limit+URL`: a network that the demo and the tests
-simulate. Where it is not set there are no such URLs."""
+"""Variable that names the module which opens `limit+URL`, the slow network that the demo and the
+tests simulate. Without the variable such URLs are refused."""
 
-_OF_HDFS_NATIVE = ("hdfs", "viewfs")
+_HDFS_SCHEMES = ("hdfs", "viewfs")
 
 
 class _Open(Protocol):
     def __call__(self, url: str, *, deadline_s: float | None) -> Backend: ...
 
 
-def _loaded(scheme: str) -> _Open:
-    """What opens URLs of a scheme, its module loaded."""
+def _import_backend(scheme: str) -> _Open:
+    """Import the backend of a URL scheme, and return the function that opens it."""
     if scheme.startswith("limit+") and (module := os.environ.get(TEST_NETWORK)):
         opener: _Open = importlib.import_module(module).open_limited
         return opener
     if scheme in ("", "file"):
-        from bootseer.store.local.deadline_folder import DeadlineFolder
+        from bootseer.store.local.backend import LocalBackend
 
-        return DeadlineFolder.from_url
-    if scheme in _OF_HDFS_NATIVE:
+        return LocalBackend.from_url
+    if scheme in _HDFS_SCHEMES:
         from bootseer.store.hdfs.backend import HdfsBackend
 
         return HdfsBackend
@@ -78,26 +79,26 @@ def _loaded(scheme: str) -> _Open:
 
 
 def open_backend(url: str, *, deadline_s: float | None = None) -> Backend:
-    """The backend for `url`: a bare path, `file://`, `hdfs://`, `oci://` (beside an image in a
-    registry), a bucket's, `https://` (only read), or any other fsspec URL.
+    """Return the backend for `url`, without asking a server or creating anything.
 
-    Nothing is created and a server is not asked before the first operation. `deadline_s`: no call
-    waits longer without progress, where the backend decides and the URL does not say.
+    Args:
+        url: A bare path, `file://`, `hdfs://`, `oci://` (beside an image in a registry), a bucket
+            (`s3://`, `gs://`, `az://`), `https://` (read-only), or any other fsspec URL.
+        deadline_s: Longest wait of a call without progress, unless the URL has an option for it.
 
-    Raises: InvalidInputError for a URL that cannot be used.
+    Raises: InvalidInputError for a malformed URL.
     """
     if deadline_s is not None:
         check_deadline(deadline_s)
-    return _loaded(split_scheme(url))(url, deadline_s=deadline_s)
+    return _import_backend(split_scheme(url))(url, deadline_s=deadline_s)
 
 
 def load_backend(url: str) -> None:
-    """Load what `open_backend` would, so that the copies of this process have it. Never raises."""
+    """Import the modules that `open_backend(url)` needs, so that forks share them. Never raises."""
     with contextlib.suppress(BootseerError, ImportError):
         scheme = split_scheme(url)
-        _loaded(scheme)
-        if scheme in _OF_HDFS_NATIVE:
-            # Its first call would load this.
+        _import_backend(scheme)
+        if scheme in _HDFS_SCHEMES:
             import hdfs_native  # noqa: F401
         if scheme in BUCKETS:
             import obstore.store  # noqa: F401
@@ -110,8 +111,7 @@ def open_store(
     memory: Path | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Store:
-    """The store at `url`; see `open_backend` and `Store`. Close it, or use it as a context
-    manager."""
+    """Return the store at `url`, for a `with` statement; see `open_backend` and `Store`."""
     return Store(open_backend(url, deadline_s=deadline_s), memory=memory, say=say)
 
 
@@ -121,8 +121,10 @@ def open_own_store(
     *,
     deadline_s: float | None = None,
 ) -> Store:
-    """The store of the settings, which this node remembers; as `open_store`. `deadline_s`: by
-    default the settings'."""
+    """Return the store that the settings name, which this node remembers in its cache folder.
+
+    `deadline_s`: the settings' deadline by default.
+    """
     return open_store(
         settings.store_url,
         deadline_s=settings.deadline_s if deadline_s is None else deadline_s,

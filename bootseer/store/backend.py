@@ -1,10 +1,10 @@
-"""What Bootseer needs of a remote file system, and nothing more.
+"""Interface between Bootseer and storage: `Backend`, with its `Reader`, `Writer` and `FileGroup`.
 
-One `Backend` per kind of storage (folder, HDFS, bucket, registry, any other fsspec file system, and
-the rate-limited wrapper used by demo and benchmarks). Its `Traits` say what the storage can do in
-one step; what only some can do has a default that does without. The key-value `Store` and the
-striped file system stand on this interface. Paths are POSIX strings relative to the backend's root
-URL ("" is the root), never start with "/" and never contain "..".
+There is one `Backend` per kind of storage (folder, HDFS, bucket, registry, web server, any other
+fsspec file system). `Traits` say which operations the storage does in one atomic step. Optional
+operations have a default implementation that needs no support by the storage. The key-value `Store`
+and the striped file system use this interface only. Paths are POSIX strings relative to the
+backend's root URL ("" is the root); they never start with "/" and never contain "..".
 
 Threading: every method may be called from any thread at once; a `Writer` belongs to one thread.
 """
@@ -21,35 +21,35 @@ from bootseer.transfer.attempt import Attempt
 Result = TypeVar("Result")
 
 Piece = bytes | bytearray
-"""What is written: a memoryview costs hdfs-native 13 s/GiB."""
+"""Data to write. There is no memoryview: hdfs-native would take 13 s/GiB for one."""
 
 
 KEEP_ALIVE_S = 15.0
-"""HDFS forgets a writer that says nothing for a minute."""
+"""Interval of `Writer.keep_alive` calls: HDFS drops a writer that is silent for a minute."""
 
 
 class FileInfo(Struct, frozen=True):
-    """One name in a backend. `path` is relative to the backend's root."""
+    """Attributes of a file or folder. `path` is relative to the backend's root."""
 
     path: str
     size_bytes: int
     modified_ns: int
     is_dir: bool
     block_bytes: int = 0
-    """Where the storage cuts a file into blocks on different disks; 0: it does not, or not say."""
+    """Size of the blocks that lie on different disks; 0 if there are none or it is unknown."""
     version: str = ""
-    """Differs between a file and the one that replaces it, where the storage can tell: size and
-    time may be the same. A bucket's times are whole seconds."""
+    """Text that differs between a file and its replacement, even if size and time are the same (a
+    bucket's times are whole seconds); empty if the storage has none."""
 
 
 class Traits(Struct, frozen=True):
-    """What a kind of storage can do; the same for the life of a backend."""
+    """Atomic operations of a kind of storage; constant for the life of a backend."""
 
     one_step_rename: bool = False
     """Whether `rename` is one atomic step on the server (buckets: no)."""
     one_step_replace: bool = False
-    """Whether what `create(overwrite=True)` writes replaces a file in one atomic step, when it is
-    closed (buckets: yes)."""
+    """Whether closing a writer of `create(overwrite=True)` replaces the old file in one atomic step
+    (buckets: yes)."""
 
 
 class Space(Struct, frozen=True):
@@ -60,31 +60,31 @@ class Space(Struct, frozen=True):
 
 
 class Writer(Protocol):
-    """A new file being written from start to end.
+    """New file that is written from start to end; base class of all writers.
 
-    Bytes are durable, and failures reported, when `close` has returned. Leaving a `with` block
-    by an exception aborts. What a reader sees before `close` is the backend's affair: callers
-    who need atomicity write under a temporary name and rename. Implementations subclass it, for the
-    `with` block.
+    Bytes are durable, and failures reported, when `close` has returned. Leaving a `with` block by
+    an exception aborts. Backends differ in what a reader sees before `close`: callers who need
+    atomicity write under a temporary name and rename.
     """
 
     def write(self, data: Piece) -> None:
-        """Append `data`, which must stay as it is until the file is closed.
+        """Append `data`, which must not change until the file is closed.
 
         Raises: NoSpaceError, UnavailableError, DeadlineError.
         """
         ...
 
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
-        """As `write` of each of the `pieces`; `note_progress` is called after each, by any
-        thread."""
+        """Write each of the `pieces`; `note_progress` is called after each, from any thread."""
         for piece in pieces:
             self.write(piece)
             note_progress()
 
     def keep_alive(self) -> None:
-        """Keeps the writer alive: to be called every `KEEP_ALIVE_S` in which nothing is written.
-        Raises as `write`."""
+        """Tell the storage that the writer is alive, after `KEEP_ALIVE_S` without a write.
+
+        Raises: as `write`.
+        """
         return
 
     def close(self) -> None:
@@ -92,26 +92,26 @@ class Writer(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give up and remove the file. Never raises. Idempotent."""
+        """Stop writing and remove the file. Never raises. Idempotent."""
         ...
 
     def abandon(self) -> bool:
-        """Give up, and leave to be read what the storage has: a prefix, or nothing.
+        """Stop writing, but keep the bytes that the storage has so far readable. Never raises.
 
-        Returns False where the storage did not answer: its end may be missing, unless this is
-        called again. Never raises. The caller deletes the file.
+        Return False if the storage did not answer: the end of the file may then be unreadable until
+        this is called again. The caller deletes the file.
         """
         self.abort()
         return True
 
     @property
     def is_buffered(self) -> bool:
-        """Whether the storage's library takes memory for it; known once something was written."""
+        """Whether the client library buffers the data; known after the first write."""
         return True
 
     @property
     def held_bytes(self) -> int:
-        """How many of the last bytes written the writer may still refer to."""
+        """Number of the last bytes written that the writer may still refer to."""
         return 0
 
     def __enter__(self) -> Self:
@@ -125,16 +125,19 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """One generation of a stored file. Any thread, several at once. Closed when it is dropped."""
+    """Open file for reads at any offset, from any thread, several at once.
+
+    The file is closed when the last reference to the reader is dropped.
+    """
 
     @property
     def block_bytes(self) -> int:
-        """Where the file is cut into blocks on different disks; 0: nowhere that is known of."""
+        """Size of the blocks that lie on different disks; 0 if unknown."""
         ...
 
     @property
     def can_stop(self) -> bool:
-        """Whether it leaves the buffer alone once its attempt was given up."""
+        """Whether a read stops writing into its buffer once its attempt was given up."""
         ...
 
     @property
@@ -143,29 +146,29 @@ class Reader(Protocol):
         ...
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """Fill `buffer` from `offset`; returns the count, short only at the end of the file or
-        when the attempt was given up.
+        """Fill `buffer` from `offset` and return the number of bytes read.
 
-        Raises: NotFoundError, UnavailableError, DeadlineError.
+        The number is smaller than the buffer only at the end of the file, or if the attempt was
+        given up. Raises: NotFoundError, UnavailableError, DeadlineError.
         """
         ...
 
     def current(self) -> FileInfo:
-        """What file the bytes that it reads belong to now."""
+        """Return the attributes of the file that reads are served from now."""
         ...
 
 
 @runtime_checkable
 class HasDescriptor(Reader, Protocol):
-    """A reader of a file that the kernel of this node can read by itself."""
+    """Reader with a file descriptor, from which the kernel of this node can read directly."""
 
     def fileno(self) -> int:
-        """A descriptor of the file; the reader's own, good as long as it is."""
+        """Return the file descriptor, which the reader owns and closes."""
         ...
 
 
 class _PathReader:
-    """Reads by name, for backends that keep nothing open."""
+    """Reader that opens the file by its path for each read, for backends that keep nothing open."""
 
     block_bytes = 0
     can_stop = False
@@ -183,22 +186,22 @@ class _PathReader:
 
 
 class Backend(ABC):
-    """A remote file system. Errors are `bootseer.errors` classes naming the full URL."""
+    """Remote file system. Errors are `bootseer.errors` classes that name the full URL."""
 
     url: str
-    """The root URL, without credentials, as shown to people."""
+    """Root URL for messages, without credentials."""
     traits: Traits
     writer_bytes = 0
-    """What the client's library takes for an open writer at most, beside what was handed to it and
-    `Writer.held_bytes`."""
+    """Largest memory that the client library takes for an open writer, besides the data passed to
+    it and `Writer.held_bytes`."""
 
     @abstractmethod
     def stat(self, path: str) -> FileInfo:
-        """Raises: NotFoundError."""
+        """Return the attributes of a file or folder. Raises: NotFoundError."""
 
     @abstractmethod
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes `[offset, offset + length)`; shorter only at the end of the file.
+        """Return the bytes `[offset, offset + length)`, fewer only at the end of the file.
 
         `length=None` reads to the end. Raises: NotFoundError, UnavailableError, DeadlineError.
         """
@@ -207,110 +210,114 @@ class Backend(ABC):
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        """Fill `buffer` from `offset`; returns the count, short only at the end of the file or
-        when `attempt`, which is told how much has come, was given up."""
+        """Fill `buffer` from `offset`, as `Reader.read_into`."""
 
     @abstractmethod
     def create(self, path: str, *, overwrite: bool = False) -> Writer:
-        """Start a new file; missing parents are made.
+        """Start a new file, with missing parent folders.
 
-        `overwrite=False` is atomic: of two callers one gets the file, the other
+        `overwrite=False` is atomic: of two callers one gets the file, the other an
         AlreadyExistsError.
         """
 
     @abstractmethod
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Move a file or directory. With `overwrite`, an existing target file is replaced in one
-        atomic step; without, AlreadyExistsError. Missing parents of the target are made.
+        """Move a file or folder, creating missing parents of the target.
+
+        With `overwrite`, an existing target file is replaced in one atomic step; without it, an
+        existing target is an AlreadyExistsError.
         """
 
     @abstractmethod
     def list(self, path: str) -> Iterator[FileInfo]:
-        """The names directly in a directory, sorted by path. Raises: NotFoundError."""
+        """Return the files and folders directly in a folder, sorted by path.
+
+        Raises: NotFoundError.
+        """
 
     @abstractmethod
     def mkdir(self, path: str) -> None:
-        """Make a directory and its parents; no error when it exists already."""
+        """Make a folder and its parents; an existing folder is no error."""
 
     @abstractmethod
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Remove a file, an empty directory, or a tree. A missing path is no error."""
+        """Remove a file, an empty folder, or a tree. A missing path is no error."""
 
     @abstractmethod
     def space(self) -> Space | None:
-        """Capacity, or None where the storage cannot tell."""
+        """Return the capacity, or None if the storage does not tell it."""
 
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
 
-    # ---- what some can do better --------------------------------------------------------------
+    # ---- optional operations ------------------------------------------------------------------
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> Reader:
-        """Start reading the file at `path`, which is kept open where that saves something.
+        """Return a reader of the file at `path`.
 
-        `is_checked`: by attempts of that kind, for the most part. Raises: NotFoundError,
+        `is_checked`: most reads will be made with `Attempt.is_checked` set. Raises: NotFoundError,
         UnavailableError.
         """
         return _PathReader(self, path)
 
     def stat_file(self, path: str) -> FileInfo:
-        """As `stat`, where nothing but a file is looked for. Raises: NotFoundError, also for a
-        folder."""
+        """Return the attributes of a file. Raises: NotFoundError, also for a folder."""
         info = self.stat(path)
         if info.is_dir:
             raise NotFoundError(f"{self.url}/{path} is a folder and no file")
         return info
 
     def list_tree(self, path: str) -> Iterator[FileInfo] | None:
-        """Return all files below a folder, at any depth, sorted by path; None where the storage
-        lists one folder at a time. Nothing is there: nothing is yielded."""
+        """Return all files below a folder, at any depth, sorted by path.
+
+        Return None if the storage can list only one folder at a time. A missing folder has no
+        files.
+        """
         return None
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """Remove files, by as few requests as the storage can; missing ones are no error.
+        """Remove files by as few requests as possible; missing files are no error.
 
-        After an error some are gone and some are not. Raises: PermissionDeniedError,
+        After an error some of the files may be left. Raises: PermissionDeniedError,
         UnavailableError, DeadlineError.
         """
         for path in paths:
             self.delete(path)
 
     def can_join(self) -> bool:
-        """Tell whether the storage joins files without moving bytes, and lets us. Asked once."""
+        """Return whether `join` works: the storage can do it, and accepts the call from us."""
         return False
 
     def join(self, target: str, sources: Sequence[str]) -> None:
-        """Append `sources`, in order, to the file `target` in one atomic step; they vanish.
+        """Append the files `sources`, in order, to the file `target`, and remove them, atomically.
 
-        All are closed files of ours; see `can_join`. Raises: NotFoundError, UnavailableError,
-        DeadlineError.
+        All of the files are closed. Bytes are not copied. Raises: NotFoundError, UnavailableError,
+        DeadlineError; UnsupportedError if `can_join` is false.
         """
         raise UnsupportedError(f"{self.url} cannot join files")
 
     def group(self) -> "FileGroup":
-        """Begin a group of files that are written at once, and read at once later on."""
+        """Begin a group of files that are written, and later read, at the same time."""
         return FileGroup(self)
 
     def is_being_written(self, path: str) -> bool:
-        """Tell whether the file at `path` is open for writing, or that cannot be told; False where
-        the storage does not know. Changes nothing. Never raises.
+        """Return whether the file at `path` may be open for writing. Never raises.
 
-        HDFS changes a file's time when it is created and when it is closed, however long it is
-        written in between; its NameNode says with the places of a file's blocks whether it is open.
+        False if the storage has no notion of it. HDFS changes a file's time only when the file is
+        created and closed, so the time does not tell; its NameNode does.
         """
         return False
 
     def wait_for_servers(self, patience_s: float) -> None:
-        """Wait for servers that are gone for longer than one call may take: from now on ask for so
-        long what changes nothing, or no more when it is done twice."""
+        """Make later idempotent calls wait up to `patience_s` for servers that are down."""
         return
 
 
 class FileGroup:
-    """Files that are written at the same time, and that are best spread over different servers.
+    """Group of files written at the same time, which the storage may spread over its servers.
 
-    This one leaves their places to the storage. Any thread may call any method.
+    This class leaves the placement to the storage. Any thread may call any method.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -319,34 +326,35 @@ class FileGroup:
     @property
     def block_bytes(self) -> int:
         """Size up to which a file of the group stays on the servers that were chosen for it; 0 if
-        the storage does not choose, or the size is not known yet."""
+        the storage does not choose, or the size is not known yet.
+        """
         return 0
 
     def create(self, path: str, *, is_checked: bool = False) -> Writer:
-        """Start a new file, as `Backend.create`. Where its servers fail it fails soon: the caller
-        is expected to begin another one, on other servers.
+        """Start a new file, as `Backend.create`.
 
-        `is_checked`: whether readers of the file have checksums of its bytes, so that the storage's
-        own may be of larger pieces.
+        If its servers fail, the writer fails soon: the caller is expected to write the file again,
+        which places it on other servers. `is_checked`: readers of the file have checksums of its
+        bytes, so that the storage's own checksums may cover larger pieces.
         """
         return self.backend.create(path)
 
     def end(self) -> None:
-        """Note that all files of the group are closed, and that there will be no more of them."""
+        """Note that all files of the group are closed, and that no more will be created."""
 
 
 @runtime_checkable
 class IsFolder(Protocol):
-    """A backend whose files programs of this node can reach by themselves. Thread-safe."""
+    """Backend whose files are also reachable by path on this node. Thread-safe."""
 
     @property
     def root(self) -> str:
-        """The folder's path."""
+        """Path of the folder."""
         ...
 
     def within_deadline(self, verb: str, path: str, work: Callable[[], Result]) -> Result:
-        """Return what `work`, which makes system calls in the folder, returns.
+        """Return the result of `work`, a function that makes system calls in the folder.
 
-        Raises: DeadlineError, saying what was not done ("begin a store in", ""); as `work`.
+        Raises: DeadlineError with `verb` and `path` in its message; as `work`.
         """
         ...

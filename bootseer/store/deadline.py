@@ -1,11 +1,11 @@
-"""Calls into blocking foreign code that end by a deadline.
+"""Deadlines for calls into blocking code that cannot be interrupted.
 
-Owns a bounded set of daemon threads. hdfs-native blocks inside Rust, releases the GIL and cannot
-be interrupted (a NameNode that is stopped was seen to hold a call for more than a minute). The same
-holds for system calls on a network file system, and for most clients behind fsspec. So each call
-runs in a helper thread and its caller stops waiting when the call makes no progress. The helper is
-then lost until the call returns. Handing a call over costs some 30 us; the calls themselves cost a
-millisecond and more. Thread-safe. A forked child starts with helpers of its own.
+hdfs-native blocks inside Rust without the GIL (a stopped NameNode was seen to hold a call for more
+than a minute). System calls on a network file system and most clients behind fsspec block in the
+same way. So each call runs in a helper thread, one of a bounded number, and the caller stops
+waiting when the call makes no progress. The helper is lost until the call returns. Handing a call
+over costs about 30 us; the calls themselves take a millisecond and more. Thread-safe. A forked
+child starts without helpers.
 """
 
 import os
@@ -25,11 +25,11 @@ _LOOK_EVERY_S = 5.0
 
 
 class NoAnswerError(DeadlineError):
-    """A call that its caller left at the deadline; the call itself may still go on."""
+    """Raised when a caller stopped waiting at the deadline; the call itself may still run."""
 
 
 class Call(Generic[Result]):
-    """One call; its function reports progress here and sees whether a caller still waits."""
+    """Call in a helper thread, with its progress and whether the caller still waits."""
 
     def __init__(self, function: "Callable[[Call[Result]], Result]") -> None:
         self._function = function
@@ -37,14 +37,14 @@ class Call(Generic[Result]):
         self._finished.acquire()
         self._result: Result | None = None
         self._error: BaseException | None = None
-        # Held while results are handed over, so that an abandoned call cannot touch a buffer
-        # that its owner has begun to use for something else.
+        # The function holds this lock while it writes into the caller's buffer or hands over its
+        # result, so that an abandoned call cannot touch a buffer which the caller has reused.
         self.handover = threading.Lock()
         self.abandoned = False
         self.progress_count = 0
 
     def progress(self) -> None:
-        """Note that the call goes on: its caller's waiting starts again."""
+        """Report progress, which restarts the caller's deadline."""
         self.progress_count += 1
 
     def execute(self) -> None:
@@ -53,15 +53,17 @@ class Call(Generic[Result]):
         try:
             if not self.abandoned:
                 self._result = self._function(self)
-        except BaseException as error:  # a Rust panic is no Exception; it belongs to the caller
+        except BaseException as error:  # a Rust panic is not an Exception; the caller gets it
             self._error = error
         finally:
             _HERE.call = None
             self._finished.release()
 
     def wait(self, timeout_s: float, look: Callable[[], None] | None = None) -> bool:
-        """Whether the call finished; gives up after `timeout_s` without progress. Meanwhile `look`
-        is called now and then."""
+        """Wait for the call, calling `look` now and then; return whether it finished.
+
+        Return False after `timeout_s` without progress.
+        """
         seen_count = 0
         while not self._ends_within(timeout_s, look):
             if self.progress_count == seen_count:
@@ -80,14 +82,14 @@ class Call(Generic[Result]):
         return self._finished.acquire(blocking=False)
 
     def result(self) -> Result:
-        """What the function returned or raised, after `wait` returned True."""
+        """Return the function's result or raise its exception; call this after `wait`."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set, since the function returned
 
 
 class DeadlineCaller:
-    """Runs functions in at most `threads_max` helper threads, which are made when needed."""
+    """Pool of at most `threads_max` helper threads, started when needed, that run calls."""
 
     def __init__(self, threads_max: int, name: str) -> None:
         self._threads_max = threads_max
@@ -96,7 +98,7 @@ class DeadlineCaller:
         begin_in_children(self)
 
     def begin(self) -> None:
-        """Start without helpers, as a forked child has to: its parent's stayed there."""
+        """Start without helpers. A forked child calls this: threads stay in the parent."""
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads_count = 0
@@ -108,11 +110,12 @@ class DeadlineCaller:
         timeout_s: float,
         look: Callable[[], None] | None = None,
     ) -> Result:
-        """Return what `function` returns, or raise what it raises. While it takes long, `look` is
-        called every few seconds, in the caller's thread.
+        """Run `function` in a helper thread; return its result or raise its exception.
 
-        Raises: NoAnswerError when it made no progress for `timeout_s` (noticed at most twice
-        as late), or found no free helper for as long; UnavailableError when no helper can be
+        While it runs, `look` is called every few seconds in the caller's thread.
+
+        Raises: NoAnswerError if it made no progress for `timeout_s` (noticed after at most twice
+        that time), or if no helper was free for as long; UnavailableError if no helper can be
         started.
         """
         timeout_s = min(timeout_s, PATIENCE.left_s)
@@ -141,7 +144,7 @@ class DeadlineCaller:
     def _find_helper(self) -> None:
         """Count one more call, and start a helper for it unless one is idle.
 
-        Raises: UnavailableError when there is no helper at all, and none can be started.
+        Raises: UnavailableError if there is no helper at all, and none can be started.
         """
         with self._lock:
             self._busy_count += 1
@@ -153,7 +156,7 @@ class DeadlineCaller:
                 ).start()
             except RuntimeError as error:
                 if self._threads_count:
-                    return  # the helpers that there are take it in turn
+                    return  # an existing helper takes the call when it is free
                 self._busy_count -= 1
                 raise UnavailableError(
                     f"cannot start a thread ({error}): raise the limit of processes (ulimit -u, or "
@@ -170,7 +173,7 @@ class DeadlineCaller:
             call.execute()
             with self._lock:
                 self._busy_count -= 1
-            del call  # else the last result lives until the next call
+            del call  # otherwise the last result would live until the next call
 
     def close(self) -> None:
         """End the idle helpers; a helper inside a call ends when the call returns."""
@@ -184,17 +187,17 @@ _HERE = threading.local()
 
 
 def note_progress() -> None:
-    """Note that the call which this thread executes goes on; elsewhere this does nothing."""
+    """Report progress of the call that this thread executes; does nothing in other threads."""
     call = getattr(_HERE, "call", None)
     if call is not None:
         call.progress()
 
 
 class Begun(Protocol):
-    """Locks, threads and connections, in whose place a forked child has to begin with new ones."""
+    """Object with locks, threads or connections that a forked child must replace by new ones."""
 
     def begin(self) -> None:
-        """Start anew. Of the parent's locks some may be held for ever."""
+        """Set up new locks and connections: inherited locks may stay held for ever."""
         ...
 
 
@@ -202,7 +205,7 @@ _BEGUN: "WeakSet[Begun]" = WeakSet()
 
 
 def begin_in_children(begun: Begun) -> None:
-    """Call `begin` in each process that is forked from this one."""
+    """Register an object whose `begin` is called in each process forked from this one."""
     _BEGUN.add(begun)
 
 

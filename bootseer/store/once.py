@@ -1,6 +1,6 @@
-"""One thread does what several want done, and the others wait for it a moment.
+"""Suppression of duplicate calls: of several threads that need a result, one computes it.
 
-For stored files that are kept open: each opening is a question to a server. Any thread.
+Used to open stored files once, since each opening is a request to a server. Any thread.
 """
 
 import threading
@@ -9,13 +9,13 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Who has waited for so long does it too: the other thread may hang, or may have stayed in the
-# process that this one was forked from.
+# A thread that has waited for so long computes the result itself: the other thread may hang, or may
+# have stayed in the process from which this one was forked.
 _WAIT_S = 5.0
 
 
 class Once:
-    """Work under way, by its key."""
+    """Calls in progress by key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,9 +24,10 @@ class Once:
     def do(
         self, key: Hashable, find: Callable[[], Result | None], work: Callable[[], Result]
     ) -> Result:
-        """Return what `find` finds or, if that is None, what `work` returns, which is found then.
+        """Return the result of `find`; while it is None, of `work`, called by one thread at a time.
 
-        Where `work` fails, each of those who waited calls it in turn. Raises: as both.
+        After `work` has returned, `find` must find its result. If `work` fails, each waiting thread
+        calls it in turn. Raises: as `find` and `work`.
         """
         found = find()
         if found is not None:

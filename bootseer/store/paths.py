@@ -1,4 +1,4 @@
-"""Paths and URLs of the store: what is accepted, and how a URL is taken apart. Pure (no I/O)."""
+"""Validation and parsing of storage URLs and of paths below them. Pure."""
 
 import math
 import re
@@ -15,14 +15,14 @@ NAME_MAX_BYTES = 255
 # Below PATH_MAX (4096) and HDFS's limit of 8000 characters.
 PATH_MAX_BYTES = 4000
 
-# RFC 3986, and "_": fsspec has a scheme arrow_hdfs.
+# A scheme of RFC 3986, or with "_": fsspec has a scheme arrow_hdfs.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
 
 
 def split_scheme(url: str) -> str:
-    """The scheme of a URL in lower case; "" for a bare path. Raises: InvalidInputError."""
+    """Return the scheme of a URL in lower case; "" for a bare path. Raises: InvalidInputError."""
     match = _SCHEME.match(url)
-    # "://" without a scheme before it is a slip of the pen, or a chain of fsspec file systems
+    # "://" without a scheme before it is a typing error, or a chain of fsspec file systems
     # ("simplecache::s3://..."), not a folder called "simplecache::s3:".
     if not url or "\0" in url or (match is None and "://" in url):
         raise InvalidInputError(
@@ -35,9 +35,9 @@ def split_scheme(url: str) -> str:
 
 
 def local_root(url: str) -> Path:
-    """The absolute path that a bare path or a `file://` URL names.
+    """Return the absolute path that a bare path or a `file://` URL names.
 
-    A URL is percent-decoded as RFC 8089 says (so `Path.as_uri` round-trips); a path is not.
+    A URL is percent-decoded, as RFC 8089 says (so `Path.as_uri` round-trips); a bare path is not.
 
     Raises: InvalidInputError.
     """
@@ -55,25 +55,22 @@ def local_root(url: str) -> Path:
 
 
 def folder_above(url: str) -> str | None:
-    """Return the URL of the folder above the one that `url` names; None if there is none. Pure.
-
-    Raises: InvalidInputError.
-    """
+    """Return the URL of the parent folder of `url`, or None. Raises: InvalidInputError."""
     if split_scheme(url) in ("", "file"):
         root = local_root(url)
         return root.parent.as_uri() if root.parent != root else None
     base, mark, query = url.partition("?")
     scheme, _, rest = base.partition("://")
     above = rest.rstrip("/").rpartition("/")[0]
-    # What remains without a "/" is the server: its root is always there.
+    # Without a "/" only the server is left, which has no parent.
     return f"{scheme}://{above}{mark}{query}" if "/" in above else None
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """The components of a backend path, checked; () for the root "".
+    """Return the checked components of a backend path; () for the root "".
 
     Raises: InvalidInputError for an absolute path, an empty, "." or ".." component, a NUL, text
-    that is no name in any encoding, or a path that is too long.
+    that cannot be encoded, or a path that is too long.
     """
     if not path:
         return ()
@@ -105,20 +102,20 @@ BUCKETS = {
     "abfs": "azure",
     "abfss": "azure",
 }
-"""The schemes of URLs of buckets, and whose storage each names."""
+"""Provider of the buckets that each URL scheme names."""
 
 
 class Folder:
-    """A backend's root: how messages call what is in it, and which paths may be files."""
+    """Mixin for backends: names of paths in messages, and checks of file paths."""
 
     url: str
 
     def _name(self, path: str) -> str:
-        """The full URL, for messages."""
+        """Return the full URL of a path, for messages."""
         return f"{self.url}/{path}" if path else self.url
 
     def _names_of_file(self, path: str) -> tuple[str, ...]:
-        """The components of a path that is not the root. Raises: InvalidInputError."""
+        """Return the components of a path that is not the root. Raises: InvalidInputError."""
         names = split_path(path)
         if not names:
             raise InvalidInputError(f"the root of {self.url} is a folder and stays one")
@@ -126,8 +123,8 @@ class Folder:
 
 
 def check_deadline(deadline_s: float) -> None:
-    """Raise InvalidInputError for a deadline that never comes, or has come already."""
+    """Raise InvalidInputError unless the deadline is a positive, finite number of seconds."""
     if not 0 < deadline_s < math.inf:
         raise InvalidInputError(
-            f"a deadline of {deadline_s} s is none; give a number of seconds above 0"
+            f"the deadline {deadline_s} s is not valid; give a number of seconds above 0"
         )

@@ -1,12 +1,12 @@
-"""Files of a web server (`http://`, `https://`) as a backend that is only read.
+"""Read-only backend for the files of a web server (`http://`, `https://`).
 
-A web server serves a copy of a store: objects by their names, and ranges of them. A folder is what
-the server redirects to the same name with "/"; what is in it is read from the links of the page
-that it shows for it (nginx, Apache, Python's http.server). Nothing is written.
+The server has a copy of a store, and answers ranged requests. A path is a folder if the server
+redirects it to the same path with "/". The contents of a folder are the links of its index page
+(nginx, Apache, Python's http.server).
 
-Each call's head must come within the deadline; a body that is silent, or of which less than the
-floor comes (`bootseer.transfer.pace`), is given up. Redirects are followed by the rules of
-`bootseer.http`: a login in the URL reaches this server alone, and nobody leads inwards.
+The head of each answer must arrive within the deadline; a body is given up when it is silent or
+slower than the floor of `bootseer.transfer.pace`. Redirects follow the rules of `bootseer.http`: a
+login in the URL is sent to this server only, and no redirect may lead to an internal address.
 
 Thread-safe.
 """
@@ -42,12 +42,12 @@ Result = TypeVar("Result")
 
 _DEADLINE_S = 60.0
 _PIECE_BYTES = 1 << 20
-_NO_HEAD = (405, 501)
+_HEAD_UNSUPPORTED = (405, 501)
 _PAGE_BYTES_MAX = 16 << 20
-# Of a page that names a million files: each is asked for once.
+# Bounds the requests for a hostile index page: each file of a listing takes one.
 _ENTRIES_MAX = 100_000
-_LOOKS_AT_ONCE = 8
-# html.parser takes a time that grows with the square of some pages.
+_PARALLEL_REQUESTS = 8
+# Not html.parser: its time grows with the square of the length of some pages.
 _LINK = re.compile(
     r"""<a\s[^<>]{0,2000}?\bhref\s{0,9}=\s{0,9}(?:"([^"<>]{0,9000})"|'([^'<>]{0,9000})'|([^\s<>"']{1,9000}))""",
     re.IGNORECASE,
@@ -55,7 +55,7 @@ _LINK = re.compile(
 
 
 class WebBackend(Folder, Backend):
-    """Files beneath one URL of a web server."""
+    """Files below one URL of a web server."""
 
     traits = Traits()
 
@@ -66,7 +66,7 @@ class WebBackend(Folder, Backend):
         try:
             parts = urlsplit(url)
             login, _, netloc = parts.netloc.rpartition("@")
-            parts.port  # noqa: B018  # raises where it is no number
+            parts.port  # noqa: B018  # raises ValueError unless it is a number
         except ValueError:
             parts, login, netloc = urlsplit(""), "", ""
         if not parts.hostname:
@@ -100,9 +100,10 @@ class WebBackend(Folder, Backend):
         *,
         is_folder: bool = False,
     ) -> Response:
-        """Return the answer to one request if its status is 200, 206, 416 or one of `_NO_HEAD`.
+        """Send one request and return its response, which the caller closes.
 
-        Close it. Raises: BootseerError.
+        The status is 200, 206, 416, or for HEAD one of `_HEAD_UNSUPPORTED`. Raises: BootseerError
+        for any other status.
         """
         what = f"{verb} {self._name(path)}"
         url = self._url_of(path, is_folder=is_folder)
@@ -111,13 +112,14 @@ class WebBackend(Folder, Backend):
             response = self._transport.follow(method, url, headers, own_headers=self._own)
         except BootseerError as error:
             raise type(error)(f"cannot {what}: {error}") from error
-        if response.status in (200, 206, 416) or (method == "HEAD" and response.status in _NO_HEAD):
+        is_head_refused = method == "HEAD" and response.status in _HEAD_UNSUPPORTED
+        if response.status in (200, 206, 416) or is_head_refused:
             return response
         response.close()
         raise _refusal(response, what)
 
     def _again(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns, which is called again after a failure that may pass."""
+        """Return the result of `work`, calling it again after a transient failure."""
         attempts = Attempts(REQUEST, self._deadline_s)
         while True:
             try:
@@ -131,7 +133,7 @@ class WebBackend(Folder, Backend):
     # ---- reading ------------------------------------------------------------------------------
 
     def stat(self, path: str) -> FileInfo:
-        def look() -> FileInfo:
+        def ask() -> FileInfo:
             with self._open("HEAD", "look at", path, {}) as response:
                 if _is_folder(response):
                     return FileInfo(path, 0, 0, True)
@@ -145,7 +147,7 @@ class WebBackend(Folder, Backend):
                     )
                 return FileInfo(path, found.total_bytes, 0, False)
 
-        return self._again(look)
+        return self._again(ask)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         if offset < 0 or (length is not None and length < 0):
@@ -157,7 +159,7 @@ class WebBackend(Folder, Backend):
         end = None if length is None else offset + length
 
         def read() -> bytes:
-            # All of it by one request, so that it is of one generation.
+            # One request for all of it, so that all bytes belong to the same version of the file.
             with self._get("read", path, offset, end) as found:
                 return b"".join(self._pieces(found))
 
@@ -174,7 +176,7 @@ class WebBackend(Folder, Backend):
             return found.read_into(buffer, attempt or Attempt(), self._stall_s)
 
     def _get(self, verb: str, path: str, start: int, end: int | None) -> Range:
-        """Ask once for the bytes [start, end) of a file, to its end where `end` is None."""
+        """Send one request for the bytes [start, end) of a file; None means its end."""
         headers = {}
         if start or end is not None:
             headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
@@ -189,26 +191,26 @@ class WebBackend(Folder, Backend):
             yield data
 
     def list(self, path: str) -> Iterator[FileInfo]:
-        def look() -> tuple[str, bytes]:
+        def ask() -> tuple[str, bytes]:
             with self._open("GET", "list", path, {}, is_folder=True) as response:
                 return response.url, response.read_all(_PAGE_BYTES_MAX, self._deadline_s)
 
-        url, page = self._again(look)
+        url, page = self._again(ask)
         prefix = f"{path}/" if path else ""
         names = names_in(page.decode(errors="replace"), url)
         found = [FileInfo(prefix + name, 0, 0, True) for name, is_dir in names.items() if is_dir]
         files = [prefix + name for name, is_dir in names.items() if not is_dir]
-        # A page says nothing that could be relied on about sizes and times.
-        with ThreadPoolExecutor(_LOOKS_AT_ONCE, "bootseer-web-list") as pool:
+        # Sizes and times in an index page cannot be relied on, so each file is asked for.
+        with ThreadPoolExecutor(_PARALLEL_REQUESTS, "bootseer-web-list") as pool:
             found += pool.map(self.stat, files)
         return iter(sorted(found, key=lambda info: info.path))
 
-    # ---- what a web server does not do --------------------------------------------------------
+    # ---- writing, which is refused --------------------------------------------------------------
 
     def _refuse(self, verb: str, path: str) -> NoReturn:
         raise PermissionDeniedError(
-            f"cannot {verb} {self._name(path)}: what a web server serves is only read; give the "
-            "URL of the store itself to write to it"
+            f"cannot {verb} {self._name(path)}: a web server is read-only; give the URL of the "
+            "store itself to write to it"
         )
 
     def create(self, path: str, *, overwrite: bool = False) -> Writer:
@@ -224,7 +226,7 @@ class WebBackend(Folder, Backend):
         self._refuse("delete", path)
 
     def space(self) -> Space | None:
-        """Return None: a web server does not tell."""
+        """Return None: a web server does not tell its capacity."""
         return None
 
     def close(self) -> None:
@@ -233,7 +235,7 @@ class WebBackend(Folder, Backend):
 
 
 def _refusal(response: Response, what: str) -> BootseerError:
-    """Return the error that the status of an answer means."""
+    """Return the error that the status of a response stands for."""
     status, server = response.status, response.server
     if status in (404, 410):
         return NotFoundError(f"cannot {what}: it does not exist")
@@ -254,8 +256,10 @@ def _modified_ns(response: Response) -> int:
 
 
 def names_in(page: str, url: str) -> dict[str, bool]:
-    """Return the names directly below the folder at `url` that its page links to, and whether each
-    is a folder. Links to other places are left out. Pure; in time that grows with the page."""
+    """Return the names directly below `url` that its index page links to, with True for folders.
+
+    Links to other places are left out. Pure; takes time proportional to the length of the page.
+    """
     folder = url.partition("?")[0]
     names: dict[str, bool] = {}
     for found in _LINK.finditer(page):

@@ -1,1 +1,1 @@
-"""Buckets of S3, Google Cloud Storage and Azure, by obstore: the stores of most clusters."""
+"""Backend for buckets of S3, Google Cloud Storage and Azure, on top of the library obstore."""

@@ -1,9 +1,9 @@
-"""How a bucket is reached: from a URL, the environment and `~/.aws` to a store of obstore.
+"""Configuration of bucket access: builds an obstore store from a URL, the environment and `~/.aws`.
 
-obstore (Rust's object_store) knows environment variables, web identities (IRSA) and the roles of
-pods and instances by itself. It knows no profiles: those are read here, in the order of Amazon's
-clients ("Configuration and credential precedence" of the AWS CLI). A profile that needs a login of
-several steps (SSO, a role of another profile) is left to boto3, if that is installed.
+obstore (Rust's object_store) itself reads environment variables, web identities (IRSA) and the
+roles of pods and instances, but not the profiles of `~/.aws`. Profiles are read here, with the
+precedence of Amazon's clients ("Configuration and credential precedence" of the AWS CLI). A profile
+that needs a login of several steps (SSO, a role of another profile) is left to boto3, if installed.
 """
 
 import configparser
@@ -27,11 +27,11 @@ from bootseer.transfer.policy import REQUEST
 
 _PROCESS_S = 60.0
 _CONNECT_S = 5.0
-# No body takes longer; a silence ends it much earlier.
+# Limit of a whole response body. A silent one is given up much earlier.
 _BODY_S = 7200.0
-# A request that sends so much may take a second longer per megabyte: nothing of it is seen.
+# Allowance for requests with a body, whose progress obstore does not report.
 SLOWEST_BYTES_PER_S = 1_000_000
-# Which of s3fs' options mean what; `client_kwargs` are looked into.
+# Options of s3fs, by the names that obstore uses; `client_kwargs` may contain them too.
 _KEYS = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -41,8 +41,8 @@ _KEYS = {
     "aws_session_token": "token",
 }
 _PLACES = {"endpoint_url": "endpoint", "region_name": "region"}
-# What says nothing about where the bucket is, or who asks.
-_OF_FSSPEC = frozenset(
+# Options of fsspec file systems that concern neither the endpoint nor the credentials.
+_IGNORED_OPTIONS = frozenset(
     ("skip_instance_cache", "use_listings_cache", "asynchronous", "config_kwargs", "use_ssl")
 )
 
@@ -50,7 +50,7 @@ Credentials = dict[str, Any]
 
 
 class Address(Struct, frozen=True):
-    """Whose storage a URL names, which bucket, and the keys' prefix in it; "" for none."""
+    """Provider, bucket, and prefix of all keys in the bucket ("" if there is none)."""
 
     kind: str
     bucket: str
@@ -58,7 +58,7 @@ class Address(Struct, frozen=True):
 
 
 def address_of(url: str) -> Address:
-    """Take a URL of a bucket apart. Raises: InvalidInputError."""
+    """Parse the URL of a bucket. Raises: InvalidInputError."""
     kind = BUCKETS[split_scheme(url)]
     if names_user(url) and kind == "s3":
         raise InvalidInputError(
@@ -71,7 +71,7 @@ def address_of(url: str) -> Address:
 
 
 def load() -> Any:
-    """Return the package obstore, with its stores. Raises: UnsupportedError without it."""
+    """Import and return the package obstore. Raises: UnsupportedError if it is not installed."""
     try:
         import obstore.store
     except ImportError as error:
@@ -90,15 +90,21 @@ def open_bucket(
     *,
     is_upload: bool = False,
 ) -> Any:
-    """Return a store of obstore for one bucket; nobody is asked.
+    """Return an obstore store for one bucket, without sending a request.
 
-    `options`: as fsspec's file system for this kind of URL takes them. `sent_bytes`: 0 for a store
-    that reads, whose bodies may take as long as bytes come; else what one request sends at most.
-    `is_upload`: for parts of an upload.
+    Args:
+        address: The bucket.
+        options: Options of fsspec's file system for this kind of URL.
+        deadline_s: Longest wait of a request.
+        sent_bytes: Most bytes that one request sends; 0 for reads, whose response may take as long
+            as bytes arrive.
+        is_upload: Whether the store uploads the parts of large objects.
+
     Raises: InvalidInputError, PermissionDeniedError; UnsupportedError without obstore.
     """
     stores = load().store
-    # Longer than the caller's own deadline, which says more: these end what it has left behind.
+    # Longer than the caller's own deadline, whose error says more. These timeouts end requests that
+    # the caller has left behind.
     silent_s = 1.5 * deadline_s + 1.0 + sent_bytes / SLOWEST_BYTES_PER_S
     client: dict[str, Any] = {
         "connect_timeout": _duration(min(_CONNECT_S, deadline_s)),
@@ -107,7 +113,7 @@ def open_bucket(
     }
     arguments: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
     if is_upload:
-        # A part cannot be sent again by us, and one that failed would cost all of a large object.
+        # We cannot send a single part again, so obstore does, with the numbers of our policy.
         arguments["retry_config"] = {
             "max_retries": int(REQUEST.attempts) - 1,
             "backoff": {
@@ -125,7 +131,7 @@ def open_bucket(
             client["root_certificate"] = _read(Path(bundle))
         kind: Callable[..., Any] = stores.S3Store
     else:
-        config = {name: value for name, value in options.items() if name not in _OF_FSSPEC}
+        config = {name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}
         kind = stores.GCSStore if address.kind == "gcs" else stores.AzureStore
     bucket = address.bucket
     if address.kind == "azure" and "@" in bucket:
@@ -153,7 +159,7 @@ def _endpoint_of(environ: Mapping[str, str]) -> str:
 def _s3_config(
     options: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
-    """Return obstore's configuration, and who brings credentials where that is not obstore."""
+    """Return obstore's configuration, and the credential provider if obstore needs one from us."""
     config: dict[str, Any] = {}
     keys: dict[str, str] = {}
     given = {**options, **dict(options.get("client_kwargs") or {})}
@@ -162,7 +168,7 @@ def _s3_config(
     if given.pop("anon", False) or environ.get("AWS_NO_SIGN_REQUEST", "").lower() == "true":
         config["skip_signature"] = True
     for name, value in given.items():
-        if name in _OF_FSSPEC or value is None:
+        if name in _IGNORED_OPTIONS or value is None:
             continue
         if name in _KEYS:
             keys[_KEYS[name]] = str(value)
@@ -185,7 +191,7 @@ def _s3_config(
     is_web_identity = environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and environ.get("AWS_ROLE_ARN")
     if not profile and (environ.get("AWS_ACCESS_KEY_ID") or is_web_identity):
         return config, None
-    provider = _of_profile(found, name or "default")
+    provider = _profile_provider(found, name or "default")
     is_container = any(name.startswith("AWS_CONTAINER_CREDENTIALS_") for name in environ)
     is_silent = environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     if provider is None and is_silent and not is_container:
@@ -194,7 +200,7 @@ def _s3_config(
 
 
 def _credentials(keys: Mapping[str, str]) -> Credentials:
-    # Not by the configuration: a session token of the environment would be added to it.
+    # Not part of the configuration, to which obstore would add the environment's session token.
     return {
         "access_key_id": keys["access_key_id"],
         "secret_access_key": keys.get("secret_access_key", ""),
@@ -204,7 +210,7 @@ def _credentials(keys: Mapping[str, str]) -> Credentials:
 
 
 def _profile(name: str, environ: Mapping[str, str], *, must_exist: bool) -> dict[str, str]:
-    """Return what both files of `~/.aws` say of one profile."""
+    """Return the settings of one profile from both files in `~/.aws`."""
     home = Path(environ.get("HOME") or "~").expanduser()
     files = {
         name: environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / ".aws/credentials",
@@ -222,7 +228,7 @@ def _profile(name: str, environ: Mapping[str, str], *, must_exist: bool) -> dict
         for each in (section, "default") if name == "default" else (section,):
             if parser.has_section(each):
                 is_there = True
-                # What the credentials say comes before what the configuration says.
+                # The credentials file takes precedence over the configuration file.
                 found = {**dict(parser.items(each)), **found}
     if must_exist and not is_there:
         places = " or ".join(map(str, files.values()))
@@ -230,8 +236,8 @@ def _profile(name: str, environ: Mapping[str, str], *, must_exist: bool) -> dict
     return found
 
 
-def _of_profile(found: Mapping[str, str], name: str) -> Callable[[], Credentials] | None:
-    """Return who brings the credentials of a profile; None where it has none."""
+def _profile_provider(found: Mapping[str, str], name: str) -> Callable[[], Credentials] | None:
+    """Return the credential provider of a profile; None if the profile has no credentials."""
     if "aws_access_key_id" in found:
         keys = {_KEYS[key]: value for key, value in found.items() if key in _KEYS}
         return partial(_credentials, keys)
@@ -252,10 +258,12 @@ def _of_profile(found: Mapping[str, str], name: str) -> Callable[[], Credentials
 
 
 def _from_process(command: str, name: str) -> Credentials:
-    """Return what a profile's `credential_process` prints ("Sourcing credentials with an external
-    process" of the AWS CLI)."""
+    """Run a profile's `credential_process` and return the credentials that it prints.
+
+    See "Sourcing credentials with an external process" of the AWS CLI.
+    """
     try:
-        # The user's own file says what is run, in a shell's words; as Amazon's clients do.
+        # The command is from the user's own file, and is split like a shell's, as by the AWS CLI.
         done = subprocess.run(
             shlex.split(command), capture_output=True, timeout=_PROCESS_S, check=True
         )

@@ -1,8 +1,8 @@
-"""What servers of buckets answered, told as one of our errors.
+"""Translation of obstore's exceptions into Bootseer's errors.
 
-obstore's exceptions carry the answer in their text only; this is the one place that reads it. The
-codes are those of "Error responses" in Amazon S3's reference; Ceph RGW and MinIO send them too. A
-HEAD has no body, so that there is no code. Pure; any thread.
+obstore's exceptions have the server's answer in their text only; this module parses the text. The
+codes are those of "Error responses" in Amazon S3's reference, which Ceph RGW and MinIO send too. An
+answer to HEAD has no body, and so no code. Pure; any thread.
 """
 
 import re
@@ -35,17 +35,17 @@ _REASON = re.compile(
     r"|invalid peer certificate: \w+|certificate verify failed"
     r"|connection closed before message completed|error decoding response body|IncompleteMessage"
 )
-# Of a bucket of another region, whose answer obstore does not hand on.
+# A bucket in another region; obstore does not pass the server's answer on.
 _REDIRECT = "Received redirect without LOCATION"
 _TIMED_OUT = re.compile(r"\bTimedOut\b|operation timed out|deadline has elapsed")
-# Azure answers a range behind the end with what obstore takes for a part of it.
+# Azure answers a range beyond the end in a way that obstore takes for a part of the range.
 _BEHIND_END = re.compile(r"Wanted range starting at \d+, but object was only")
 _ODD_NAME = re.compile("Encountered object with invalid path: ")
 _DEBUG = "\n\nDebug source"
-# Where credentials are asked for when nobody has given any.
+# Metadata services, which obstore asks for credentials when none were given.
 _METADATA = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal")
 _BUSY_CODES = frozenset(("SlowDown", "ServiceUnavailable", "RequestTimeout", "InternalError"))
-# Azure says with 409 that the object is there, S3 with 412.
+# Azure reports an existing object with 409, S3 with 412.
 _EXISTS_CODES = ("BlobAlreadyExists", "BucketAlreadyExists")
 _ADVICE = {
     "AccessDenied": "the credentials do not allow it (docs/stores/s3.md has the least policy)",
@@ -63,7 +63,7 @@ NO_CREDENTIALS = (
 
 
 class Answer(Struct, frozen=True):
-    """What a server said; 0 and "" for what it did not, or what did not come."""
+    """Error response of a server; 0 or "" for each field that is missing."""
 
     status: int = 0
     code: str = ""
@@ -77,7 +77,7 @@ class Answer(Struct, frozen=True):
 
 
 def answer_of(error: BaseException) -> Answer:
-    """Return the answer that an exception of obstore was made of."""
+    """Parse the server's answer from the text of an exception of obstore."""
     text = str(error).partition(_DEBUG)[0]
     head, status = _HEAD.search(text), _STATUS.search(text)
     body = status[2] if status else text
@@ -93,31 +93,33 @@ def answer_of(error: BaseException) -> Answer:
 
 
 def is_conflict(answer: Answer) -> bool:
-    """Tell whether another writer is at work on the same key (S3: ConditionalRequestConflict)."""
+    """Return whether another writer uses the same key now (S3: ConditionalRequestConflict)."""
     return answer.status == 409 and answer.code not in _EXISTS_CODES
 
 
 def is_no_bucket(answer: Answer) -> bool:
-    """Tell whether it is the bucket that is missing."""
+    """Return whether the bucket does not exist."""
     return answer.code in ("NoSuchBucket", "ContainerNotFound")
 
 
 def is_behind_end(error: BaseException) -> bool:
-    """Tell whether a range that was asked for begins at the end of the object or behind it."""
+    """Return whether the requested range begins at or beyond the end of the object."""
     return answer_of(error).status == 416 or _BEHIND_END.search(str(error)) is not None
 
 
 def is_odd_name(error: BaseException) -> bool:
-    """Tell whether a listing met a key that obstore takes for no path: it has an empty component,
-    "." or "..", or control characters."""
+    """Return whether a listing met a key that obstore does not accept as a path.
+
+    Such a key has an empty component, "." or "..", or control characters.
+    """
     return _ODD_NAME.search(str(error)) is not None
 
 
 @contextmanager
 def telling(what: str, bucket: str) -> Iterator[None]:
-    """Raise what obstore raises in the block as one of our errors (see `told`).
+    """Raise obstore's exceptions from the block as Bootseer's errors (see `told`).
 
-    Rust's panics are none of Exception, and some answers bring them about.
+    Some answers make obstore panic, and Rust's PanicException is not an Exception.
     """
     try:
         yield
@@ -130,7 +132,10 @@ def telling(what: str, bucket: str) -> Iterator[None]:
 
 
 def told(error: BaseException, what: str, bucket: str) -> BootseerError:
-    """Return one of our errors that says that `what` failed, as in "read s3://bucket/key"."""
+    """Return the error to raise for an exception of obstore.
+
+    `what` names the operation, as in "read s3://bucket/key".
+    """
     answer = answer_of(error)
     text = str(error)
     if any(host in text for host in _METADATA):
@@ -150,7 +155,7 @@ def told(error: BaseException, what: str, bucket: str) -> BootseerError:
     if is_odd_name(error):
         odd = _ODD_NAME.split(text.partition("\n")[0])[-1]
         return UnsupportedError(
-            f"cannot {where}: an object there has a name that no path can have, which ends the "
+            f"cannot {where}: an object has a name that is not a valid path, which prevents the "
             f"listing; rename or delete it ({redact(odd)[:200]!r})"
         )
     if isinstance(error, FileNotFoundError):

@@ -1,16 +1,17 @@
-"""Files in a bucket of S3, Google Cloud Storage or Azure as a backend, by obstore.
+"""Backend for a bucket of S3, Google Cloud Storage or Azure, by obstore.
 
 An object appears whole, when its writer is closed. Of several creators of a new object one wins
-(`If-None-Match: *`; see `writer` for large ones). There is no rename: it is a copy and a delete.
-Folders are prefixes of names; one that is empty is an object `_MARKER` in it, which nothing shows.
-Folders that other tools have made (an object "folder/") are seen, and cannot be deleted.
+(`If-None-Match: *`; see `writer` for large objects). A rename is a copy and a delete. Folders are
+key prefixes; an empty folder has an object `_MARKER` in it, which listings hide. Folders that other
+tools have made (an object "folder/") are listed but cannot be deleted.
 
-Requests: what is small is read by one GET and written by one PUT. Attempts are ours (obstore makes
-one), but those of the parts of a large upload, which obstore repeats by our numbers.
+Requests: a small object is read by one GET and written by one PUT. Failed requests are repeated
+here, not by obstore, except for parts of a multipart upload, which obstore repeats by the same
+policy.
 
-Every call runs in a helper thread and is left when nothing has come for the deadline. Thread-safe.
-A process that was forked from one which has used a bucket cannot use one: the threads of obstore
-stayed in its parent. It is refused at once.
+Every call runs in a helper thread, and its caller stops waiting when nothing has arrived for the
+deadline. Thread-safe. A process forked from one that has used a bucket cannot use buckets, since
+the threads of obstore stayed in the parent: its calls are refused at once.
 """
 
 import os
@@ -57,27 +58,27 @@ Result = TypeVar("Result")
 
 _MARKER = ".bootseer-folder"
 _DEADLINE_S = 60.0
-# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
 _THREADS_MAX = 128
-# What is read of a body before its reader is told: a trickle is known for one after this.
+# Size of the pieces in which a body is taken: progress is measured after each piece.
 _PIECE_BYTES = 64 << 10
-# So small an object is sent without a look whether it is there: the PUT itself decides.
+# A smaller object is sent without asking first whether it exists: the PUT itself decides.
 _UNSEEN_BYTES = 256 << 10
 _Kind = Literal["read", "put", "upload"]
-# The most that one request of a kind sends: which limits it has (`access.open_bucket`).
+# Most bytes that one request of each kind sends, for its timeouts (`access.open_bucket`).
 _SENT_BYTES: dict[_Kind, int] = {"read": 0, "put": SINGLE_BYTES, "upload": PART_BYTES}
-# Of what is there already after a PUT whose answer was lost: is it ours?
+# Largest object that is read back to find out whether a PUT whose answer was lost succeeded.
 _COMPARED_BYTES = 1 << 20
 
 
 class _Forks:
-    """The process that has obstore's threads."""
+    """Id of the process that runs obstore's threads; 0 before the first use."""
 
     pid = 0
 
 
 class BucketBackend(Folder, Backend):
-    """Files beneath one prefix of a bucket."""
+    """Files below one prefix of a bucket."""
 
     traits = Traits(one_step_replace=True)
     writer_bytes = PARTS_AT_ONCE * PART_BYTES
@@ -89,8 +90,11 @@ class BucketBackend(Folder, Backend):
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """`options`: what fsspec's file system for this kind of URL takes. A URL without a bucket
-        stands for all of them: the first name of each path is a bucket."""
+        """Parse the URL; no request is sent.
+
+        `options`: as fsspec's file system for this kind of URL takes them. A URL without a bucket
+        stands for all buckets: the first component of each path is then the bucket.
+        """
         self.url = public_url(url)
         self._address = address_of(url)
         split_path(self._address.prefix)
@@ -101,14 +105,13 @@ class BucketBackend(Folder, Backend):
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-bucket")
         self._lock = threading.Lock()
         self._opened: dict[tuple[str, _Kind], Any] = {}
-        # Buckets that have answered: what is not found in them is not there.
+        # Buckets known to exist: a 404 from one of them means that the object is missing.
         self._reached: set[str] = set()
 
     # ---- requests -----------------------------------------------------------------------------
 
     def _bucket(self, path: str, kind: _Kind = "read") -> tuple[Any, str, str]:
-        """Return obstore's store for a path and a kind of requests, the path's key in it, and the
-        bucket's name.
+        """Return the obstore store for a path and kind of request, the path's key, and the bucket.
 
         Raises: InvalidInputError, UnsupportedError, PermissionDeniedError.
         """
@@ -121,7 +124,7 @@ class BucketBackend(Folder, Backend):
                 raise UnsupportedError(f"{self.url} names no bucket")
             bucket, names = names[0], names[1:]
         _Forks.pid = _Forks.pid or os.getpid()
-        # Before any lock, which another thread may have held when this process was forked.
+        # Checked before a lock is taken, which another thread may have held during the fork.
         if _Forks.pid != os.getpid():
             raise UnsupportedError(
                 f"cannot reach {self.url} in a process that was forked from one which has used a "
@@ -152,10 +155,16 @@ class BucketBackend(Folder, Backend):
         kind: _Kind = "read",
         size_bytes: int = 0,
     ) -> Result:
-        """Return what `work` returns for the store and the key of `path`, within the deadline.
+        """Call `work` with the store and the key of `path`; return its result within the deadline.
 
-        `work` is called again after a failure that may pass, unless `attempts` is False.
-        `size_bytes`: what is sent or copied now, of which nothing is seen before its end.
+        Args:
+            verb: Operation, for messages.
+            path: Path below the root.
+            work: Function that sends one request.
+            attempts: Whether to call `work` again after a transient failure.
+            kind: Kind of request.
+            size_bytes: Bytes that the request sends or copies, without reporting progress.
+
         Raises: BootseerError.
         """
         what = f"{verb} {self._name(path)}"
@@ -182,33 +191,33 @@ class BucketBackend(Folder, Backend):
         except NoAnswerError as error:
             raise DeadlineError(f"cannot {what}: {error}") from error
 
-    # ---- looking ------------------------------------------------------------------------------
+    # ---- names and attributes -----------------------------------------------------------------
 
     def stat(self, path: str) -> FileInfo:
         return self._stat(path, is_file=False)
 
     def stat_file(self, path: str) -> FileInfo:
-        """As `Backend.stat_file`, by one request where the bucket is known to be there."""
+        """Return the attributes of a file; one request if the bucket is known to exist."""
         return self._stat(path, is_file=True)
 
     def _stat(self, path: str, *, is_file: bool) -> FileInfo:
         bucket = self._bucket(path)[2]
 
-        def look(store: Any, key: str, _: Call[Any]) -> FileInfo:
+        def head(store: Any, key: str, _: Call[Any]) -> FileInfo:
             if key:
                 try:
                     return _info(path, load().head(store, key))
                 except FileNotFoundError:
                     pass
             if not (is_file and bucket in self._reached):
-                # This also tells whether the bucket is there.
+                # The listing also fails if the bucket does not exist.
                 is_folder = self._has_below(store, key) or not key
                 self._reached.add(bucket)
                 if is_folder and not is_file:
                     return FileInfo(path, 0, 0, True)
             raise NotFoundError(f"cannot look at {self._name(path)}: it does not exist")
 
-        return self._run("look at", path, look)
+        return self._run("look at", path, head)
 
     def _has_below(self, store: Any, key: str) -> bool:
         try:
@@ -219,7 +228,7 @@ class BucketBackend(Folder, Backend):
             raise
 
     def list(self, path: str) -> Iterator[FileInfo]:
-        def look(store: Any, key: str, _: Call[Any]) -> list[FileInfo]:
+        def list_folder(store: Any, key: str, _: Call[Any]) -> list[FileInfo]:
             found = load().list_with_delimiter(store, key or None)
             folder = f"{path}/" if path else ""
             infos = [
@@ -231,7 +240,7 @@ class BucketBackend(Folder, Backend):
             for meta in found["objects"]:
                 is_there = True
                 name = _last(meta["path"])
-                # A name equal to the folder's own is another tool's mark of the folder.
+                # An object with the folder's own key marks the folder for another tool.
                 if meta["path"] != key and name != _MARKER and _is_name(name):
                     infos.append(_info(folder + name, meta))
             if not is_there:
@@ -240,12 +249,12 @@ class BucketBackend(Folder, Backend):
             return infos
 
         split_path(path)
-        return iter(self._run("list", path, look))
+        return iter(self._run("list", path, list_folder))
 
     def list_tree(self, path: str) -> Iterator[FileInfo]:
-        """As `Backend.list_tree`, by one request for a thousand files."""
+        """Return all files below a folder, by one request per thousand files."""
 
-        def look(store: Any, key: str, call: Call[Any]) -> list[FileInfo]:
+        def list_all(store: Any, key: str, call: Call[Any]) -> list[FileInfo]:
             skip = len(key) + 1 if key else 0
             infos = []
             for page in load().list(store, key or None, chunk_size=1000):
@@ -258,10 +267,10 @@ class BucketBackend(Folder, Backend):
             return infos
 
         split_path(path)
-        return iter(self._run("list", path, look))
+        return iter(self._run("list", path, list_all))
 
     def space(self) -> Space | None:
-        """None: a bucket has no size."""
+        """Return None: a bucket has no capacity."""
         return None
 
     # ---- reading ------------------------------------------------------------------------------
@@ -281,7 +290,7 @@ class BucketBackend(Folder, Backend):
                 return True
 
             try:
-                # All of it by one request, so that it is of one generation.
+                # One request for all of it, so that all bytes belong to the same version.
                 self._bring(path, offset, length, keep)
                 return b"".join(pieces)
             except UnavailableError as error:
@@ -310,7 +319,7 @@ class BucketBackend(Folder, Backend):
         try:
             self._bring(path, offset, len(buffer), put)
         except BaseException:
-            # Whatever still comes must not touch the buffer of who does something else with it.
+            # A late answer must not touch the buffer, which the caller may use for something else.
             reader.stop()
             raise
         return done
@@ -318,9 +327,9 @@ class BucketBackend(Folder, Backend):
     def _bring(
         self, path: str, offset: int, length: int | None, take: Callable[[memoryview], bool]
     ) -> None:
-        """Hand bytes to `take`, as they come, until their end or until it returns False.
+        """Send one GET and pass its bytes to `take` as they arrive, until it returns False.
 
-        Asks once. Raises: BootseerError; UnavailableError where the body stops or only drips.
+        Raises: BootseerError; UnavailableError if the body is silent or too slow.
         """
         options: Any = {}
         if length is not None:
@@ -378,19 +387,19 @@ class BucketBackend(Folder, Backend):
         )
 
     def refuse_existing(self, path: str) -> None:
-        """As `writer.Sends`."""
+        """Raise AlreadyExistsError if there is an object at `path`."""
 
-        def look(store: Any, key: str, _: Call[Any]) -> None:
+        def head(store: Any, key: str, _: Call[Any]) -> None:
             try:
                 load().head(store, key)
             except FileNotFoundError:
                 return
             raise AlreadyExistsError(f"cannot create {self._name(path)}: it exists already")
 
-        self._run("create", path, look)
+        self._run("create", path, head)
 
     def put(self, path: str, pieces: Sequence[Piece], size_bytes: int, overwrite: bool) -> None:
-        """As `writer.Sends`."""
+        """Create an object by one PUT."""
         if not overwrite and size_bytes > _UNSEEN_BYTES:
             self.refuse_existing(path)
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -404,11 +413,11 @@ class BucketBackend(Folder, Backend):
                 load().put(store, key, data, mode=mode, use_multipart=False)
             except load().exceptions.AlreadyExistsError as error:
                 if overwrite or is_conflict(answer_of(error)):
-                    # Who is first is known when the other one has ended, one way or the other.
+                    # The next attempt finds out which writer was first.
                     raise UnavailableError(
                         f"cannot write {self._name(path)}: another writer is at work on it"
                     ) from error
-                # The answer of an earlier attempt may have been lost, and its object is there.
+                # An earlier attempt may have created the object, and its answer was lost.
                 if not (was_sent and self._is_there(store, key, data)):
                     raise
 
@@ -421,7 +430,7 @@ class BucketBackend(Folder, Backend):
         return bytes(load().get(store, key).bytes()) == data
 
     def upload(self, path: str, pieces: Iterator[Piece]) -> None:
-        """As `writer.Sends`."""
+        """Create an object by a multipart upload."""
         store, key, bucket = self._bucket(path, "upload")
         with telling(f"write {self._name(path)}", bucket):
             load().put(
@@ -455,7 +464,7 @@ class BucketBackend(Folder, Backend):
 
     def mkdir(self, path: str) -> None:
         if not self._bucket(path)[1]:
-            self.stat(path)  # nobody makes buckets
+            self.stat(path)  # buckets are not created here; fail if this one is missing
             return
         names = split_path(path)
         for count in range(1 if self._address.bucket else 2, len(names) + 1):
@@ -477,7 +486,7 @@ class BucketBackend(Folder, Backend):
         self._names_of_file(path)
 
         def below(store: Any, key: str, call: Call[Any]) -> list[str]:
-            """Return the keys that are to be deleted."""
+            """Return the keys to delete."""
             found: list[str] = []
             for page in load().list(store, key, chunk_size=1000):
                 call.progress()
@@ -486,7 +495,7 @@ class BucketBackend(Folder, Backend):
                     break
             return found
 
-        # A file is none's folder, and the most frequent.
+        # Most paths are files, which need no listing.
         if not recursive:
             try:
                 is_file = not self.stat(path).is_dir
@@ -502,7 +511,7 @@ class BucketBackend(Folder, Backend):
         self._delete_keys(path, [*keys, own] if recursive else keys)
 
     def delete_files(self, paths: Sequence[str]) -> None:
-        """As `Backend.delete_files`."""
+        """Remove files by one request per thousand files of a bucket."""
         by_bucket: dict[str, tuple[str, list[str]]] = {}
         for path in paths:
             self._names_of_file(path)
@@ -525,7 +534,7 @@ class BucketBackend(Folder, Backend):
             self._run("delete", path, delete)
 
     def close(self) -> None:
-        """Release threads; obstore's connections end with the process."""
+        """Release the helper threads; obstore keeps its connections until the process ends."""
         self._caller.close()
         with self._lock:
             self._opened.clear()
@@ -537,7 +546,7 @@ def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _is_name(name: str) -> bool:
-    """Tell whether a name that a server sent can be one of a path."""
+    """Return whether a name that a server sent can be a component of a path."""
     return "/" not in name and _is_path(name)
 
 

@@ -1,10 +1,11 @@
-"""A writer of one object: a single PUT of what is small, a multipart upload of what is large.
+"""Writer of one object: a single PUT for a small object, a multipart upload for a large one.
 
-An object appears when it is complete, so that a writer that dies leaves nothing to be seen. What a
-killed one has uploaded in parts stays in the bucket, unseen, until a rule of the bucket removes it
+An object appears when it is complete: a writer that dies leaves no visible object. The parts that a
+killed writer has uploaded stay in the bucket, invisible, until a rule of the bucket removes them
 (docs/stores/s3.md). Of several writers of a new key exactly one wins if the object is sent by a
-single PUT (`SINGLE_BYTES`): no storage decides that for multipart uploads (Ceph RGW ignores the
-condition there), so of larger ones the last wins that found no object when it began.
+single PUT (`SINGLE_BYTES`). Multipart uploads cannot be made conditional everywhere (Ceph RGW
+ignores the condition), so of several writers of a larger object that found no object when they
+began, the last one wins.
 """
 
 import queue
@@ -17,37 +18,40 @@ from bootseer.store.backend import Piece, Writer
 from bootseer.store.buckets.access import SLOWEST_BYTES_PER_S
 
 SINGLE_BYTES = 64 << 20
-"""What is sent by a single PUT, and kept in memory until then."""
+"""Largest object that is kept in memory and sent by a single PUT."""
 PART_BYTES = 16 << 20
-"""The least size of a part: S3 takes ten thousand parts, so that an object may have 160 GB."""
+"""Size of a part. S3 accepts ten thousand parts, so an object may have 160 GB."""
 PARTS_AT_ONCE = 4
 LAST_PARTS_S = PARTS_AT_ONCE * PART_BYTES / SLOWEST_BYTES_PER_S
 _QUEUE_BYTES = 2 * PART_BYTES
 
 
 class Sends(Protocol):
-    """Who sends a writer's bytes: the backend. Raises: BootseerError."""
+    """Requests that a writer needs of its backend. Each raises BootseerError."""
 
     def put(self, path: str, pieces: Sequence[Piece], size_bytes: int, overwrite: bool) -> None:
-        """Make an object by one PUT."""
+        """Create an object by one PUT."""
         ...
 
     def refuse_existing(self, path: str) -> None:
-        """Raise AlreadyExistsError when there is an object at `path`."""
+        """Raise AlreadyExistsError if there is an object at `path`."""
         ...
 
     def upload(self, path: str, pieces: Iterator[Piece]) -> None:
-        """Make an object in parts, while pieces come; nothing is left of it when they raise."""
+        """Create an object by a multipart upload; no object is left if `pieces` raises."""
         ...
 
 
 class BucketWriter(Writer):
-    """Keeps what is written until it is worth an upload in parts, or is closed."""
+    """Writer that keeps data in memory until `close`, or until a multipart upload is worthwhile."""
 
     def __init__(
         self, sends: Sends, path: str, name: str, *, overwrite: bool, deadline_s: float
     ) -> None:
-        """`name` is for messages. `deadline_s`: how long a write may wait without progress."""
+        """Prepare to write `path`, which messages call `name`.
+
+        `deadline_s`: longest time that a write may wait without progress.
+        """
         self._sends = sends
         self._path = path
         self._name = name
@@ -99,11 +103,11 @@ class BucketWriter(Writer):
 
 
 class _AbortedError(Exception):
-    """The writer gave up: the upload must leave nothing."""
+    """Raised in the upload's thread to end the upload without an object."""
 
 
 class _Upload:
-    """An upload in a thread of its own, which takes pieces from a queue of bounded size."""
+    """Multipart upload in its own thread, which takes pieces from a queue of bounded size."""
 
     def __init__(self, send: Callable[[Iterator[Piece]], None], name: str) -> None:
         self._send = send
@@ -117,28 +121,28 @@ class _Upload:
         threading.Thread(target=self._run, name="bootseer-upload", daemon=True).start()
 
     def put(self, data: Piece, deadline_s: float) -> None:
-        """Hand one piece over, as soon as the queue has room. Raises: BootseerError."""
+        """Queue one piece, after waiting until the queue has room. Raises: BootseerError."""
         self._wait(lambda: self._queued_bytes < _QUEUE_BYTES, deadline_s)
         with self._changed:
             self._queued_bytes += len(data)
         self._queue.put(data)
 
     def finish(self, deadline_s: float) -> None:
-        """Wait until the object is there. Raises: BootseerError."""
+        """Wait until the object is complete. Raises: BootseerError."""
         self._queue.put(None)
-        # The last parts are on their way then, of which nothing is seen.
+        # The last parts are being sent, and report no progress.
         self._wait(lambda: False, deadline_s + LAST_PARTS_S)
 
     def abort(self, deadline_s: float) -> None:
-        """Let the upload end without an object, and wait for that. Never raises."""
+        """End the upload without an object, and wait for its end. Never raises."""
         self._queue.put(_AbortedError)
         with self._changed:
             self._changed.wait_for(lambda: self._is_over, deadline_s)
 
     def _wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
-        """Wait until `is_ready`, or the end.
+        """Wait until `is_ready` returns True or the upload has ended.
 
-        Raises: the upload's error; DeadlineError when no piece was taken for `deadline_s`.
+        Raises: the upload's error; DeadlineError if no piece was taken for `deadline_s`.
         """
         with self._changed:
             while not (self._is_over or is_ready()):

@@ -1,1 +1,1 @@
-"""Any other fsspec URL as a backend."""
+"""Backend for every other fsspec URL, and a writer that collects an object before it is stored."""

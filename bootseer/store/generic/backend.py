@@ -1,12 +1,12 @@
-"""Any other fsspec URL (`memory://`, `sftp://`, `webhdfs://`, ...) as a backend.
+"""Backend for any fsspec URL without a backend of its own (`memory://`, `sftp://`, `webhdfs://`...).
 
-Owns what is promised there. An object appears whole, by the file system's own put when it is
-closed. Exclusive creation is as atomic as the file system's `create` mode, and is decided by
-`close`. Rename is a copy and a delete, so not atomic.
+An object appears whole: its writer stores it by one put when it is closed. Exclusive creation is as
+atomic as the file system's `create` mode, and is decided in `close`. Rename is a copy and a delete,
+so it is not atomic.
 
-Every call ends by the deadline, whatever the file system's own time-outs are: when nothing has come
-or gone for so long. What is sent or copied by one request, of which nothing is seen before its end,
-may take longer by `_SLOWEST_BYTES_PER_S`. Thread-safe as far as the fsspec file system is.
+Every call ends at the deadline when no bytes have moved for so long, whatever the file system's own
+time-outs are. A request that sends or copies a whole object reports no progress, and gets more time
+by its size (`_SLOWEST_BYTES_PER_S`). As thread-safe as the fsspec file system.
 """
 
 import contextlib
@@ -41,16 +41,16 @@ Result = TypeVar("Result")
 
 _PIECE_BYTES = 8 << 20
 _DEADLINE_S = 60.0
-# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
 _THREADS_MAX = 128
 _SLOWEST_BYTES_PER_S = 1_000_000
-"""What a request may be as slow as that shows nothing of its progress."""
-# fsspec's memory file system checks and creates in two steps, and its readers share a cursor.
+"""Slowest accepted rate of a request that reports no progress."""
+# fsspec's memory file system checks and creates in two steps, and its readers share one position.
 _MEMORY_LOCK = threading.RLock()
 
 
 class FsspecBackend(Folder, Backend):
-    """Files beneath one prefix of an fsspec file system."""
+    """Files below one prefix of an fsspec file system."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FsspecBackend(Folder, Backend):
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """`options`: what fsspec passes to the file system besides the URL."""
+        """Open the file system; `options` are passed to it besides the URL."""
         self.url = public_url(url)
         protocol = split_scheme(url)
         self._deadline_s = deadline_s or _DEADLINE_S
@@ -71,19 +71,20 @@ class FsspecBackend(Folder, Backend):
         self.traits = Traits(one_step_replace=self._is_memory)
 
     def _opened(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
-        """Return fsspec's file system for `url`, and the path of the root in it."""
+        """Return fsspec's file system for `url`, and the path of the root in that file system."""
         import fsspec
 
         what = f"open {self.url}"
         try:
-            # Some would find it out with the first request.
+            # Raises ValueError now; some file systems would fail with the first request.
             urlsplit(url)
             of_class = fsspec.get_filesystem_class(split_scheme(url))
             if getattr(of_class, "async_impl", False) or self._is_memory:
-                # These ask nobody; fsspec shares them between those who ask in one thread.
+                # No connection is made here. fsspec caches these objects per thread, so that a
+                # helper thread would get another one.
                 fs, root = fsspec.core.url_to_fs(url, **options)
             else:
-                # Some connect at once.
+                # Some file systems connect at once.
                 fs, root = self._caller.run(
                     lambda _: fsspec.core.url_to_fs(url, **options), self._deadline_s
                 )
@@ -94,7 +95,7 @@ class FsspecBackend(Folder, Backend):
                 raise from_oserror(error, what) from error
             raise UnavailableError(f"cannot {what}: {redact(str(error))}") from error
         except Exception as error:
-            # Whatever the file system's own constructor does not like about the URL.
+            # Constructors raise exceptions of any class for a URL that they do not accept.
             reason = redact(str(error)) or type(error).__name__
             raise InvalidInputError(f"cannot {what}: {reason}") from error
         return fs, str(root)
@@ -102,7 +103,10 @@ class FsspecBackend(Folder, Backend):
     def _run(
         self, verb: str, path: str, work: Callable[[Call[Any]], Result], *, more_s: float = 0.0
     ) -> Result:
-        """Return what `work` returns, within the deadline and `more_s`. Raises: BootseerError."""
+        """Return the result of `work`, which may take `more_s` longer than the deadline.
+
+        Raises: BootseerError.
+        """
         what = f"{verb} {self._name(path)}"
 
         def guarded(call: Call[Any]) -> Result:
@@ -138,7 +142,7 @@ class FsspecBackend(Folder, Backend):
         end = None if length is None else offset + length
         pieces: list[bytes] = []
         while end is None or offset < end:
-            # The memory's own lock is held: all of it belongs to one generation.
+            # With the lock of the memory file system held, all bytes belong to one version.
             wanted = None if self._is_memory else offset + _PIECE_BYTES
             until = min((one for one in (wanted, end) if one is not None), default=None)
             with self._nothing_behind_end(full, offset):
@@ -158,7 +162,7 @@ class FsspecBackend(Folder, Backend):
 
     @contextlib.contextmanager
     def _nothing_behind_end(self, full: str, offset: int) -> Iterator[None]:
-        """Some answer a range behind the end with an error ("416 Range Not Satisfiable")."""
+        """Ignore an error for a range beyond the end of the file ("416 Range Not Satisfiable")."""
         try:
             yield
         except (FileNotFoundError, PermissionError):
@@ -174,7 +178,7 @@ class FsspecBackend(Folder, Backend):
         return SpoolingWriter(partial(self._put, path, overwrite=overwrite), self._name(path))
 
     def _refuse_existing(self, full: str) -> None:
-        """Before anything is sent: not every file system knows the mode "create"."""
+        # Not every file system supports the mode "create", so the check is made before the write.
         if self._fs.exists(full):
             raise FileExistsError("it exists already")
 
@@ -209,7 +213,7 @@ class FsspecBackend(Folder, Backend):
         skip = len(full.strip("/")) + 1 if full.strip("/") else 0
         prefix = path + "/" if path else ""
 
-        def look(call: Call[Any]) -> list[FileInfo]:
+        def list_folder(call: Call[Any]) -> list[FileInfo]:
             found = []
             for entry in self._entries(call, full):
                 name = entry["name"].strip("/")[skip:]
@@ -220,10 +224,10 @@ class FsspecBackend(Folder, Backend):
                     found.append(_info(prefix + name, entry))
             return found
 
-        return iter(sorted(self._run("list", path, look), key=lambda info: info.path))
+        return iter(sorted(self._run("list", path, list_folder), key=lambda info: info.path))
 
     def _entries(self, call: Call[Any], full: str) -> Sequence[dict[str, Any]]:
-        # refresh: a listing of a minute ago is no answer about a store that others write to.
+        # refresh: other processes write to the store, so a cached listing would be wrong.
         entries: list[dict[str, Any]] = self._fs.ls(full, detail=True, refresh=True)
         return entries
 
@@ -252,11 +256,11 @@ class FsspecBackend(Folder, Backend):
             self._run("delete", path, delete)
 
     def space(self) -> Space | None:
-        """Return None: fsspec has no call for it."""
+        """Return None: fsspec has no call for the capacity."""
         return None
 
     def close(self) -> None:
-        """Release threads; fsspec keeps and shares its connections."""
+        """Release the helper threads; fsspec keeps its connections."""
         self._caller.close()
 
     def _put(self, path: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool) -> None:
@@ -271,8 +275,11 @@ class FsspecBackend(Folder, Backend):
     def _send(
         self, call: Call[Any], full: str, spool: IO[bytes], size_bytes: int, *, overwrite: bool
     ) -> None:
-        """Write the object `full` from `spool`. Of several senders without `overwrite` one
-        succeeds. Raises: FileExistsError for the others; what the file system raises."""
+        """Write the object `full` from `spool`.
+
+        Without `overwrite`, one of several senders succeeds. Raises: FileExistsError for the
+        others; any exception of the file system.
+        """
         parent = full.rpartition("/")[0]
         if parent.strip("/"):
             self._fs.makedirs(parent, exist_ok=True)
@@ -283,11 +290,11 @@ class FsspecBackend(Folder, Backend):
         try:
             while piece := spool.read(_PIECE_BYTES):
                 if call.abandoned:
-                    raise TimeoutError("nobody waits for it any more")
+                    raise TimeoutError("the caller does not wait any more")
                 file.write(piece)
                 call.progress()
         except BaseException:
-            # Closing it would make an object of the pieces that were sent.
+            # Closing the file would create an object from the pieces that were sent.
             if hasattr(file, "discard"):
                 with contextlib.suppress(Exception):
                     file.discard()
@@ -300,7 +307,7 @@ class FsspecBackend(Folder, Backend):
         file.close()
 
     def _told(self, error: Exception, what: str) -> BootseerError:
-        """Return `error`, which the file system raised at `path`, as one of ours."""
+        """Return the BootseerError for an exception of the file system."""
         if isinstance(error, BootseerError):
             return error
         if isinstance(error, FileNotFoundError):
@@ -316,9 +323,9 @@ class FsspecBackend(Folder, Backend):
             return UnsupportedError(f"cannot {what}: the file system has no such call")
         if isinstance(error, OSError) and error.errno:
             ours = from_oserror(error, what)
-            # Of a server nothing is known that only this process uses.
+            # EBUSY from a server is an overloaded server, not a resource that a process holds.
             return UnavailableError(*ours.args) if isinstance(ours, BusyError) else ours
-        # The libraries behind fsspec have exceptions of their own (requests, ftplib, ...).
+        # Libraries behind fsspec raise exceptions of their own (requests, ftplib, ...).
         return UnavailableError(f"cannot {what}: {reason}")
 
     def _full(self, path: str, *, file: bool = False) -> str:

@@ -1,7 +1,4 @@
-"""A writer for storage that takes an object only as a whole: keeps it until it is closed.
-
-For one thread, as every `Writer`.
-"""
+"""Writer for storage that accepts an object only as a whole. One thread, as every `Writer`."""
 
 import tempfile
 from collections.abc import Callable
@@ -10,19 +7,19 @@ from typing import IO
 from bootseer.errors import InvalidInputError, from_oserror
 from bootseer.store.backend import Piece, Writer
 
-# An object up to this size is kept in memory; a larger one lies in an unnamed temporary file.
+# A larger object is kept in an unnamed temporary file instead of memory.
 SPOOL_BYTES = 64 << 20
 
 
 class SpoolingWriter(Writer):
-    """Writer that keeps all bytes and puts them as one object when it is closed."""
+    """Writer that keeps all bytes, and stores them as one object when it is closed."""
 
     def __init__(self, put: Callable[[IO[bytes], int], None], name: str) -> None:
-        """`put` gets the object, from its start, and its size; `name` is for messages."""
+        """Prepare to store the object `name` (for messages) by `put(file, size_bytes)`."""
         self._put = put
         self._name = name
         self._size_bytes = 0
-        # Closed by `close` or `abort`, which a writer's owner has to call in any case.
+        # Closed by `close` or `abort`, one of which the owner of a writer always calls.
         self._spool: IO[bytes] | None = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
 
     def write(self, data: Piece) -> None:

@@ -1,1 +1,1 @@
-"""`hdfs://`: HDFS by hdfs-native, and past it where that is slow or lacks something."""
+"""Backend for HDFS (`hdfs://`): by hdfs-native, or by our own protocol code if that is faster."""

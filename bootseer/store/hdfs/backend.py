@@ -1,11 +1,11 @@
-"""`hdfs://`: the files below one folder of an HDFS, as a backend.
+"""Backend for the files below one folder of an HDFS cluster (`hdfs://`).
 
-Owns the URL with its options, and says who does what: hdfs-native (`native`) names, folders and
-streams; our own calls (`namenode`) what it lacks; DataNodes directly (`reading`, `direct_write`)
-bytes that have checksums of ours, and small files. Options in the URL's query: `deadline_s` (no
-call goes on for longer without progress; default: what the caller says, else 60),
-`block_size_bytes` and `replication` of new files (the cluster's defaults). Permissions: those of
-the root folder; a root made here is private.
+Three clients share the work. hdfs-native (`native`) does names, folders and streams. Our own RPC
+calls (`namenode`) do what hdfs-native lacks. Small files, and bytes for which Bootseer has
+checksums, go to and from DataNodes directly (`reading`, `direct_write`). Options in the URL's
+query: `deadline_s` (longest time of a call without progress; by default the caller's, else 60),
+`block_size_bytes` and `replication` of new files (the cluster's defaults). New files and folders
+get the root folder's permissions; a root that is created is private.
 
 Every method is thread-safe.
 """
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from hdfs_native import Client
 
 _DEADLINE_S = 60.0
-# A DataNode that hangs is left in time for hdfs-native to try, and then for another replica.
+# A silent DataNode is given up early enough for attempts by hdfs-native and of another replica.
 _SILENCES_PER_DEADLINE = 4
 
 
 class HdfsBackend(Folder, Backend):
-    """Files beneath one folder of an HDFS."""
+    """Files below one folder of an HDFS cluster."""
 
     traits = Traits(one_step_rename=True)
-    # A pipeline of hdfs-native: 100 packets of 64 KiB to be sent and 100 to be confirmed; measured
+    # A pipeline of hdfs-native has 100 packets of 64 KiB to send and 100 to be confirmed; measured
     # 12.4 to 13.4 MiB.
     writer_bytes = 13 << 20
 
     def __init__(self, url: str, *, deadline_s: float | None = None) -> None:
-        """Asks no server. Raises: InvalidInputError."""
+        """Parse the URL; no request is sent. Raises: InvalidInputError."""
         self.url = public_url(url)
-        # First the options: they refuse what is no URL.
+        # The options come first, since parsing them refuses a malformed URL.
         deadline_s, block_bytes, replication = _options(url, deadline_s or _DEADLINE_S)
         parts = urlsplit(url, allow_fragments=False)
-        # Hadoop does not percent-decode paths, so neither is done here.
+        # The path is not percent-decoded, since Hadoop does not decode it either.
         self._root = "/" + "/".join(split_path(parts.path.strip("/")))
         cluster = f"{parts.scheme}://{parts.netloc}"
         self._name_nodes = NameNodes(cluster, deadline_s)
@@ -80,11 +80,11 @@ class HdfsBackend(Folder, Backend):
         self._data_nodes.close()
 
     def _full(self, path: str) -> str:
-        """Return the path in the file system."""
+        """Return the absolute path in HDFS."""
         return "/".join((self._root.rstrip("/"), *split_path(path))) or "/"
 
     def _full_file(self, path: str) -> str:
-        """Return the path in the file system of a file, which the root itself is not."""
+        """Return the absolute path of a file in HDFS. Raises: InvalidInputError for the root."""
         return "/".join((self._root.rstrip("/"), *self._names_of_file(path)))
 
     # ---- reading --------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class HdfsBackend(Folder, Backend):
         return fill(native, lambda: native.client().read(full), name, offset, buffer, attempt)
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HdfsReader:
-        """Open a file for many reads; the NameNode is asked once, here. See `Backend`."""
+        """Open a file for many reads; only this call asks the NameNode."""
         full = self._full_file(path)
         try:
             blocks = self._name_nodes.stored_blocks(full) if is_checked else ()
@@ -149,7 +149,7 @@ class HdfsBackend(Folder, Backend):
         return PlacedGroup(self, self._placement, create, lambda: self._placer.is_one_rack)
 
     def is_being_written(self, path: str) -> bool:
-        """Tell whether the file is open for writing; yes where no NameNode says. See `Backend`."""
+        """Return whether the file is open for writing; True if no NameNode answers."""
         try:
             return self._name_nodes.is_being_written(self._full_file(path))
         except UNANSWERED as error:
@@ -171,7 +171,7 @@ class HdfsBackend(Folder, Backend):
         self._native.call(move, verb, self._name(target))
 
     def can_join(self) -> bool:
-        """Tell whether the NameNode lets us call `concat`."""
+        """Return whether the NameNode accepts calls of `concat` from us."""
         return self._name_nodes.take_calls()
 
     def join(self, target: str, sources: Sequence[str]) -> None:
@@ -214,19 +214,19 @@ class HdfsBackend(Folder, Backend):
             )
 
     def space(self) -> Space | None:
-        """Return the room of the root's quota, else of the cluster; None with Kerberos."""
+        """Return the capacity of the root's quota, else of the cluster; None with Kerberos."""
         return self._name_nodes.space(self._root)
 
 
 def _options(url: str, deadline_s: float) -> tuple[float, int | None, int | None]:
-    """Return the deadline in seconds, and the block size in bytes and number of replicas of new
-    files, None where the URL leaves them to the cluster. `deadline_s`: where the URL has none.
+    """Return the URL's options: deadline, block size in bytes and replication of new files.
 
+    `deadline_s` is the default of the first; None stands for the cluster's default of the others.
     Raises: InvalidInputError.
     """
     try:
         parts = urlsplit(url, allow_fragments=False)
-        _, query = parts.port, parts.query  # a port that is none raises
+        _, query = parts.port, parts.query  # a malformed port raises ValueError
         found = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
         values = {key: each[-1] for key, each in found.items()}
         deadline_s = float(values.pop("deadline_s", deadline_s))

@@ -1,19 +1,18 @@
-"""Direct writes to DataNodes: of parts, which have checksums of ours, and of small files.
+"""Direct writes to DataNodes, for small files and for parts that have checksums of their own.
 
-What is written goes from the caller's buffer to the socket. (hdfs-native copies every byte twice,
-looks each one up in a table, and closes a file half a second later: measured 1.9 CPU s/GiB, against
-0.65 here.) No authentication, no encryption, no recovery: whatever is not as foreseen is a failure
-of the whole file, and its writer writes another one.
+Bytes go from the caller's buffer to the socket. (hdfs-native copies every byte twice, computes its
+checksum with a table, and closes a file half a second later: measured 1.9 CPU s/GiB, against 0.65
+here.) There is no authentication, encryption or recovery: anything unexpected fails the whole file,
+and the caller writes the file again.
 
-`Placer` has the NameNode choose the DataNodes of a file's first block, which no HDFS client's
-interface offers, and thereby finds out where a direct write goes. A block is allocated when the
-client asks for it (`addBlock`), and a client that asks twice without having written is given the
-same block again, so that it may repeat a question whose answer was lost. So we ask first, in the
-name of the client that holds the file's lease, and say which DataNodes to exclude; hdfs-native's
-own question is then answered with our block. Who the holder is stands in the NameNode's refusal of
-another one.
+`Placer` lets the caller influence on which DataNodes the NameNode places the first block of a file,
+which no HDFS client offers. A block is allocated when the client asks for it (`addBlock`). A client
+that asks twice without having written gets the same block again, so that it can repeat a request
+whose answer was lost. So we ask before hdfs-native does, in the name of the client that holds the
+file's lease, and with a list of excluded DataNodes; hdfs-native's own request is then answered with
+our block. The name of the lease holder is in the NameNode's refusal of another client.
 
-A `DirectFile` belongs to one thread, a `Placer` to any; waits are bounded.
+A `DirectFile` belongs to one thread, a `Placer` to any. Waits are bounded.
 """
 
 import logging
@@ -52,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 _PACKET_BYTES = 1 << 20
 _MESSAGE_MAX_BYTES = 64 << 10
-# Answers to heartbeats that were never sent: some are a mistake, more would never end.
+# Largest number of answers to heartbeats that were never sent, against a server that sends no end.
 _STRAY_ANSWERS_MAX = 100
 _POLL_S = 0.25
 _CONNECT_S = 2.0
@@ -61,29 +60,29 @@ _CONNECT_S = 2.0
 
 
 class ChecksumKind(Struct, frozen=True):
-    """Kind of the checksums that HDFS keeps of a file, and compares copies by."""
+    """Algorithm and piece size of the checksums that HDFS stores with a file."""
 
     number: int
     """ChecksumTypeProto."""
     piece_bytes: int
     add: Callable[[memoryview, int], int]
-    """Returns the checksum of a piece that follows one with the given checksum."""
+    """Function that extends a checksum by further bytes."""
 
 
 def crc32c(data: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC-32C (Castagnoli) of bytes with the checksum `before`, and `data` behind."""
-    checksum: int = google_crc32c.extend(before, bytes(data))  # it takes nothing that can change
+    """Return the CRC-32C (Castagnoli) of `data` after bytes with the checksum `before`."""
+    checksum: int = google_crc32c.extend(before, bytes(data))  # accepts immutable bytes only
     return checksum
 
 
 LARGE = ChecksumKind(messages.CRC32, 16 << 10, crc32)
-"""For bytes that have checksums of ours: computed by the processor's instructions."""
+"""Checksums over large pieces, computed by CPU instructions, for bytes with other checksums."""
 STANDARD = ChecksumKind(messages.CRC32C, 512, crc32c)
-"""As HDFS's own clients have them by default."""
+"""Default checksums of HDFS clients."""
 
 
 def checksums_of(data: list[memoryview], kind: ChecksumKind) -> bytes:
-    """Return the checksums of the pieces of `data`, in the form of a packet."""
+    """Return the checksums of the concatenated `data`, as they are sent in a packet."""
     sums = []
     checksum, room = 0, kind.piece_bytes
     for piece in data:
@@ -108,11 +107,11 @@ _OWNER = re.compile(r"is not the lease owner \(=([^\s:()]{1,200}): ")
 
 
 class TooFewServersError(Exception):
-    """The storage has too few DataNodes besides those to avoid."""
+    """Raised if the cluster has too few DataNodes other than the excluded ones."""
 
 
 class Placed(Struct, frozen=True):
-    """The first block of a file that `holder` is writing."""
+    """Allocated first block of the file `path`, whose lease the client `holder` has."""
 
     path: str
     holder: str
@@ -120,19 +119,19 @@ class Placed(Struct, frozen=True):
 
 
 class Placer:
-    """Places the first blocks of new files of one cluster."""
+    """Allocates the first blocks of new files of one cluster on chosen DataNodes."""
 
     def __init__(self, name_nodes: NameNodes) -> None:
         self._name_nodes = name_nodes
         self._holder = "unknown"
         self._seen: dict[str, messages.Message] = {}
-        """What an exclusion must show of DataNodes that were chosen before, by UUID."""
+        """DatanodeInfo of each DataNode that was chosen before, by UUID; exclusions contain it."""
         self._replica_count = 0
         self.begin()
         begin_in_children(self)
 
     def begin(self) -> None:
-        """Start with a new lock, as a forked child has to."""
+        """Replace the lock; a forked child calls this."""
         self._lock = threading.Lock()
 
     @property
@@ -142,10 +141,10 @@ class Placer:
             return len({server.location for server in self._seen.values()}) <= 1
 
     def place(self, path: str, avoid: Collection[str]) -> Placed | None:
-        """Choose DataNodes other than `avoid` for the first block of the file at the absolute
-        `path`, which is still empty; None where the NameNode does not say.
+        """Allocate the first block of the empty file at the absolute `path`.
 
-        Raises: TooFewServersError; nothing was chosen then.
+        `avoid` lists UUIDs of DataNodes to exclude. Return None if the NameNode does not answer.
+        Raises: TooFewServersError if too few others are left; no block is allocated then.
         """
         name_nodes = self._name_nodes
         with self._lock:
@@ -161,7 +160,7 @@ class Placer:
                 holder = owner[1]
                 added = name_nodes.add_block(path, holder, excluded)
             if excluded and len(added.servers) < self._replica_count:
-                # Fewer replicas than the file is to have: rather all of them, anywhere.
+                # The full number of replicas matters more than their places.
                 name_nodes.abandon_block(path, holder, added.located.b)
                 raise TooFewServersError
         except UNANSWERED as error:
@@ -177,8 +176,10 @@ class Placer:
     def open_direct(
         self, placed: Placed, silence_max_s: float, kind: ChecksumKind
     ) -> "DirectFile | None":
-        """Begin to write a file where it was placed; None if its DataNode does not take it so.
-        hdfs-native, which is then given the same block, knows more ways."""
+        """Begin a direct write to an allocated block; return None if that is not possible.
+
+        hdfs-native then gets the same block, and supports more configurations.
+        """
         try:
             block_bytes = self._name_nodes.plain_block_bytes(placed.path)
             if block_bytes:
@@ -188,8 +189,10 @@ class Placer:
         return None
 
     def servers_of(self, path: str) -> tuple[str, ...]:
-        """Return the UUIDs of the DataNodes that take the block which is being written now; empty
-        where the NameNode does not say."""
+        """Return the UUIDs of the DataNodes of the block that is being written at `path`.
+
+        The result is empty if the NameNode does not answer.
+        """
         try:
             return self._name_nodes.writing_servers(path)
         except UNANSWERED:
@@ -200,7 +203,7 @@ class Placer:
 
 
 class DirectFile:
-    """New file that is written to its DataNodes block by block."""
+    """New file that is written directly to its DataNodes, block by block."""
 
     def __init__(
         self,
@@ -210,7 +213,10 @@ class DirectFile:
         silence_max_s: float,
         kind: ChecksumKind,
     ) -> None:
-        """`silence_max_s`: how long a DataNode may take nothing. Raises: as `write`."""
+        """Open the first block; `silence_max_s` limits how long a DataNode may accept nothing.
+
+        Raises: as `write`.
+        """
         self._name_nodes = name_nodes
         self._placed = placed
         self._block_bytes = block_bytes
@@ -218,12 +224,12 @@ class DirectFile:
         self._kind = kind
         self._block = _Block(placed.added, placed.holder, silence_max_s, kind)
         self._waiting: list[memoryview] = []
-        """For the packet to be full."""
+        """Data of the next packet, until the packet is full."""
         self._waiting_bytes = 0
 
     @property
     def unconfirmed_bytes(self) -> int:
-        """Number of the last bytes written that some DataNode may not have."""
+        """Number of the last bytes written that not all DataNodes have confirmed."""
         return self._block.sent_bytes - self._block.confirmed_bytes + self._waiting_bytes
 
     def write(self, data: Piece) -> None:
@@ -234,7 +240,7 @@ class DirectFile:
             if not block_room:
                 self._begin_next()
                 continue
-            # Only the last packet of a block may end within a checksum.
+            # Only the last packet of a block may end inside the piece of a checksum.
             room = min(block_room, _PACKET_BYTES) - self._waiting_bytes
             step = rest[:room]
             self._waiting.append(step)
@@ -249,11 +255,11 @@ class DirectFile:
             self._block.write(waiting)
 
     def keep_alive(self) -> None:
-        """Tell the DataNodes that the writer lives. Raises: as `write`."""
+        """Tell the DataNodes that the writer is alive. Raises: as `write`."""
         self._block.keep_alive()
 
     def close(self) -> None:
-        """Complete the file, once all replicas have all of it. Raises: as `write`."""
+        """Complete the file once all replicas are complete. Raises: as `write`."""
         self._send_waiting()
         last = self._block.finish()
         self._name_nodes.complete(self._placed.path, self._placed.holder, last)
@@ -272,7 +278,7 @@ class DirectFile:
 
 
 class _Block:
-    """Block in the making, and the connection to the first of its DataNodes."""
+    """Block that is being written, over a connection to the first of its DataNodes."""
 
     def __init__(
         self, added: AddedBlock, holder: str, silence_max_s: float, kind: ChecksumKind
@@ -283,12 +289,12 @@ class _Block:
         self.sent_bytes = 0
         self.confirmed_bytes = 0
         self._number = 0
-        """The number of the next packet."""
+        """Number of the next packet."""
         self._confirmed_count = 0
         self._heartbeat_count = 0
-        """Sent, less those that were answered."""
+        """Number of heartbeats without an answer so far."""
         self._unconfirmed: deque[int] = deque()
-        """Bytes of the packets that are under way."""
+        """Sizes of the packets that were sent and not confirmed."""
         self._received = bytearray()
         self._is_open = False
         self._socket = socket.create_connection(added.address, _CONNECT_S)
@@ -322,12 +328,12 @@ class _Block:
         self._send([messages.packet_head(0, messages.HEARTBEAT, 0)])
 
     def finish(self) -> messages.Message:
-        """Return the block, once all DataNodes have all of it."""
+        """Send the last packet; return the block once all DataNodes have confirmed all packets."""
         self._unconfirmed.append(0)
         self._send([messages.packet_head(self.sent_bytes, self._number, 0, is_last=True)])
         known = -1
         while self._unconfirmed:
-            # Bytes that confirm nothing are silence.
+            # Only confirmations extend the deadline, not other bytes.
             if self._confirmed_count != known:
                 known, end_s = self._confirmed_count, time.monotonic() + self._silence_max_s
             self._wait(select.POLLIN, end_s)
@@ -351,10 +357,10 @@ class _Block:
         self._take_confirmations()
 
     def _wait(self, events: int, end_s: float) -> None:
-        """Wait for one of `events`, and take confirmations that came."""
+        """Wait for one of `events`, and handle the confirmations that have arrived."""
         self._poll.modify(self._socket, events)
         while True:
-            # First: what is there now may be one byte of many, and what came before was not enough.
+            # Checked before the poll, so that single bytes now and then do not prolong the wait.
             if time.monotonic() > end_s:
                 raise TimeoutError("the DataNode takes nothing")
             if ready := self._poll.poll(_POLL_S * 1000):
@@ -363,7 +369,7 @@ class _Block:
             self._take_confirmations()
 
     def _take_confirmations(self) -> None:
-        # After the last one the DataNode closes the connection.
+        # The DataNode closes the connection after the last confirmation.
         while self._unconfirmed and (message := self._message()) is not None:
             ack = messages.parse("PipelineAck", message)
             if any(ack.reply):
@@ -379,7 +385,7 @@ class _Block:
             self._confirmed_count += 1
 
     def _message(self) -> bytes | None:
-        """Return the next message of the DataNode; None as long as it has not come."""
+        """Return the next message of the DataNode, or None if it has not arrived completely."""
         received = self._received
         while True:
             message, end = take_delimited(received, _MESSAGE_MAX_BYTES)

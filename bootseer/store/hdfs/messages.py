@@ -1,11 +1,11 @@
-"""Messages between Bootseer and HDFS, with the names and numbers of Hadoop's .proto files. Pure.
+"""Messages of HDFS's protocols, with the names and numbers of Hadoop's .proto files. Pure.
 
-From RpcHeader.proto, IpcConnectionContext.proto and ProtobufRpcEngine.proto (RPC, version 9),
-hdfs.proto and ClientNamenodeProtocol.proto, and datatransfer.proto (data transfer, version 28).
+They are from RpcHeader.proto, IpcConnectionContext.proto and ProtobufRpcEngine.proto (RPC, version
+9), hdfs.proto and ClientNamenodeProtocol.proto, and datatransfer.proto (data transfer, version 28).
 Only messages and fields that Bootseer uses are declared, the messages without "Proto" in their
-names; fields that are not declared are kept, and sent on. Two types differ from Hadoop's, and are
-the same on the wire: enumerations are numbers, since an unknown value would else look like a
-missing field, and messages that are only passed on (tokens) are bytes.
+names; undeclared fields are kept when a message is sent on. Two types differ from Hadoop's, but are
+the same on the wire: enumerations are numbers, since protobuf drops an unknown value as if it were
+missing, and messages that are only passed on (tokens) are bytes.
 """
 
 import struct
@@ -17,14 +17,14 @@ from bootseer.base.protobuf_messages import Messages, build, describe
 from bootseer.base.varints import delimited
 
 SUCCESS = 0
-"""RpcStatusProto, and Status of data transfer."""
+"""Success in RpcStatusProto, and in the Status of data transfer."""
 RPC_BEGIN = b"hrpc\x09\x00\x00"
-"""Magic, version, service class, and no authentication: the user is believed."""
+"""Connection header: magic, version, service class, and simple authentication (none)."""
 PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 NO_CHECKSUM, CRC32, CRC32C = 0, 1, 2
 """ChecksumTypeProto."""
 HEARTBEAT = -1
-"""The number of a packet without data that is sent now and then, and of its acknowledgement."""
+"""Sequence number of a heartbeat (a packet without data), and of its acknowledgement."""
 
 # fmt: off
 _MESSAGES: Messages = {
@@ -121,15 +121,15 @@ _MESSAGES: Messages = {
 # fmt: on
 
 Message = Any
-"""An instance of one of these classes."""
+"""Instance of a class of `MESSAGES`."""
 MESSAGES: dict[str, Any] = build((describe("hdfs", _MESSAGES, syntax="proto2"),))
-"""The class of each message, by its name. Of the DataNodes of a block the nearest comes first."""
+"""Class of each message by name. In `LocatedBlock.locs` the nearest DataNode comes first."""
 
 
 def parse(name: str, data: bytes) -> Message:
-    """Return the message `name` that was received as `data`.
+    """Return the message `name` in `data`.
 
-    Raises: ValueError for anything else, a message that lacks a required field among it.
+    Raises: ValueError for other data, also for a message without a required field.
     """
     message = MESSAGES[name]()
     try:
@@ -137,13 +137,13 @@ def parse(name: str, data: bytes) -> Message:
     except DecodeError as error:
         raise ValueError(f"not a {name}: {error}") from None
     if not message.IsInitialized():
-        # Which ones is not asked: of a large message that takes hundreds of megabytes to say.
+        # The missing fields are not listed: the list for a large message takes hundreds of MB.
         raise ValueError(f"a {name} that lacks required fields")
     return message
 
 
 def encoded(name: str, **fields: Any) -> bytes:
-    """Return the message `name` behind its length, as it is sent; fields that are None are absent.
+    """Return the message `name` preceded by its length, as it is sent; None means an absent field.
 
     All required fields must be given.
     """
@@ -152,14 +152,14 @@ def encoded(name: str, **fields: Any) -> bytes:
 
 # ---- data transfer: operations and packets -------------------------------------------------------
 
-# Version and operation; a message follows, behind its length.
+# Version and operation code; a length-prefixed message follows.
 _WRITE_BLOCK, _READ_BLOCK = b"\x00\x1c\x50", b"\x00\x1c\x51"
 _PIPELINE_SETUP_CREATE = 6
 _CHECKSUM_OK = 6
 
 
 def op_read_block(block: Message, token: bytes, client: str, offset: int, length: int) -> bytes:
-    """Return the request for a range of a block, without checksums."""
+    """Return the request to read a range of a block without checksums."""
     header = {"baseHeader": {"block": block, "token": token}, "clientName": client}
     return _READ_BLOCK + encoded(
         "OpReadBlock", header=header, offset=offset, len=length, sendChecksums=False
@@ -167,12 +167,14 @@ def op_read_block(block: Message, token: bytes, client: str, offset: int, length
 
 
 READ_STATUS = encoded("ClientReadStatus", status=_CHECKSUM_OK)
-"""The bytes came; the DataNode then takes the next request."""
+"""Confirmation that all bytes arrived; the DataNode then accepts the next request."""
 
 
 def op_write_block(located: Message, client: str, checksum: tuple[int, int]) -> bytes:
-    """Return the request to begin a block on its DataNodes; the first of them is asked, and passes
-    it on. `checksum`: type, and the bytes that share one."""
+    """Return the request to begin a block, for its first DataNode, which passes the request on.
+
+    `checksum`: type, and number of bytes per checksum.
+    """
     types, storages = list(located.storageTypes), list(located.storageIDs)
     return _WRITE_BLOCK + encoded(
         "OpWriteBlock",
@@ -183,7 +185,7 @@ def op_write_block(located: Message, client: str, checksum: tuple[int, int]) -> 
         targets=located.locs[1:],
         stage=_PIPELINE_SETUP_CREATE,
         pipelineSize=len(located.locs) or 1,
-        # The DataNodes have nothing of the block.
+        # The block is empty.
         minBytesRcvd=0,
         maxBytesRcvd=0,
         latestGenerationStamp=located.b.generationStamp,
@@ -195,10 +197,10 @@ def op_write_block(located: Message, client: str, checksum: tuple[int, int]) -> 
     )
 
 
-# A packet is two lengths, PacketHeaderProto, checksums and data. There is a header for each 64 KiB
-# that is read, and all its fields are of fixed size, so it is packed at once; before each stands
-# its number and kind: offset in the block (1), number of the packet (2), whether it is the last
-# one, which is empty (3), bytes of data (4).
+# A packet is two lengths, PacketHeaderProto, checksums and data. One header is needed per 64 KiB
+# read, and its fields have fixed sizes, so it is built by `struct`. Each field is preceded by its
+# tag: offset in the block (field 1), sequence number (2), whether it is the last packet, which is
+# empty (3), bytes of data (4).
 _LENGTHS = struct.Struct(">IH")
 _HEADER = struct.Struct("<BqBqBBBi")
 PACKET_HEAD_BYTES = _LENGTHS.size + _HEADER.size
@@ -207,13 +209,13 @@ PACKET_HEAD_BYTES = _LENGTHS.size + _HEADER.size
 def packet_head(
     offset: int, number: int, count: int, *, sums_bytes: int = 0, is_last: bool = False
 ) -> bytes:
-    """Return what comes before the checksums of a packet with `count` bytes of data."""
-    # The length counts itself.
+    """Return the lengths and the header of a packet with `count` bytes of data."""
+    # The first length includes its own four bytes.
     lengths = _LENGTHS.pack(4 + sums_bytes + count, _HEADER.size)
     return lengths + _HEADER.pack(0x09, offset, 0x11, number, 0x18, is_last, 0x25, count)
 
 
 def packet_data_bytes(head: bytes) -> int:
-    """Return the number of bytes of data that a head announces."""
+    """Return the number of bytes of data that the header of a packet announces."""
     count: int = _HEADER.unpack_from(head, _LENGTHS.size)[-1]
     return count

@@ -1,13 +1,15 @@
-"""NameNodes of one HDFS cluster: calls that hdfs-native lacks, and which NameNode is active.
+"""Client of an HDFS cluster's NameNodes, for calls that hdfs-native lacks.
 
-hdfs-native 0.14.7 does not tell where blocks lie or how much room there is, cannot choose
-DataNodes, and has no `concat`. These calls are made by Hadoop's RPC, version 9, with simple
-authentication, one call per connection. A call whose connection broke is repeated under the same
-identity, and the NameNode's retry cache makes it happen once. `NameNodes` finds out, once per
-cluster, whether such calls are taken at all (where Kerberos is wanted they are not, and hdfs-native
-is alone with the cluster), says why none can be reached, and tells a full cluster from a dead one.
+hdfs-native 0.14.7 does not tell the places of blocks or the free space, cannot choose DataNodes,
+and has no `concat`. These calls are made by Hadoop's RPC, version 9, with simple authentication,
+one call per connection. A call whose connection broke is repeated with the same client and call id,
+so that the NameNode's retry cache executes the call once.
 
-Any thread. Every wait ends by a deadline; an answer is bounded as a whole, in time and in size.
+`NameNodes` also finds the active NameNode; finds out once per cluster whether such calls are
+accepted (not with Kerberos, where only hdfs-native is used); explains why no NameNode is reachable;
+and tells a full cluster from a dead one.
+
+Any thread. Every wait has a deadline; an answer is bounded as a whole, in time and in size.
 """
 
 import logging
@@ -58,24 +60,24 @@ from bootseer.transfer.policy import (
 _log = logging.getLogger(__name__)
 
 _FRAME_MAX_BYTES = 1 << 20
-# Of an exception: its class, and a message with a stack trace.
+# Longest class name, and longest message with a stack trace, of a NameNode's exception.
 _TEXT_MAX_BYTES = 64 << 10
 _PROTOCOL_BUFFERS, _ORDINARY_CALL, _CONTEXT_CALL_ID = 2, 0, -3
-# The deadline of a connection where other NameNodes are left: TCP asks three times meanwhile.
+# Time to connect to one of several NameNodes; TCP sends its SYN three times meanwhile.
 _CONNECT_S = 5.0
 
-# More than a part has. Blocks are of a megabyte or more, so that the NameNode's answer stays below
-# the megabyte that is taken from it.
+# Range whose blocks are asked for first; no part is longer. Blocks have a megabyte or more, so that
+# the answer for 1000 blocks stays below `_FRAME_MAX_BYTES`.
 _LOCATED_BYTES = 1000 << 20
-# Of blocks as most clusters have them a thousand are so much.
+# With blocks of at least this size, 1000 times this size is asked for in a second call.
 _LARGE_BLOCK_BYTES = 64 << 20
 
 _DEFAULT_PORT = 8020
 _HURRIED_S = 5.0
 _CHECK_S = 2.0
-# A NameNode that did not answer is asked again by the first who needs it after this time.
+# Time after which NameNodes that did not answer are asked again.
 SILENT_S = 60.0
-# For a NameNode that is being restarted, or a resolver; what lasts longer is a wrong address.
+# Time for a NameNode to restart or a name to resolve; after that the address is taken for wrong.
 _REACH_S = 10.0
 _REACH_CONNECT_S = 3.0
 _REFUSAL = "SIMPLE authentication is not enabled"
@@ -83,93 +85,97 @@ _NAMES, _ADDRESS = "dfs.ha.namenodes.", "dfs.namenode.rpc-address."
 _CONFIG_FILES = ("core-site.xml", "hdfs-site.xml")
 
 _SPACE_S = 10.0
-# "No quota" is -1, in 64 bits. To say so, the NameNode walks through the directory.
+# "No quota" is -1 as an unsigned 64-bit number. Asking for the quota is expensive for the NameNode,
+# which walks through the directory.
 _NO_QUOTA = 2**63
 _NO_QUOTA_S = 3600.0
-# The NameNode offers a DataNode only if it has room for a block besides those that are being
-# written to it, which it counts as if they were full, and those that failed minutes ago: so many.
+# The NameNode uses a DataNode only if it has room for a block besides the blocks that are being
+# written to it, counted as full blocks, and those that failed in the last minutes: about so many.
 _ROOM_BLOCKS = 16
 
-# A NameNode that was just started, or is about to become active, has done nothing of what it was
-# asked, and will do it a little later.
+# Exceptions of a NameNode that has executed nothing and will serve calls a little later: it was
+# just started, or is about to become active.
 _NOT_SERVING = ("SafeModeException", "RetriableException", "StandbyException")
 OUT_OF_ROOM = "Resources are low on NN"
-"""The NameNode has put itself into safe mode."""
+"""Message of a NameNode in safe mode for lack of disk space."""
 TOO_FEW_DATANODES = "could only be written to"
-"""Too few were found for a block: the others are excluded, full, dead or too busy."""
+"""Message if too few DataNodes were found for a block: others are excluded, full, dead or busy."""
 RPC_TEXT = re.compile(r'RPCError\("[\w.$]*?([\w$]+)", "(.*)', re.DOTALL)
-"""How hdfs-native shows an exception of a NameNode: its class, and its message."""
+"""Class and message of a NameNode's exception in the text of an error of hdfs-native."""
 
 Address = tuple[str, int]
 
 
 class NoCallsError(OSError):
-    """No NameNode is known that takes calls from us: Kerberos is wanted, or none has answered."""
+    """Raised if no known NameNode accepts calls from us: Kerberos is required, or none answered."""
 
 
 class RpcError(Exception):
-    """The NameNode's answer is an exception; the text begins with its Java class."""
+    """Exception of a NameNode; the text begins with its Java class."""
 
 
 class NotHadoopError(ConnectionError):
-    """The answer is no frame of Hadoop's RPC: another server has this port."""
+    """Raised if the answer is not a frame of Hadoop's RPC: another server uses the port."""
 
 
 UNANSWERED = (RpcError, OSError, ValueError)
-"""What a call may end with, also where the answer is nonsense: for whom it was only a question."""
+"""Exceptions of a call that gave no usable answer, for callers that can go on without one."""
 
 
 def is_not_serving(error: BaseException | None) -> bool:
-    """Tell whether `error`, of hdfs-native or of a call here, says that a NameNode did nothing and
-    should be asked again: it is in safe mode, starts, or is not the active one."""
+    """Return whether a NameNode has executed nothing and the call should be repeated.
+
+    Such a NameNode is in safe mode, is starting, or is not the active one. `error` is from
+    hdfs-native or from this module.
+    """
     text = str(error)
     if OUT_OF_ROOM in text:
         return False
-    # Of a RetriableException, the class that it wraps comes in the message.
+    # The message of a RetriableException contains the class of the wrapped exception.
     match = RPC_TEXT.match(text)
     raised = match[1] if match else text.partition(":")[0]
     return any(name in raised for name in _NOT_SERVING)
 
 
 class Replica(Struct, frozen=True):
-    """A DataNode that has a block."""
+    """DataNode that has a block."""
 
     address: Address
     is_far: bool = False
-    """Whether another one is nearer to us, by what the NameNode says."""
+    """Whether another replica is nearer to us, according to the NameNode."""
 
 
 class StoredBlock(Struct, frozen=True):
-    """A block of a file, and who has it."""
+    """Block of a file, and its replicas."""
 
     start: int
-    """The block's offset in the file."""
+    """Offset of the block in the file."""
     block: Message
     """ExtendedBlock."""
     token: bytes
-    """What a DataNode wants to see where blocks are guarded."""
+    """Block token, which DataNodes of some clusters require."""
     replicas: tuple[Replica, ...]
-    """The nearest one first."""
+    """DataNodes with the block, the nearest one first."""
 
     @property
     def length(self) -> int:
-        """Number of bytes of the file in the block."""
+        """Number of bytes in the block."""
         length: int = self.block.numBytes
         return length
 
 
 class AddedBlock(Struct, frozen=True):
-    """A block that was allocated, and is still empty."""
+    """Newly allocated, empty block."""
 
     located: Message
     """LocatedBlock."""
     address: Address
-    """The address of the first DataNode."""
+    """Address of the first DataNode."""
     servers: dict[str, Message]
-    """The DataNodes (DatanodeInfo) by UUID, in the order in which they pass on what is written."""
+    """DataNodes (DatanodeInfo) by UUID, in the order of the write pipeline."""
 
     def block_of(self, size_bytes: int) -> Message:
-        """Return the block with so much in it."""
+        """Return the block's ExtendedBlock with the size `size_bytes`."""
         block = MESSAGES["ExtendedBlock"]()
         block.CopyFrom(self.located.b)
         block.numBytes = size_bytes
@@ -184,75 +190,75 @@ class _Site(Struct, frozen=True):
 
     addresses: tuple[Address, ...]
     names: tuple[str, ...]
-    """The names of the NameNodes of a nameservice; empty for `hdfs://HOST:PORT`."""
+    """Names of the NameNodes of a nameservice; empty for `hdfs://HOST:PORT`."""
     user: str
     is_secure: bool
     calls_by_name: bool
-    """Whether DataNodes are called by their names, not their addresses."""
+    """Whether DataNodes are contacted by host name instead of IP address."""
 
 
 class _State(Enum):
-    """Whether NameNodes take calls from us."""
+    """Whether NameNodes accept our calls."""
 
     UNKNOWN = auto()
-    """Nobody was asked, or nobody answered."""
+    """No NameNode has answered so far."""
     OPEN = auto()
     CLOSED = auto()
-    """The configuration says Kerberos, or the calls are refused for another reason."""
+    """The configuration requires Kerberos, or calls are refused for another reason."""
     UNCONFIGURED = auto()
-    """Kerberos is wanted, and no configuration says so."""
+    """The cluster requires Kerberos, but the configuration of this machine does not say so."""
 
 
 class Haste(Enum):
-    """Patience of a call with NameNodes that do not answer."""
+    """Length of a call's wait for NameNodes that do not answer."""
 
     CHECK = auto()
-    """One attempt of two seconds at most."""
+    """One attempt of at most two seconds."""
     HURRIED = auto()
-    """Five seconds: the answer is worth no long wait."""
+    """Five seconds, for an answer that the caller can do without."""
     USUAL = auto()
     """The deadline."""
     PATIENT = auto()
-    """More than a deadline, also for a NameNode that is not ready yet: a write is lost with it."""
+    """Several deadlines, also for a NameNode that is not ready: without an answer a write fails."""
 
 
 class NameNodes:
-    """The NameNodes of one cluster, found when they are first needed. Any thread.
+    """Client of the NameNodes of one cluster. Any thread.
 
-    Every call raises one of UNANSWERED: NoCallsError where calls are not taken from us, RpcError,
-    UnavailableError or DeadlineError; ValueError for an answer that makes no sense. Paths are
-    absolute.
+    Every call raises one of UNANSWERED: NoCallsError if calls are not accepted from us, RpcError,
+    UnavailableError, DeadlineError, or ValueError for a malformed answer. Paths are absolute.
     """
 
     def __init__(self, cluster: str, deadline_s: float) -> None:
-        """Remember the cluster (`hdfs://HOST:PORT` or `hdfs://NAMESERVICE`); ask nobody."""
+        """Note the cluster, `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`; no request is sent."""
         self._cluster = cluster
         self._deadline_s = deadline_s
         self._state = _State.UNKNOWN
         self._silent_until_s = 0.0
         self._site: _Site | None = None
-        """In the state OPEN."""
+        """Set in the state OPEN."""
         self._first = 0
-        """The number of the NameNode that answered last, and is asked first."""
+        """Index of the NameNode that answered last, which is asked first."""
         self._space: tuple[Space | None, float] = None, 0.0
         self._no_quota_until_s = 0.0
         self.begin()
         begin_in_children(self)
 
     def begin(self) -> None:
-        """Start with a new lock, as a forked child has to; what is known stays known."""
+        """Replace the lock; a forked child calls this."""
         self._lock = threading.Lock()
         """Also held while the NameNodes are asked for the first time."""
 
-    # ---- whether calls are taken ----------------------------------------------------------------
+    # ---- whether calls are accepted -------------------------------------------------------------
 
     def check(self) -> bool:
-        """Raise what hdfs-native would retry until a deadline, without a word about the reason.
+        """Return whether the configuration requires Kerberos, or raise if no client would get on.
 
-        Returns: whether the configuration says Kerberos.
-        Raises: UnavailableError: no server takes connections where the NameNode should be, or it is
-        something else; PermissionDeniedError: the NameNode wants Kerberos, and no configuration
-        says so.
+        hdfs-native would retry in these cases until its deadline without naming the reason.
+
+        Raises: UnavailableError if the address of the NameNode takes no connections or belongs to
+        another server; PermissionDeniedError if the NameNode requires Kerberos and the
+        configuration does not.
         """
         with self._lock:
             site = _site(self._cluster)
@@ -270,7 +276,7 @@ class NameNodes:
             return site.is_secure
 
     def take_calls(self) -> bool:
-        """Tell whether the active NameNode takes calls from us: not where Kerberos is wanted."""
+        """Return whether the active NameNode accepts our calls; with Kerberos it does not."""
         return self._found(Haste.USUAL) is not None
 
     def _found(self, haste: Haste) -> _Site | None:
@@ -281,7 +287,7 @@ class NameNodes:
             return self._site
 
     def _find(self, site: _Site, haste: Haste) -> BootseerError | None:
-        """Find out whether calls are taken; returns why that remains unknown."""
+        """Find out whether calls are accepted; return the error if no NameNode answers."""
         if site.is_secure:
             self._state = _State.CLOSED
             return None
@@ -298,8 +304,11 @@ class NameNodes:
         return None
 
     def _await_reachable(self, site: _Site) -> None:
-        """Wait until a NameNode takes a connection, and log that (hdfs-native tries for a minute,
-        in silence). Raises: UnavailableError with the reason of each."""
+        """Wait until a NameNode takes a connection, and log the wait.
+
+        hdfs-native would try for a minute without a message. Raises: UnavailableError with the
+        reason of each NameNode.
+        """
         limit_s = min(self._deadline_s, _REACH_S)
         attempts = Attempts(UNTIL_DEADLINE, limit_s)
         hint = f"check the URL {public_url(self._cluster)}"
@@ -324,7 +333,7 @@ class NameNodes:
             time.sleep(pause_s)
 
     def _say_why(self, error: BootseerError) -> None:
-        """Explain a NameNode that takes connections, and does not answer."""
+        """Raise or log the reason why a NameNode takes connections but does not answer."""
         cluster = public_url(self._cluster)
         if isinstance(error.__cause__, NotHadoopError):
             raise UnavailableError(
@@ -334,17 +343,20 @@ class NameNodes:
         _log.warning("waiting up to %g s for %s: %s", self._deadline_s, cluster, error)
 
     def refusal(self) -> OSError | None:
-        """Return why none of the NameNodes takes a connection now; None: one of them does.
+        """Return the reason why no NameNode takes connections now, or None if one of them does.
 
-        hdfs-native goes on trying to connect, so that a NameNode that is down looks to its caller
-        like one that hangs.
+        hdfs-native retries connections, so that its caller cannot tell a NameNode that is down from
+        one that hangs.
         """
         failures = list(_refusals(_site(self._cluster).addresses, _CHECK_S).values())
         return failures[-1] if failures else None
 
     def order(self) -> dict[str, str]:
-        """Return the entry of the configuration that puts the active NameNode first; empty where
-        only one, or none, is known. hdfs-native waits for ever for one that is silent."""
+        """Return the configuration entry that lists the active NameNode first.
+
+        The result is empty if fewer than two NameNodes are known. hdfs-native needs the order,
+        since it waits for ever for a silent NameNode.
+        """
         with self._lock:
             if self._site is None or len(self._site.names) < 2:
                 return {}
@@ -352,7 +364,7 @@ class NameNodes:
             return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
 
     def has_left(self, order: dict[str, str]) -> bool:
-        """Tell whether another one is active now than when `order` was returned."""
+        """Return whether another NameNode is active now than when `order` was returned."""
         if not order:
             return False
         try:
@@ -364,24 +376,28 @@ class NameNodes:
     # ---- calls ----------------------------------------------------------------------------------
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
-        """Append the files `sources` to `target`; they vanish."""
+        """Append the files `sources` to `target`, and remove them."""
         self.call("concat", Haste.PATIENT, trg=target, srcs=sources)
 
     def writing_servers(self, path: str) -> tuple[str, ...]:
-        """Return the UUIDs of the DataNodes of the block that is being written at the end of
-        `path`."""
+        """Return the UUIDs of the DataNodes of the last block of `path`, which is being written."""
         found = self._located(path, 1)
         blocks = [found.lastBlock] if found.HasField("lastBlock") else found.blocks[-1:]
         return tuple(_text(server.id.datanodeUuid) for block in blocks for server in block.locs)
 
     def is_being_written(self, path: str) -> bool:
-        """Tell whether a client has a file open for writing. RpcError with a FileNotFoundException
-        where there is none."""
+        """Return whether a client has the file open for writing.
+
+        Raises: RpcError with FileNotFoundException in its text if there is no such file.
+        """
         return bool(self._located(path, 1, Haste.USUAL).underConstruction)
 
     def stored_blocks(self, path: str) -> tuple[StoredBlock, ...]:
-        """Return the first blocks of a file in order, some thousand; none where a block is no plain
-        run of its bytes (encrypted, erasure-coded) or is being written."""
+        """Return up to about a thousand of the first blocks of a file, in order.
+
+        The result is empty if the file is encrypted, erasure-coded or being written: its blocks do
+        not contain its plain bytes then.
+        """
         found = self._located(path, _LOCATED_BYTES)
         if found.underConstruction or not _is_plain(found):
             return ()
@@ -412,8 +428,11 @@ class NameNodes:
     def add_block(
         self, path: str, holder: str, excluded: Sequence[Message] = (), previous: Message = None
     ) -> AddedBlock:
-        """Allocate a block of a file that `holder` is writing, not on the DataNodes `excluded`: the
-        first one, or, once the DataNodes have reported it, that after `previous`."""
+        """Allocate the next block of a file that `holder` is writing, not on `excluded` DataNodes.
+
+        The next block is the first one, or the one after `previous` as soon as the DataNodes have
+        reported `previous`.
+        """
         haste = Haste.HURRIED if previous is None else Haste.PATIENT
         attempts = Attempts(SOON, self._deadline_s)
         fields = {"src": path, "clientName": holder, "previous": previous, "excludeNodes": excluded}
@@ -431,23 +450,22 @@ class NameNodes:
         return AddedBlock(located, self._address(located.locs[0]), servers)
 
     def abandon_block(self, path: str, holder: str, block: Message) -> None:
-        """Give back what `add_block` returned."""
+        """Give back a block that `add_block` allocated."""
         self.call("abandonBlock", b=block, src=path, holder=holder)
 
     def complete(self, path: str, holder: str, last: Message) -> None:
-        """Close a file with its `last` block, once the DataNodes have reported all blocks."""
+        """Close a file with its `last` block once the DataNodes have reported all blocks."""
         attempts, fields = Attempts(SOON, self._deadline_s), {"clientName": holder, "last": last}
         while not self.call("complete", Haste.PATIENT, src=path, **fields).result:
             _wait_for_reports(attempts, TimeoutError("the NameNode does not know the last block"))
 
     def plain_block_bytes(self, path: str) -> int:
-        """Return how large the blocks of a file are at most; 0 where their bytes are not the file's
-        (encrypted, erasure-coded)."""
+        """Return the block size of a file; 0 if the file is encrypted or erasure-coded."""
         status = self.call("getFileInfo", Haste.PATIENT, src=path).fs
         return int(status.blocksize) if _is_plain(status) else 0
 
     def call(self, method: str, haste: Haste = Haste.HURRIED, **fields: Any) -> Message:
-        """Call a method of ClientProtocol with the fields of its request; returns its response."""
+        """Call a method of ClientProtocol with the given request fields; return its response."""
         name = method[0].upper() + method[1:]
         request = MESSAGES[f"{name}Request"](**fields)
         return parse(f"{name}Response", self.answer(method, request.SerializeToString(), haste))
@@ -464,13 +482,13 @@ class NameNodes:
         try:
             return self._asked(site, method, request, haste)
         except (DeadlineError, UnavailableError):
-            if haste is not Haste.CHECK:  # which hdfs-native's call is waiting for
+            if haste is not Haste.CHECK:  # the hdfs-native call that waits for it counts the time
                 PATIENCE.spend(time.monotonic() - began_s)
             raise
 
     def _asked(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
         client, count = os.urandom(16), len(site.addresses)
-        # Of several one is active sooner or later; a single one that refuses goes on doing so.
+        # One of several NameNodes will be active soon; a single one that refuses stays as it is.
         deadline_s, policy = self._deadline_s, UNTIL_DEADLINE if count > 1 else REQUEST
         if haste is Haste.CHECK:
             deadline_s, policy = min(_CHECK_S, deadline_s / 2), ONCE
@@ -488,8 +506,8 @@ class NameNodes:
             is_last = retry_count + 1 == policy.attempts
             sent = _frames_of(site.user, client, retry_count, method, request)
             for turn in range(count):
-                # One that is silent (its host is dead, or it hangs) leaves time for the others, and
-                # for another round: none may be active for a while.
+                # A silent NameNode (dead or hung) must leave time for the others, and for another
+                # round, since for a while none may be active.
                 left_count = 1 if count == 1 else (count - turn) * (1 if is_last else 2)
                 now_s, index = time.monotonic(), (first + turn) % count
                 until_s = now_s + max(0.0, end_s - now_s) / left_count
@@ -515,13 +533,13 @@ class NameNodes:
                 raise DeadlineError(f"no NameNode answered within {deadline_s:g} s: {cause}")
             time.sleep(pause_s)
 
-    # ---- room -----------------------------------------------------------------------------------
+    # ---- capacity -------------------------------------------------------------------------------
 
     def space(self, path: str) -> Space | None:
-        """Return the room that the quota of the directory `path` leaves, or else that of the
-        cluster; None where it does not say. For one `path` only.
+        """Return the capacity of the quota of the directory `path`, or else of the cluster.
 
-        Both with replication, as HDFS counts. An answer is good for a while.
+        Return None if the NameNode does not answer. Sizes include replication, as HDFS counts. The
+        answer is cached for `_SPACE_S`, so an instance must always be asked for the same `path`.
         """
         with self._lock:
             space, until_s = self._space
@@ -538,16 +556,16 @@ class NameNodes:
                     left_bytes = max(0, usage.spaceQuota - usage.spaceConsumed)
                     space = Space(usage.spaceQuota, min(left_bytes, space.free_bytes))
         except UNANSWERED:
-            pass  # the last answer, or none
+            pass  # keep the last answer, if any
         with self._lock:
             self._space = space, time.monotonic() + _SPACE_S
         return space
 
     def is_full(self, count: int, block_bytes: int | None) -> bool:
-        """Tell whether some DataNode lives and the `count` DataNodes that there are, or were a
-        moment ago, have hardly any room; False where the NameNode does not say.
+        """Return whether the cluster is full; False if the NameNode does not answer.
 
-        `block_bytes`: of the file that cannot be written; None: as the cluster likes.
+        The cluster is full if some DataNode is alive, and its `count` DataNodes have no room for
+        more blocks of `block_bytes` (None: the cluster's default block size).
         """
         try:
             stats = self.call("getFsStats")
@@ -562,8 +580,10 @@ class NameNodes:
 
 
 def _frames_of(user: str, client: bytes, retry_count: int, method: str, request: bytes) -> bytes:
-    """Return the bytes that are sent for a call. A call that a `client` repeats under the same
-    identity is not made again."""
+    """Return the bytes to send for a call.
+
+    A NameNode executes a call that a `client` id repeats only once.
+    """
     context = encoded("IpcConnectionContext", userInfo={"effectiveUser": user}, protocol=PROTOCOL)
     header = encoded(
         "RequestHeader",
@@ -581,11 +601,11 @@ def _frames_of(user: str, client: bytes, retry_count: int, method: str, request:
 def _exchange(address: Address, sent: bytes, connect_s: float, end_s: float) -> bytes:
     count_request(NAMENODE)
     host, port = address
-    # Of a name that is text the resolver loads Unicode's tables first, 5 ms of a start.
+    # For a `str` name the resolver would load Unicode tables first, which takes 5 ms of a start.
     where: Any = (host.encode() if host.isascii() else host, port)
     with socket.create_connection(where, max(0.1, connect_s)) as connection:
         connection.sendall(sent)
-        # The whole answer has one deadline, not each of its bytes.
+        # The deadline applies to the whole answer, not to each of its bytes.
         (length,) = struct.unpack(">I", _receive(connection, 4, end_s))
         if length > _FRAME_MAX_BYTES:
             raise NotHadoopError(f"{host}:{port} does not speak Hadoop's RPC")
@@ -601,7 +621,7 @@ def _wait_for_reports(attempts: Attempts, error: Exception) -> None:
 
 
 def _text(value: str | bytes) -> str:
-    """Return a string field; protobuf gives those that are not UTF-8 as bytes."""
+    """Return a string field. Raises: ValueError for bytes, protobuf's form of invalid UTF-8."""
     if isinstance(value, bytes):
         raise ValueError("a name that is not UTF-8")
     return value
@@ -629,7 +649,7 @@ def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
     rest = memoryview(data)
     while rest:
         left_s = end_s - time.monotonic()
-        # Also where a byte comes now and then: an answer has one deadline.
+        # A byte now and then does not extend the deadline of the answer.
         if left_s <= 0 and len(rest) < count:
             raise TimeoutError("the NameNode's answer does not end")
         connection.settimeout(max(0.01, left_s))
@@ -641,8 +661,10 @@ def _receive(connection: socket.socket, count: int, end_s: float) -> bytes:
 
 
 def response_in(frame: bytes) -> bytes:
-    """Return the response that an answer's frame holds. Raises: RpcError, as the NameNode raised
-    it; ConnectionError where the frame cannot be understood."""
+    """Return the response in the frame of an answer.
+
+    Raises: RpcError for an exception of the NameNode; ConnectionError for a malformed frame.
+    """
     try:
         head, end = take_delimited(frame, _FRAME_MAX_BYTES)
         if head is None:
@@ -665,12 +687,12 @@ def response_in(frame: bytes) -> bytes:
 
 
 def _user() -> str:
-    import getpass  # Loads terminals' code.
+    import getpass  # here, since it imports terminal modules
 
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # In a pod, a user often has a number only.
+        # In a pod, a user often has no name.
         return str(os.geteuid())
 
 
@@ -697,14 +719,14 @@ def _address(text: str) -> Address:
 
 
 def _configuration() -> dict[str, str]:
-    """Return the site's Hadoop configuration, from where hdfs-native reads it too."""
+    """Return the Hadoop configuration of this machine, from the files that hdfs-native reads."""
     folder = os.environ.get("HADOOP_CONF_DIR")
     if folder is None and (home := os.environ.get("HADOOP_HOME")):
         folder = f"{home}/etc/hadoop"
     values: dict[str, str] = {}
     if not folder:
         return values
-    # Here, since most have none, and every start of a job loads this module.
+    # Imported here: few machines have a configuration, and every start of a job loads this module.
     import xml.etree.ElementTree as ET
 
     for name in _CONFIG_FILES:
@@ -720,7 +742,7 @@ def _configuration() -> dict[str, str]:
 
 
 def _refusals(addresses: Sequence[Address], timeout_s: float) -> dict[Address, OSError]:
-    """Return why each of the addresses takes no connection; empty as soon as one does."""
+    """Return the connection error of each address; empty if one of them takes a connection."""
     failures = {}
     for address in addresses:
         try:

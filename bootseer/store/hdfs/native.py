@@ -1,14 +1,13 @@
-"""hdfs-native (Rust, no JVM) within deadlines, across forks, and with its failures in words.
+"""Wrapper of hdfs-native (Rust, no JVM) with deadlines, fork support and translated errors.
 
-Alone owns the client of hdfs-native 0.14.7, of which this is the one table of failures: it raises
-builtin exceptions in three common cases, and RuntimeError, whose text holds the Java class, in all
-others. Kerberos is the client's work, by libgssapi; here is only what goes wrong with it.
+The only module that uses the client of hdfs-native 0.14.7. The client raises builtin exceptions in
+three common cases, and RuntimeError with the Java class in its text in all others; `translate` maps
+them all. Kerberos is handled by the client, with libgssapi; this module translates its failures.
 
-The client blocks without an end where a NameNode is silent, and does not say why. So a deadline
-ends every call, and an active NameNode that has fallen silent is left for the one that is active
-now.
+The client blocks without an end while a NameNode is silent. So every call has a deadline, and when
+the active NameNode has changed meanwhile, a new client is made for the new one.
 
-Any thread. A forked child begins with a client of its own.
+Any thread. A forked child starts without a client.
 """
 
 import ctypes
@@ -51,17 +50,17 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# More parallel calls than any plan of ours makes; a call that is stuck keeps one.
+# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
 _THREADS_MAX = 128
-# hdfs-native keeps DataNodes' connections for 3 s, for the whole process.
+# hdfs-native keeps idle connections to DataNodes for 3 s, in the whole process.
 _CONNECTION_KEPT_S = 3.1
 _REPLACE_DATANODE = "dfs.client.block.write.replace-datanode-on-failure"
 
 
 class Native:
-    """hdfs-native as the client of one cluster, for what lies below the folder `root`.
+    """Client of one cluster, by hdfs-native, for the files below the folder `root`.
 
-    In all calls `name` is what messages call the file; paths are absolute.
+    In all methods, `name` is the name of the file in messages; paths are absolute.
     """
 
     def __init__(
@@ -74,13 +73,16 @@ class Native:
         block_bytes: int | None = None,
         replication: int | None = None,
     ) -> None:
-        """`block_bytes`, `replication`: of new files; None: as the cluster has them."""
+        """Prepare the client without a request.
+
+        `block_bytes` and `replication` apply to new files; None means the cluster's default.
+        """
         self._cluster = cluster
         self._root = root
         self._name_nodes = name_nodes
         self.deadline_s = deadline_s
         self.patience_s = 0.0
-        """How long NameNodes that are not ready are waited for; 0: the deadline of the call."""
+        """Longest wait for NameNodes that are not ready; 0 means the deadline of the call."""
         self._block_bytes = block_bytes
         self._replication = replication
         self._mode: int | None = None
@@ -90,7 +92,7 @@ class Native:
         begin_in_children(self)
 
     def begin(self) -> None:
-        """Start without a client, as a forked child has to."""
+        """Start without a client; a forked child calls this."""
         if self._client is not None:
             keep_for_ever(self._client)
         self._lock = threading.Lock()
@@ -110,7 +112,10 @@ class Native:
         *,
         is_question: bool = False,
     ) -> Result:
-        """Return what `function` returns, within the deadline; errors say `verb` and `name`."""
+        """Return the result of `function(client)` within the deadline.
+
+        Errors contain `verb` and `name`. `is_question`: see `run`.
+        """
         return self.run(lambda _: function(self.client()), verb, name, is_question=is_question)
 
     def run(
@@ -122,12 +127,11 @@ class Native:
         deadline_s: float | None = None,
         is_question: bool = False,
     ) -> Result:
-        """Run work that reports its progress, within the deadline; errors say `verb` and `name`.
+        """Return the result of `work`, which reports progress to its call, within the deadline.
 
-        `is_question`: doing the work twice changes no more than doing it once, and it is done again
-        where a NameNode was left meanwhile, or had no time to answer.
-
-        A NameNode that is not ready yet is waited for, until the deadline or for `patience_s`.
+        Errors contain `verb` and `name`. `is_question` says that the work is idempotent: it is
+        repeated if the active NameNode has changed, or if the connection to it was lost. NameNodes
+        that are not ready are waited for until the deadline, or for `patience_s`.
         """
         deadline_s = deadline_s or self.deadline_s
         attempts = Attempts(UNTIL_DEADLINE, self.patience_s or deadline_s)
@@ -165,16 +169,16 @@ class Native:
         def translated(call: Call[Result]) -> Result:
             try:
                 return work(call)
-            except BaseException as error:  # PanicException is no Exception
-                raise self._told_apart(translate(error, what)) from error
+            except BaseException as error:  # PanicException is not an Exception
+                raise self._as_full_cluster(translate(error, what)) from error
 
-        # Only what the work raised is its failure: a signal that ends the waiting passes.
+        # Exceptions of the waiting thread, such as KeyboardInterrupt, are not translated.
         try:
             return self._caller.run(translated, deadline_s, look)
         except DeadlineError as error:
             look()
             if refusal is not None:
-                # Also where it is back by now: hdfs-native may be long in noticing.
+                # The NameNode may be back by now; hdfs-native may not have noticed.
                 raise UnavailableError(
                     f"cannot {what}: within {deadline_s:g} s no NameNode took a connection "
                     f"({refusal})"
@@ -182,7 +186,7 @@ class Native:
             if self._name_nodes.has_left(order):
                 with self._lock:
                     if self._order is order:
-                        self._client = None  # the next one begins with the active NameNode
+                        self._client = None  # the next client begins with the active NameNode
                 if is_question:
                     return self._run_once(work, verb, name, deadline_s, is_question=False)
                 raise UnavailableError(
@@ -190,18 +194,18 @@ class Native:
                 ) from error
             raise translate(error, what) from error
 
-    def _told_apart(self, error: BootseerError) -> BootseerError:
-        """`error`, or that all DataNodes are full, where it may mean that, and they are."""
+    def _as_full_cluster(self, error: BootseerError) -> BootseerError:
+        """Return `error`, or NoSpaceError if no DataNode was found because all are full."""
         match = _NO_DATANODE.search(str(error))
         if match and self._name_nodes.is_full(int(match[1]), self._block_bytes):
             return NoSpaceError(f"{error} No DataNode has room: remove files, or add DataNodes")
         return error
 
     def client(self) -> "Client":
-        """Return the client, made by the first call (so that opening a store costs nothing).
+        """Return the client, which the first call creates. Call this only inside the work of `run`.
 
-        Only for work that `run` does. Raises: as `NameNodes.check`; UnsupportedError: the library
-        for Kerberos is missing; InvalidInputError.
+        Raises: as `NameNodes.check`; UnsupportedError if the Kerberos library is missing;
+        InvalidInputError.
         """
         with self._lock:
             if self._client is None:
@@ -212,10 +216,10 @@ class Native:
                 self._order = self._name_nodes.order()
                 _outlive_inherited_connections()
                 config = {
-                    # A DataNode that hangs is left in time for another replica to be tried.
+                    # A DataNode that hangs is given up in time to try another replica.
                     "dfs.client.socket-timeout": str(int(self.deadline_s * 500)),
-                    # On a cluster with no DataNode to spare, a write goes on with those that
-                    # are left (and the NameNode replicates later) rather than fail.
+                    # On a cluster without a spare DataNode, a write continues with the remaining
+                    # ones instead of failing; the NameNode replicates later.
                     f"{_REPLACE_DATANODE}.best-effort": "true",
                     **self._order,
                 }
@@ -227,7 +231,7 @@ class Native:
             return self._client
 
     def folder_mode(self, client: "Client") -> int:
-        """Return the permission bits for folders: the root's, but never write for others."""
+        """Return the mode of new folders: the root's bits without write for others."""
         if self._mode is None:
             try:
                 mode = client.get_file_info(self._root).permission
@@ -240,7 +244,7 @@ class Native:
     def create(
         self, path: str, name: str, *, overwrite: bool, replication: int | None = None
     ) -> Any:
-        """Begin a file; returns hdfs-native's own writer. Raises: AlreadyExistsError."""
+        """Create a file, and return hdfs-native's writer. Raises: AlreadyExistsError."""
 
         def begin(client: "Client") -> Any:
             from hdfs_native import WriteOptions
@@ -252,19 +256,19 @@ class Native:
                 overwrite=overwrite,
                 create_parent=True,
             )
-            # `inner`: the Python wrapper is an io.RawIOBase, whose finalizer closes, which would
-            # make a half-written file look complete.
+            # `inner`, since the finalizer of the Python wrapper (an io.RawIOBase) closes the file,
+            # which would make a half-written file look complete.
             return client.inner.create(path, options)
 
         return self.call(begin, "create", name)
 
     def recover_lease(self, path: str, name: str) -> None:
-        """Close a file that is being written, by the NameNode, with the bytes that DataNodes have.
+        """Ask the NameNode to close a file that is being written, with the bytes received so far.
 
-        Raises: DeadlineError and other BootseerErrors.
+        Raises: BootseerError.
         """
-        # At first a block's report is all it waits for, later a DataNode, and each question may
-        # make the NameNode begin anew.
+        # The NameNode first waits for the report of a block, later for a DataNode. Each call may
+        # make it start again, so the pauses grow.
         attempts = Attempts(SOON, self.deadline_s)
         late = DeadlineError(
             f"cannot write {name}: no DataNode gave its last block within {self.deadline_s:g} s"
@@ -278,17 +282,16 @@ class Native:
 
 # ---- failures ------------------------------------------------------------------------------------
 
-# The first text that is found decides. Order matters: HDFS reports a file in the place of a
-# folder as an AccessControlException.
+# The first entry whose text occurs in the message decides. Order matters: HDFS reports a file where
+# a folder is expected as an AccessControlException.
 _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
     ("ParentNotDirectoryException", InvalidInputError),
     ("(is not a directory)", NotFoundError),
     ("PathIsNotEmptyDirectoryException", AlreadyExistsError),
     ("AccessControlException", PermissionDeniedError),
-    # Of space, of names, and by type of storage.
+    # Quotas of space and of names, and by type of storage.
     ("QuotaExceededException", QuotaExceededError),
     ("QuotaByStorageTypeExceededException", QuotaExceededError),
-    # The NameNode has put itself into safe mode.
     (OUT_OF_ROOM, NoSpaceError),
     ("InvalidPathException", InvalidInputError),
     ("FSLimitException", InvalidInputError),
@@ -297,23 +300,22 @@ _TEXTS: tuple[tuple[str, type[BootseerError]], ...] = (
     ("less than configured minimum value", InvalidInputError),
     ("ChecksumError", CorruptError),
 )
-# The trace of the server's stack, in both forms in which the client shows it.
+# Stack trace of the server, in both forms in which the client shows it.
 _TRACE = re.compile(r"(\\n|\n)\s*(\\t|\t)?\s*at [\w$.]+\(.*", re.DOTALL)
 _REASON_MAX_CHARACTERS = 300
 _NO_DATANODE = re.compile(TOO_FEW_DATANODES + r" 0 of .*?There are (\d+) datanode")
-# The connection was lost in the middle of a call, which may have been made.
+# The connection was lost during a call, which may have been executed.
 _UNANSWERED = "RPC listener disconnected"
-# A NameNode that has just become active may not have heard yet who has the latest blocks. Hadoop's
-# own client asks again for some seconds, hdfs-native does not.
+# A NameNode that has just become active may not know yet where the latest blocks are. Hadoop's own
+# client asks again for some seconds, hdfs-native does not.
 _UNPLACED = "All DataNodes failed: []"
 
 
 def translate(error: BaseException, what: str) -> BootseerError:
-    """Return an error of hdfs-native as one of ours, with `what` ("read hdfs://...") before the
-    reason.
+    """Return the BootseerError for an exception of hdfs-native.
 
-    What is not in the table is UnavailableError: the server failed in a way that a later try,
-    or another replica, may not.
+    `what` ("read hdfs://...") precedes the reason in the message. An exception that is not in the
+    table becomes UnavailableError: a later attempt, or another replica, may succeed.
     """
     if isinstance(error, BootseerError):
         return type(error)(f"cannot {what}: {error}")
@@ -338,12 +340,12 @@ def translate(error: BaseException, what: str) -> BootseerError:
 
 
 def _may_ask_again(cause: BaseException | None, failures_count: int) -> bool:
-    """Tell whether a question whose `cause` of failure this is may have an answer soon."""
-    is_gone = isinstance(cause, OSError) and not isinstance(cause, BootseerError)
+    """Return whether an idempotent call that failed with `cause` should be repeated."""
     if _UNPLACED in str(cause):
-        # Or all replicas are lost, and this is the answer.
+        # Limited, since all replicas may be lost for good.
         return failures_count + 1 < REQUEST.attempts
-    return is_gone or _UNANSWERED in str(cause)
+    is_os_error = isinstance(cause, OSError) and not isinstance(cause, BootseerError)
+    return is_os_error or _UNANSWERED in str(cause)
 
 
 def _reason(text: str) -> str:
@@ -357,7 +359,7 @@ def _reason(text: str) -> str:
 
 
 KERBEROS_LIBRARY = "libgssapi_krb5.so.2"
-# GSSAPIError(codes, number, "general text: what it is about"): as Rust shows it.
+# Rust shows GSSAPIError(codes, number, "general text: particular reason").
 _GSSAPI = re.compile(r'GSSAPIError\(.*?, \d+, "(.*)', re.DOTALL)
 _GENERAL = re.compile(r".*(?:more information|unavailable or inaccessible|supplied): ?", re.DOTALL)
 _SASL = re.compile(r'SaslException", "(.*)', re.DOTALL)
@@ -365,7 +367,7 @@ _KERBEROS_REASON_MAX_CHARACTERS = 200
 
 
 def _check_kerberos_library() -> None:
-    """Raises: UnsupportedError: this machine lacks what hdfs-native needs for Kerberos."""
+    """Raise UnsupportedError if this machine lacks the library that hdfs-native needs."""
     try:
         ctypes.CDLL(KERBEROS_LIBRARY)
     except OSError as error:
@@ -376,7 +378,7 @@ def _check_kerberos_library() -> None:
 
 
 def _kerberos_failure(text: str) -> tuple[type[BootseerError], str] | None:
-    """Return the kind and the reason of a failure of Kerberos; None for any other `text`."""
+    """Return the error class and the reason of a Kerberos failure; None for any other `text`."""
     if match := _GSSAPI.search(text):
         reason = _kerberos_reason(_GENERAL.sub("", match[1]))
         if "Cannot contact any KDC" in reason:
@@ -401,19 +403,21 @@ def _kerberos_reason(text: str) -> str:
 
 
 class _Fork:
-    """State of hdfs-native that forks are told of."""
+    """State of hdfs-native that matters when this process forks."""
 
     has_client = False
-    """Whether this process, or one from which it was forked, talked to HDFS."""
+    """Whether this process, or one from which it was forked, has used HDFS."""
     time_s = 0.0
-    """When this process was forked from one that was talking to HDFS; 0.0: it was not."""
+    """Time at which this process was forked from one that used HDFS; 0.0 if it was not."""
     clients: ClassVar["WeakSet[Client]"] = WeakSet()
-    """This process's own, or its parent's."""
+    """Clients of this process, or of its parent."""
 
 
 def _collect_garbage() -> None:
-    """Free what closed clients have left in circles: in the child that would wait for ever for
-    threads that stayed in the parent."""
+    """Free closed clients in reference cycles before a fork.
+
+    Freeing them in the child would wait for ever for threads that stayed in the parent.
+    """
     if _Fork.has_client:
         gc.collect()
 
@@ -425,8 +429,10 @@ def _begin_in_child() -> None:
 
 
 def keep_for_ever(parents: "Client | FileReader") -> None:
-    """Keep a parent's client or file: freeing it waits, with the GIL, for threads that stayed in
-    the parent."""
+    """Leak a client or file of the parent process.
+
+    Freeing it would wait, with the GIL held, for threads that stayed in the parent.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents.inner))
 
 
@@ -434,8 +440,11 @@ os.register_at_fork(before=_collect_garbage, after_in_child=_begin_in_child)
 
 
 def _outlive_inherited_connections() -> None:
-    """A forked child would take its parent's connections for its own: two processes would read one
-    stream, and wait for a reactor that stayed behind until the socket's time-out."""
+    """Wait in a forked child until hdfs-native has dropped the connections of the parent.
+
+    Two processes would otherwise read from one stream, and wait for the parent's reactor until the
+    socket's timeout.
+    """
     if _Fork.time_s:
         time.sleep(max(0.0, _Fork.time_s + _CONNECTION_KEPT_S - time.monotonic()))
         _Fork.time_s = 0.0

@@ -1,12 +1,12 @@
-"""Spread files that are written at once over the DataNodes.
+"""Placement of files that are written at the same time, spread evenly over the DataNodes.
 
-HDFS draws a DataNode for each block. Eight parts on four DataNodes so share the busiest one by
-three or four, and a striped file is as slow as its slowest part, to write and for ever after to
-read. So HDFS is asked to choose for each file of a group among the DataNodes that have the fewest
-open ones. `Placement` counts open files by DataNode for all groups of a backend; a `PlacedGroup`
-counts its stored files, too, until all of it is stored.
+HDFS chooses DataNodes at random. With eight parts on four DataNodes the busiest one gets three or
+four parts, and a striped file is as slow as its slowest part, whenever it is written or read. So
+HDFS is asked to choose, for each file of a group, among the DataNodes with the fewest open files.
+`Placement` counts open files by DataNode for all groups of a backend; a `PlacedGroup` also counts
+its closed files until the whole group is closed.
 
-Thread-safe, but for `PlacedWriter`, which belongs to one thread.
+Thread-safe, except `PlacedWriter`, which belongs to one thread.
 """
 
 import random
@@ -18,27 +18,29 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from bootseer.store.backend import Backend, FileGroup, Piece, Writer
 from bootseer.store.hdfs.writer import HdfsWriter
 
-# One part at a time is placed, so that each choice knows those before it. The others wait as long
-# as one after another is: on a busy node eight were seen to take longer than a single one may.
+# Files are placed one at a time, so that each choice takes the earlier ones into account. The
+# others wait, up to the second limit, as long as one after another is placed: on a busy node eight
+# placements were seen to take longer than the first limit.
 TURN_MAX_S = 2.0
 _ALL_WAIT_MAX_S = 10.0
-# How long it is believed that there are no other servers than those known.
+# Time for which it is assumed that there are no servers other than the known ones.
 _ALL_KNOWN_S = 60.0
-# A server that was chosen and did not take the part is dead, and the storage notices so late.
+# Time for which a server is avoided that was chosen but did not take the file: it is dead, and HDFS
+# takes about ten minutes to notice.
 _SHUNNED_S = 600.0
 
 Group = tuple[str, ...]
-"""The servers of one part."""
+"""Servers of one file."""
 Place = Callable[[Collection[str]], Group | None]
-"""`HdfsWriter.place` of one file: the servers, other than those to avoid."""
+"""`HdfsWriter.place` of one file; the argument lists servers to avoid."""
 
 
 class Placement:
-    """Open files by server."""
+    """Number of open files by server, from which the servers of new files are chosen."""
 
     def __init__(self) -> None:
         self.block_bytes = 0
-        """Size of the blocks of new files; 0 as long as it is not known."""
+        """Block size of new files; 0 until it is known."""
         self._open_counts: Counter[str] = Counter()
         self._open_groups: Counter[Group] = Counter()
         self._shunned_until_s: dict[str, float] = {}
@@ -49,9 +51,10 @@ class Placement:
         self._lock = threading.Lock()
 
     def choose(self, place: Place, *, is_one_rack: bool = False) -> Group:
-        """The servers of a new part, counted until `release`; empty where the storage does not say.
+        """Place a new file; return its servers, which are counted until `release`.
 
-        `is_one_rack`: whether any two servers are as far apart as any other two.
+        The result is empty if HDFS does not tell the servers. `is_one_rack` says that all servers
+        are in one rack.
         """
         if not self._wait_for_turn():
             return ()
@@ -68,7 +71,7 @@ class Placement:
             self._turn.release()
 
     def _wait_for_turn(self) -> bool:
-        """Whether this part is the one to be placed now; no, where the storage does not answer."""
+        """Take the lock for placing one file; return False if HDFS does not answer."""
         end_s = time.monotonic() + _ALL_WAIT_MAX_S
         while True:
             turn_count = self._turn_count
@@ -79,7 +82,7 @@ class Placement:
                 return False
 
     def settle(self, chosen: Group, actual: Group) -> Group:
-        """Count the part where it has come to lie in the end; returns that."""
+        """Replace a file's chosen servers by its actual ones in the counts; return the latter."""
         if not chosen or not actual or set(chosen) == set(actual):
             return chosen
         self.release(chosen)
@@ -90,7 +93,7 @@ class Placement:
         return actual
 
     def release(self, servers: Group) -> None:
-        """A part has ended."""
+        """Stop counting a file."""
         with self._lock:
             self._open_counts.subtract(servers)
             self._open_groups -= Counter([servers])
@@ -110,7 +113,7 @@ class Placement:
             replica_count = self._replica_count
         is_free = replica_count == 1 or is_one_rack
         if is_free and time.monotonic() >= self._all_known_until_s:
-            # Rather a server that is not known yet than a second part for one.
+            # Prefer a server that is not known yet to a second file on a known one.
             wish = shunned.union(server for server, count in counts.items() if count)
             yield wish
             if not wish:
@@ -120,7 +123,7 @@ class Placement:
             group = choose_group(usable, groups, replica_count)
             if len(group) == replica_count:
                 yield frozenset(counts).difference(group)
-        # Replicas are to lie apart (in several racks), so the storage must have a choice.
+        # HDFS puts replicas into several racks, so it must be left a choice of servers.
         kept_count = 1 if replica_count == 1 else max(2 * replica_count, -(-len(counts) // 2))
         least = sorted(count for server, count in counts.items() if server not in shunned)
         limit = max(least[:kept_count], default=0)
@@ -137,7 +140,7 @@ class Placement:
 
 
 class PlacedGroup(FileGroup):
-    """Files of one HDFS that lie on different servers, as far as there are so many."""
+    """Group of HDFS files that are placed on different servers as far as possible."""
 
     def __init__(
         self,
@@ -151,8 +154,8 @@ class PlacedGroup(FileGroup):
         self._create = create
         self._is_one_rack = is_one_rack
         self._stored_on: list[Group] = []
-        """Servers of the files that are closed: without them, the last files of a group would be
-        placed where short ones have just ended."""
+        """Servers of the closed files of the group. They count, since otherwise the last files of a
+        group would be placed where short files have just been closed."""
 
     @property
     def block_bytes(self) -> int:
@@ -170,14 +173,16 @@ class PlacedGroup(FileGroup):
             self._placement.release(self._stored_on.pop())
 
     def settle(self, path: str, writer: HdfsWriter, chosen: Group) -> Group:
-        """Count a file, which has taken its first bytes, where it has come to lie: a server that
-        was chosen may be dead unnoticed."""
+        """Count a file on its actual servers once its first bytes are written.
+
+        They may differ from the chosen ones, of which one may be dead.
+        """
         if not self._placement.block_bytes:
             self._placement.block_bytes = self.backend.stat(path).block_bytes
         return self._placement.settle(chosen, writer.servers()) if chosen else chosen
 
     def leave(self, servers: Group, *, is_stored: bool) -> None:
-        """Count a file less that is open on `servers`."""
+        """Note that a file on `servers` is no longer open."""
         if is_stored:
             self._stored_on.append(servers)
         else:
@@ -185,12 +190,12 @@ class PlacedGroup(FileGroup):
 
 
 class PlacedWriter(Writer):
-    """A writer whose file counts in the placement while it is open."""
+    """Writer of a file that the placement counts while the file is open."""
 
     def __init__(self, inner: HdfsWriter, servers: Group, group: PlacedGroup, path: str) -> None:
         self._inner = inner
         self._servers: Group | None = servers
-        """None once the file does not count any more."""
+        """None once the file is no longer counted."""
         self._group = group
         self._path = path
         self._is_settled = False
@@ -238,13 +243,18 @@ class PlacedWriter(Writer):
 
 
 def choose_group(counts: Mapping[str, int], groups: Iterable[Group], size: int) -> Group:
-    """`size` of the servers with the fewest parts, at random where several are as good; fewer, if
-    there are no more. `counts`: parts by server; `groups`: those of the parts that there are. Pure.
+    """Return `size` of the servers with the fewest files, at random among equals. Pure.
 
-    Parts are joined by the servers that they share. A slow server's parts are read from their other
-    replicas, whose servers hand on parts of their own to others, and so on, as far as parts are
-    joined: where two parts lie on the same two servers, the one that is left reads both. So parts
-    are joined to as many others as can be: of eight on eight servers, each twice, to one ring.
+    Args:
+        counts: Number of files by server.
+        groups: Servers of each existing file.
+        size: Number of servers to choose; fewer are returned if there are fewer.
+
+    Files with a common server are connected. When a server is slow, its files are read from their
+    other replicas, whose servers pass files of their own on to further replicas, along the
+    connections. If two files were on the same two servers, one server would have to serve both. So
+    servers are chosen that connect as many files as possible: eight files with two replicas each on
+    eight servers form one ring.
     """
     heads = {server: server for server in counts}
 

@@ -1,17 +1,18 @@
-"""Files of HDFS that are kept open for many reads, by the cheaper of two ways.
+"""Reader of an HDFS file that is kept open for many reads.
 
-A reader that checks the bytes itself (`Attempt.is_checked`) is served by DataNodes directly: such
-bytes go from the DataNode's page cache to its socket, and from ours into the caller's buffer,
-without a copy or a look in between. (hdfs-native checks every byte, and copies it three times:
-measured 1.4 CPU s/GiB, against 0.6 here.) The NameNode is asked once per reader. No authentication,
-no encryption: whatever is not as foreseen is a failure, and hdfs-native reads instead.
+If the caller checks the bytes itself (`Attempt.is_checked`), they are read from DataNodes directly:
+they go from the DataNode's page cache to its socket, and from our socket into the caller's buffer,
+without copies or checksums in between. (hdfs-native checks every byte and copies it three times:
+measured 1.4 CPU s/GiB, against 0.6 here.) The NameNode is asked once per reader. Direct reads have
+no authentication and no encryption. If anything is unexpected, or the bytes must be checked,
+hdfs-native reads them instead.
 
-    HdfsReader ──► DataNodes ──► Replicas (which DataNode)      Where this fails, or the bytes have
-        └────────► hdfs-native                                  to be checked: hdfs-native.
+    HdfsReader ──► DataNodes ──► Replicas (chooses the DataNode)
+        └────────► hdfs-native
 
-Blocks lie on different DataNodes, so what is read in parallel loads them evenly; one that is slower
-than the others gets as much less, and one that has failed is left for a minute. Any thread; waits
-are bounded; a forked child begins with connections of its own.
+Parallel reads of different blocks load the DataNodes evenly. A DataNode that is slower than the
+others gets fewer reads, one that has failed is avoided for a minute. Any thread; waits are bounded;
+a forked child starts without connections.
 """
 
 import contextlib
@@ -41,30 +42,30 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The tokens with which DataNodes let us read blocks are good for some hours (10 by default), and
-# hdfs-native asks for new ones only when it opens a file.
+# Block tokens are valid for some hours (10 by default), and hdfs-native asks for new ones only when
+# it opens a file, so a file is opened again after this time.
 OPENED_S = 3600.0
 REMEMBERED_S = 60.0
-"""How long what was learned of a DataNode holds: then it has a new chance."""
+"""Time for which the speed or failure of a DataNode is remembered."""
 _TELLING_BYTES = 256 << 10
-"""A read of less is as slow as its way there and back."""
+"""Size from which the time of a read depends on the DataNode's speed, not on the round trip."""
 _ALIKE = 3.0
-"""DataNodes whose paces differ less are as fast as one another: what is seen of each varies so."""
+"""Ratio up to which two DataNodes count as equally fast: measurements vary so much."""
 _PATIENCE_S = 0.1
-"""Before the first byte of a read comes, a disk may have to find it."""
+"""Time before the first byte of a read that is not held against a DataNode: its disk may seek."""
 _FAR = 4.0
-"""A read from another rack counts as so many: the network between racks is shared by all."""
+"""Cost of a read from another rack in reads of the own rack: racks share the network between."""
 _CLIENT = "bootseer"
 _RESPONSE_MAX_BYTES = 4096
-# What a DataNode sends begins and ends at a multiple of this, or at the end of the block: what is
-# sent beside the bytes that are wanted goes to memory of its own.
+# A DataNode sends from and to multiples of this, or to the end of the block. The bytes around the
+# requested range go into a separate buffer.
 _ALIGNMENT = 512
 _PACKET_MAX_BYTES = 16 << 20
-# Hadoop sends 64 KiB in a packet, or io.file.buffer.size, at least 4 KiB: of less, headers and the
-# time that each takes would be many times what was asked for.
+# Hadoop sends packets of 64 KiB, or of io.file.buffer.size, at least 4 KiB. Smaller packets are
+# refused: their headers would be many times larger than the data.
 _PACKET_TYPICAL_BYTES = 4096
 _SMALL_PACKETS_MAX = 16
-# A wake-up for each packet would cost more than its bytes.
+# Bytes to wait for before a read: a wake-up per packet would cost more CPU than copying its bytes.
 _LOW_WATER_BYTES = 256 << 10
 _VIEWS_MAX = 128
 _POLL_S = 0.25
@@ -74,10 +75,10 @@ _KEPT_S = 2.0
 
 
 class HdfsReader:
-    """A file whose blocks the NameNode has named: us, hdfs-native, or both.
+    """Reader of a file whose blocks are known to us, to hdfs-native, or to both.
 
-    It names the nearest replica first, and equally near ones in random order, so that another
-    reader of hdfs-native's may be served by other DataNodes.
+    The NameNode lists the nearest replica first, and equally near ones in random order, so that
+    another hdfs-native reader of the file may be served by other DataNodes.
     """
 
     can_stop = True
@@ -91,9 +92,18 @@ class HdfsReader:
         name: str,
         blocks: tuple[StoredBlock, ...] = (),
     ) -> None:
-        """`path`: absolute; `info_path`: that of `current`; `name`: for messages. `blocks`: those
-        that are read directly; without any the file is opened here. Raises: NotFoundError,
-        UnavailableError, DeadlineError."""
+        """Prepare to read a file; without `blocks`, open it by hdfs-native.
+
+        Args:
+            native: Client of the cluster by hdfs-native.
+            data_nodes: Client of the cluster's DataNodes.
+            path: Absolute path.
+            info_path: Path in the result of `current`.
+            name: Name of the file for messages.
+            blocks: Blocks to read from DataNodes directly.
+
+        Raises: NotFoundError, UnavailableError, DeadlineError.
+        """
         self._native = native
         self._data_nodes = data_nodes
         self._path = path
@@ -108,7 +118,7 @@ class HdfsReader:
             native.call(lambda _: self.opened, "read", name)
 
     def begin(self) -> None:
-        """Start without an opened file, as a forked child has to."""
+        """Start without an open file; a forked child calls this."""
         if self._file is not None:
             keep_for_ever(self._file[0])
         self._lock = threading.Lock()
@@ -116,8 +126,10 @@ class HdfsReader:
 
     @property
     def opened(self) -> "tuple[FileReader, FileInfo, int]":
-        """The file as hdfs-native has opened it, its info, and the number of replicas. Only for
-        work that `Native.run` does."""
+        """hdfs-native's open file, its attributes and its number of replicas.
+
+        Call this only inside the work of `Native.run`.
+        """
         with self._lock:
             if self._file is None:
                 self._file = self._open()
@@ -127,17 +139,18 @@ class HdfsReader:
     def _open(self) -> "tuple[FileReader, FileInfo, int]":
         client = self._native.client()
         reader = client.read(self._path)
-        # In this order: what was replaced meanwhile does not look like what is read.
+        # After the file is opened: if it was replaced in between, the attributes differ from those
+        # of earlier reads.
         status = client.get_file_info(self._path)
         return reader, info_of(self._info_path, status), status.replication or 1
 
     def _usable(self) -> "FileReader":
-        """Return the opened file; opened again now and then, if it is the same file still."""
+        """Return the open file; reopen it every `OPENED_S` if it is still the same file."""
         reader, info, _ = self.opened
         with self._lock:
             is_due = time.monotonic() > self._opened_until_s
             if is_due:
-                # For one reader to do; the others go on with what there is.
+                # One thread reopens the file; the others go on with the old one.
                 self._opened_until_s = time.monotonic() + OPENED_S
         if is_due:
             with contextlib.suppress(Exception):
@@ -159,7 +172,7 @@ class HdfsReader:
         return self.opened[2] > 1
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """Fill `buffer`; see `Reader`."""
+        """Fill `buffer` from `offset`; see `Reader`."""
         count = 0
         if attempt.is_checked and self.blocks:
             count = self._data_nodes.read_into(self.blocks, offset, buffer, attempt)
@@ -169,12 +182,12 @@ class HdfsReader:
         return fill(self._native, self._usable, self._name, offset, buffer, attempt, count)
 
     def current(self) -> FileInfo:
-        """Return the info of the opened file: blocks never change, whatever becomes of the name."""
+        """Return the attributes of the open file, which stay the same if its name is reused."""
         return self.opened[1]
 
 
 def info_of(path: str, status: "FileStatus") -> FileInfo:
-    """Return what hdfs-native says of the file or folder at `path`."""
+    """Return the attributes of the file or folder at `path` from hdfs-native's status."""
     size_bytes = 0 if status.isdir else status.length
     block_bytes = status.blocksize or 0
     return FileInfo(
@@ -186,7 +199,7 @@ def info_of(path: str, status: "FileStatus") -> FileInfo:
 
 
 def read_bytes(native: Native, path: str, name: str, offset: int, length: int | None) -> bytes:
-    """Return `[offset, offset + length)` of a file that is opened for this; None: to the end."""
+    """Open a file and return its bytes `[offset, offset + length)`; None reads to the end."""
 
     def work(call: Call[bytes]) -> bytes:
         chunks = []
@@ -210,9 +223,11 @@ def fill(
     attempt: Attempt,
     done_bytes: int = 0,
 ) -> int:
-    """Fill `buffer`, which begins with `done_bytes` that are here already, from `offset` of the
-    file that `opened` returns; returns the count, short at the end of the file, and when the
-    attempt was given up."""
+    """Fill `buffer` from `offset` of the file that `opened` returns, by hdfs-native.
+
+    `done_bytes` bytes at the start of the buffer are filled already. Return the number of bytes in
+    the buffer, which is smaller at the end of the file or if the attempt was given up.
+    """
 
     def work(call: Call[int]) -> int:
         done = done_bytes
@@ -226,14 +241,14 @@ def fill(
     try:
         return native.run(work, "read", name)
     except BaseException:
-        attempt.stop()  # a helper that is still in the library must not write any more
+        attempt.stop()  # a helper thread still in the library must not write into the buffer
         raise
 
 
 def _stream(reader: "FileReader", offset: int, length: int | None) -> Iterator[bytes]:
     if offset < 0 or (length is not None and length < 0):
         raise InvalidInputError(f"the range ({offset}, {length}) is negative")
-    # Reading past the end is a panic of the Rust code, so never ask for it.
+    # The Rust code panics on a read beyond the end.
     wanted = max(0, len(reader) - offset)
     if length is not None:
         wanted = min(wanted, length)
@@ -247,15 +262,15 @@ def _stream(reader: "FileReader", offset: int, length: int | None) -> Iterator[b
 
 
 class Connection:
-    """A connection to one DataNode, taken by one thread; closed when it is dropped."""
+    """Connection to one DataNode, used by one thread; closed when the last reference is dropped."""
 
     def __init__(self, address: Address, connected: socket.socket) -> None:
         self.address = address
         self.socket = connected
         self.socket.setblocking(False)
         if self.socket.family in (socket.AF_INET, socket.AF_INET6):
-            # Else Nagle's algorithm holds the next request back until the DataNode has acknowledged
-            # the status of the last one, which it delays by 40 ms.
+            # Without this, Nagle's algorithm holds the next request back until the DataNode's
+            # delayed acknowledgement of the last status, 40 ms later.
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.poll = select.poll()
         self.poll.register(self.socket, select.POLLIN)
@@ -270,26 +285,32 @@ class _GivenUpError(Exception):
 
 
 class DataNodes:
-    """The DataNodes of one cluster."""
+    """Client of the DataNodes of one cluster, with a pool of connections."""
 
     def __init__(self, silence_max_s: float) -> None:
-        """`silence_max_s`: how long a DataNode may send nothing, or next to nothing."""
+        """Start without connections.
+
+        `silence_max_s`: longest time in which a DataNode may send (almost) nothing.
+        """
         self._silence_max_s = silence_max_s
         self.begin()
         begin_in_children(self)
 
     def begin(self) -> None:
-        """Start without connections, as a forked child has to."""
+        """Start without connections; a forked child calls this."""
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
-        """The one that is idle longest first."""
+        """Idle connections, the one that is idle longest first."""
         self._replicas = Replicas()
 
     def read_into(
         self, blocks: Sequence[StoredBlock], offset: int, buffer: memoryview, attempt: Attempt
     ) -> int:
-        """Fill `buffer` from `offset` of the file that consists of `blocks`, unchecked. Returns the
-        count: short when the attempt was given up, and where it must be read otherwise."""
+        """Fill `buffer` from `offset` of the file that consists of `blocks`, without checksums.
+
+        Return the number of bytes read; it is smaller if the attempt was given up or a DataNode
+        failed.
+        """
         for block in blocks:
             done = attempt.done_bytes
             position = offset + done
@@ -363,7 +384,8 @@ class DataNodes:
         missing = sum(map(len, views))
         silent_s = time.monotonic() + self._silence_max_s
         telling = missing - _LOW_WATER_BYTES
-        """What is missing when it is not silent any more: a byte now and then is silence, too."""
+        """Remaining bytes at which the deadline restarts; a byte now and then does not restart it.
+        """
         low_water = 0
         at = 0
         while missing:
@@ -397,7 +419,7 @@ class DataNodes:
             attempt.done_bytes = start_bytes + max(0, length - missing)
 
     def _check_response(self, connection: Connection, within: int, attempt: Attempt) -> None:
-        """Read BlockOpResponseProto: bytes from `within` on, without checksums, are to come."""
+        """Receive BlockOpResponseProto, and check that bytes from `within` on will follow."""
         received = b""
         while True:
             response, end = take_delimited(received, _RESPONSE_MAX_BYTES)
@@ -424,7 +446,7 @@ class DataNodes:
             for index in reversed(range(len(self._idle))):
                 if self._idle[index].address == address:
                     connection = self._idle.pop(index)
-                    if not connection.poll.poll(0):  # else the DataNode has closed it
+                    if not connection.poll.poll(0):  # readable means that the DataNode closed it
                         return connection
         return Connection(address, socket.create_connection(address, _CONNECT_S))
 
@@ -441,9 +463,10 @@ class DataNodes:
 
     def _shun(self, address: Address, error: Exception) -> None:
         if self._replicas.failed(address):
-            # Not for each read: its other reads fail in the same moment.
+            # Logged once: the DataNode's other reads fail at the same moment.
             _log.warning(
-                "DataNode %s:%d is left for %.0f s, and read from more slowly by hdfs-native: %s",
+                "DataNode %s:%d failed: its blocks are read by hdfs-native, which is slower, for "
+                "%.0f s: %s",
                 *address,
                 REMEMBERED_S,
                 str(error) or type(error).__name__,
@@ -453,7 +476,7 @@ class DataNodes:
 
 
 def packet_headers(start: int, length: int, packet_bytes: int) -> bytes:
-    """Return the headers of all packets of a read, with the empty one at the end."""
+    """Return the headers of all packets of a read, including the empty packet at the end."""
     headers = []
     for number, at in enumerate(range(0, length, packet_bytes)):
         headers.append(messages.packet_head(start + at, number, min(packet_bytes, length - at)))
@@ -462,7 +485,7 @@ def packet_headers(start: int, length: int, packet_bytes: int) -> bytes:
 
 
 def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -> list[memoryview]:
-    """Return the buffers to fill after the first header: packets with the bytes of `parts`."""
+    """Return the buffers for all bytes after the first header: parts of `parts`, and headers."""
     all_headers = memoryview(headers)
     views = []
     at = messages.PACKET_HEAD_BYTES
@@ -481,7 +504,7 @@ def _views(headers: bytearray, parts: Sequence[memoryview], packet_bytes: int) -
     return views
 
 
-# ---- which DataNode ------------------------------------------------------------------------------
+# ---- choice of a DataNode ------------------------------------------------------------------------
 
 
 class _Read(Struct, eq=False):
@@ -489,22 +512,26 @@ class _Read(Struct, eq=False):
     begun_s: float
     begun_bytes: int
     beside: int
-    """How many were under way at the DataNode, this one among them."""
+    """Number of reads in progress at the DataNode when this read began, including this one."""
 
 
 class Replicas:
-    """The DataNodes of one cluster."""
+    """Choice of the DataNode for each read, by the load, speed and failures of the DataNodes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._under_way: defaultdict[Address, list[_Read]] = defaultdict(list)
         self._paces: dict[Address, tuple[float, float]] = {}
-        """Seconds per byte of a DataNode that serves one read at a time; until when that holds."""
+        """Seconds per byte of each DataNode for a single read, and the time until which it counts.
+        """
         self._failed_until_s: dict[Address, float] = {}
 
     def begin(self, replicas: tuple[Replica, ...], attempt: Attempt) -> Address | None:
-        """Choose the best one for `attempt`, counted until `end`; None: each has failed lately."""
+        """Choose the best replica for a read, which counts as load until `end`.
+
+        Return None if all replicas have failed lately.
+        """
         now_s = self._clock()
         with self._lock:
             usable = [
@@ -520,7 +547,7 @@ class Replicas:
             return address
 
     def end(self, address: Address, attempt: Attempt) -> None:
-        """End the read of `attempt`, and learn from it."""
+        """End the read of `attempt`, and update the speed of its DataNode."""
         now_s = self._clock()
         with self._lock:
             reads = self._under_way[address]
@@ -529,7 +556,7 @@ class Replicas:
             known = self._known(address, now_s)
             seen = _seen(read, now_s)
             if attempt.is_given_up:
-                # It would have taken longer.
+                # The whole read would have taken longer.
                 pace = max(known, seen)
             elif attempt.done_bytes - read.begun_bytes >= _TELLING_BYTES:
                 pace = (known + seen) / 2 if known else seen
@@ -538,7 +565,7 @@ class Replicas:
             self._paces[address] = (pace, now_s + REMEMBERED_S)
 
     def failed(self, address: Address) -> bool:
-        """Leave a DataNode that failed for a while; return whether it was not left already."""
+        """Avoid a failed DataNode for a while; return whether it was not being avoided already."""
         now_s = self._clock()
         with self._lock:
             is_new = self._failed_until_s.get(address, 0.0) <= now_s
@@ -546,9 +573,9 @@ class Replicas:
             return is_new
 
     def _cost(self, replica: Replica, typical: float, now_s: float) -> float:
-        """Return the time of a read there, in reads of a typical DataNode that is idle."""
+        """Return the expected time of a read from a replica, in reads from an idle, typical one."""
         reads = self._under_way[replica.address]
-        # What has not come yet says how slow it is at least.
+        # Reads that are overdue show how slow the DataNode is at least.
         waited = (_seen(read, now_s - _PATIENCE_S) for read in reads)
         pace = max(self._known(replica.address, now_s), *waited, 0.0)
         cost = float(len(reads) + 1)
@@ -567,6 +594,6 @@ class Replicas:
 
 
 def _seen(read: _Read, now_s: float) -> float:
-    """Return the seconds per byte that a read has shown of its DataNode so far."""
+    """Return the seconds per byte of a read so far."""
     done_bytes = max(read.attempt.done_bytes - read.begun_bytes, _TELLING_BYTES)
     return (now_s - read.begun_s) / done_bytes / read.beside

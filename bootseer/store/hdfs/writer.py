@@ -1,17 +1,18 @@
-"""Write one file to HDFS so that the failure of a DataNode does not fail the file.
+"""Writer of one HDFS file, which survives the failure of a DataNode.
 
 *Direct* writing (`direct_write`) takes a third of hdfs-native's processor time, but cannot survive
-a failure. Two kinds of files are written so: those whose readers have checksums of their own, and
-whose owner can write them again, and small ones, which are kept in memory until they are closed.
+a failure. Two kinds of files are written directly: files whose readers have checksums of their own,
+and whose owner can write them again; and small files, which are kept in memory until they are
+closed.
 
-*Streamed* writing uses hdfs-native 0.14.7, which fails, and forgets a block, where a DataNode has
-died without the NameNode knowing (for ten minutes, by default), where a pipeline loses a DataNode,
-and where the NameNode answers the request for the next block with NotReplicatedYetException,
-because the report of the block before is still on its way (seen for one block in a few hundred on a
-loaded cluster). So the last bytes written are kept, and the file is *recovered*: a short file is
-begun again; a longer one is finished by lease recovery (0.1 to 1 s), which keeps a prefix of what
-was sent, opened for append, and continued from there. With Kerberos, encryption zones and erasure
-coding all files are streamed.
+*Streamed* writing uses hdfs-native 0.14.7. It fails, and loses a block, in three cases: a DataNode
+has died and the NameNode does not know (for ten minutes by default); a pipeline loses a DataNode;
+the NameNode answers the request for the next block with NotReplicatedYetException, because the
+report of the last block has not arrived (seen for one block in a few hundred on a loaded cluster).
+So the last bytes written are kept, and the file is *recovered*: a short file is created again; a
+longer one is closed by lease recovery (0.1 to 1 s), which keeps a prefix of the bytes sent, opened
+for append, and continued from there. With Kerberos, encryption zones or erasure coding all files
+are streamed.
 
     BUFFERED ──► DIRECT ───────────────► CLOSED     From every state: abort()   ──► CLOSED, no file
         └──────► STREAMED ◄─► _recover ───┘                           abandon() ──► CLOSED, a prefix
@@ -49,37 +50,36 @@ from bootseer.transfer.policy import Attempts, Policy
 _log = logging.getLogger(__name__)
 
 AGAIN = Policy(attempts=12)
-"""For a file that nobody writes again: some 15 s, not counting what each call waits for a NameNode.
-"""
+"""Recovery of a file that its owner cannot write again: about 15 s besides the waits of calls."""
 AGAIN_IN_A_GROUP = Policy(attempts=4)
-"""For a file whose owner begins another one, on other DataNodes, up to four times. The last attempt
-makes do with one replica."""
-# A call takes a fraction of a second at this size, so each one is progress for the deadline.
+"""Recovery of a file whose owner writes it again on other DataNodes, up to four times. The last
+attempt uses one replica."""
+# Writing one piece takes a fraction of a second, so each piece is progress for the deadline.
 _PIECE_BYTES = 2 << 20
-# Kept for another try: more than a pipeline has under way (80 packets of 64 KiB) and a piece.
+# Bytes kept for recovery: more than a pipeline has in flight (80 packets of 64 KiB) and a piece.
 _TAIL_MAX_BYTES = 8 << 20
-# Such a file is complete 20 ms after it was closed; hdfs-native takes half a second.
+# Largest file written directly in `close`, in 20 ms; hdfs-native takes half a second.
 _SMALL_MAX_BYTES = 64 << 10
-# From this attempt on, one replica must do: where every DataNode is in every pipeline, a dead one
-# would spoil all others. The wanted number is asked for again at the end.
+# Attempts after this one use a single replica: if every pipeline contains every DataNode, a dead
+# DataNode would fail all of them. The wanted replication is set again at the end.
 _SINGLE_REPLICA_ATTEMPT = 2
-# Of the deadline: where a dead DataNode is the second of a pipeline, hdfs-native was seen to wait
-# for ever (in one write of seven beside one, on a busy machine). A new pipeline does not.
+# Share of the deadline for sending after a recovery: if a dead DataNode is the second one of a
+# pipeline, hdfs-native may wait for ever (seen in one of seven such writes on a busy machine).
 _STALL_SHARE = 0.25
-# Of the deadline: a DataNode that hangs is left in time for the caller to try another one.
+# Share of the deadline after which a silent DataNode is given up, so that another can be tried.
 _SILENCE_SHARE = 0.5
 
 
 class _State(Enum):
     BUFFERED = auto()
-    """All of it is in the tail; the NameNode knows an empty file."""
+    """All data is in the tail; the file is empty in HDFS."""
     DIRECT = auto()
     STREAMED = auto()
     CLOSED = auto()
 
 
 class HdfsWriter(Writer):
-    """A new file of HDFS, complete and durable when `close` has returned. Used by one thread."""
+    """New HDFS file, complete and durable when `close` has returned. Used by one thread."""
 
     def __init__(
         self,
@@ -93,9 +93,8 @@ class HdfsWriter(Writer):
     ) -> None:
         """Create the file at the absolute `path`, which messages call `name`.
 
-        `again`: how often a failed file is recovered.
-
-        Raises: AlreadyExistsError when it exists and `overwrite` is not set.
+        `again` says how often the file is recovered after a failure. Raises: AlreadyExistsError if
+        the file exists and `overwrite` is not set.
         """
         self._native = native
         self._placer = placer
@@ -106,29 +105,30 @@ class HdfsWriter(Writer):
         self._is_verified = False
         self._placed: Placed | None = None
         self._direct: DirectFile | None = None
-        """In the state DIRECT."""
+        """Set in the state DIRECT."""
         self._servers: tuple[str, ...] = ()
-        """Those that a direct write goes to."""
+        """Servers of a direct write."""
         self._tail: deque[Piece] = deque()
-        """What may have to be streamed again."""
+        """Last data written, which a recovery may have to send again."""
         self._tail_bytes = 0
         self._size_bytes = 0
-        """How much was written; not in the state DIRECT."""
+        """Number of bytes written; not counted in the state DIRECT."""
         self._wanted_replication: int | None = None
-        """Where the file was given a single replica for now."""
+        """Replication to restore at the end, if a recovery has reduced it to one."""
         self._stream: Any = native.create(path, name, overwrite=overwrite)
 
     def expect_checksums(self) -> None:
-        """Note that the caller has checksums of all that will be written, and can write the file
-        again. Before anything is written."""
+        """Note that the caller has checksums of the data, and can write the file again.
+
+        Call this before the first write.
+        """
         self._is_verified = True
 
     def place(self, avoid: Collection[str]) -> tuple[str, ...] | None:
-        """Have servers chosen, other than `avoid`, for the file's first block, before anything is
-        written.
+        """Allocate the file's first block on servers other than `avoid`, before the first write.
 
-        Returns them, one for each replica; empty where HDFS does not say; None where there are too
-        few others, and nothing was chosen. Never raises: nothing depends on it but speed.
+        Return the servers, one per replica; an empty tuple if the NameNode does not answer; None if
+        there are too few other servers, and nothing was allocated. Never raises.
         """
         try:
             self._placed = self._placer.place(self._path, avoid)
@@ -137,10 +137,9 @@ class HdfsWriter(Writer):
         return tuple(self._placed.added.servers) if self._placed else ()
 
     def servers(self) -> tuple[str, ...]:
-        """Return the servers that take the block which is being written now, one for each replica;
-        they may differ from those that `place` returned.
+        """Return the servers of the block that is being written, one per replica. Never raises.
 
-        Empty where HDFS does not say. Never raises.
+        They may differ from the result of `place`. The result is empty if HDFS does not answer.
         """
         if self._direct is not None:
             return self._servers
@@ -160,9 +159,9 @@ class HdfsWriter(Writer):
 
     def write(self, data: Piece) -> None:
         if not isinstance(data, bytes | bytearray):
-            data = bytes(data)  # hdfs-native is fast for these alone
+            data = bytes(data)  # hdfs-native is slow for other types
         for start in range(0, len(data), _PIECE_BYTES):
-            # A slice of all of it would be a copy.
+            # Not a slice of the whole, which would be a copy.
             small = data if len(data) <= _PIECE_BYTES else data[start : start + _PIECE_BYTES]
             self.write_all([small], _ignore)
 
@@ -188,17 +187,17 @@ class HdfsWriter(Writer):
             self._state = _State.STREAMED
             pieces = list(self._tail)
         try:
-            # One call, and so one change of threads, for all of them.
+            # One call for all pieces, so that threads switch once.
             self._send(pieces, note_progress)
         except UnavailableError as error:
             self._recover(error, close=False)
-        # Only now: the failure of a piece may concern those before it.
+        # The tail is cut after the write, whose failure may affect earlier pieces.
         while self._tail_bytes - len(self._tail[0]) > _TAIL_MAX_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
 
     def close(self) -> None:
         if self._direct is not None:
-            # After a failure the caller may want what is there.
+            # No abort after a failure: the caller may read the bytes written so far.
             self._directly(self._direct.close)
         elif self._state is not _State.CLOSED:
             try:
@@ -214,7 +213,7 @@ class HdfsWriter(Writer):
         self._end()
 
     def abandon(self) -> bool:
-        """Leave the file, closed by lease recovery: only a closed one can be read to its end."""
+        """Close the file by lease recovery, since only a closed file can be read to its end."""
         if self._direct is not None:
             self._direct.drop()
         if self._state is _State.CLOSED:
@@ -231,7 +230,7 @@ class HdfsWriter(Writer):
 
     def abort(self) -> None:
         was_open = self._state is not _State.CLOSED
-        # The client is not told to close, which would make the file look complete.
+        # The stream is not closed, since that would make the file look complete.
         self._end()
         if was_open:
             try:
@@ -254,7 +253,7 @@ class HdfsWriter(Writer):
     # ---- direct ---------------------------------------------------------------------------------
 
     def _begin_direct(self, kind: ChecksumKind) -> DirectFile | None:
-        """Return what writes directly, where the file is placed and its DataNode takes it so."""
+        """Begin a direct write if the first block is allocated and its DataNode allows it."""
         placed, self._placed = self._placed, None
         if placed is None:
             return None
@@ -268,8 +267,10 @@ class HdfsWriter(Writer):
             raise UnavailableError(f"cannot write {self._name}: {error}") from error
 
     def _write_small(self) -> bool:
-        """Write the buffered bytes; return whether that has completed the file."""
-        self._state = _State.STREAMED  # also for what follows a failure
+        """Write the buffered bytes directly and complete the file; return False if they were sent
+        by hdfs-native instead, and the file must still be closed.
+        """
+        self._state = _State.STREAMED  # a recovery after a failure streams
         if not self._tail:
             return False
         self.place(())
@@ -316,15 +317,15 @@ class HdfsWriter(Writer):
             raise UnavailableError(str(error)) from error
 
     def _recover(self, cause: UnavailableError, *, close: bool) -> None:
-        """Send the missing bytes again until all are there, and close the file or leave it open."""
-        # The NameNode goes on offering a DataNode that has just died for seconds, and a block may
+        """Reopen the file and send the missing bytes, again and again until all are written."""
+        # For seconds the NameNode goes on to offer a DataNode that has just died, and a block may
         # not be reported yet.
         attempts = Attempts(self._again)
         end_s = time.monotonic() + self._native.deadline_s
         kept_bytes = 0
         while True:
             if isinstance(cause.__cause__, NotFoundError):
-                raise cause  # deleted or replaced by another client: not ours any more
+                raise cause  # another client has deleted or replaced the file
             if isinstance(cause.__cause__, DeadlineError) and time.monotonic() > end_s:
                 raise cause.__cause__
             pause_s = attempts.pause_s(cause)
@@ -333,11 +334,11 @@ class HdfsWriter(Writer):
             _log.debug("%s: attempt %d after %s", self._name, attempts.failures_count, cause)
             time.sleep(pause_s)
             try:
-                waiting = "NotReplicatedYet" in str(cause)  # for a report: all servers are well
+                waiting = "NotReplicatedYet" in str(cause)  # for a report; no server has failed
                 single = attempts.failures_count > _SINGLE_REPLICA_ATTEMPT and not waiting
                 size_bytes = self._reopen(single=single, is_kept=waiting)
                 if size_bytes > kept_bytes:
-                    # Of a file of many blocks each may have to wait.
+                    # Each block of a large file may have to wait for a report.
                     attempts.progressed()
                     kept_bytes = size_bytes
                 try:
@@ -352,8 +353,11 @@ class HdfsWriter(Writer):
                 cause = error
 
     def _reopen(self, *, single: bool, is_kept: bool) -> int:
-        """Open the file for writing again, and return its size; `single`: with one replica;
-        `is_kept`: bytes that the DataNodes have need not be sent again."""
+        """Open the file for writing again, and return its size.
+
+        With `single`, the file gets one replica. With `is_kept`, bytes that DataNodes have are not
+        sent again.
+        """
         native, path, name = self._native, self._path, self._name
         if single and self._wanted_replication is None:
             status = native.call(lambda client: client.get_file_info(path), "write", name)
@@ -370,7 +374,7 @@ class HdfsWriter(Writer):
         return int(status.length)
 
     def _missing(self, size_bytes: int) -> list[Piece]:
-        """Return the pieces that were written from `size_bytes` on."""
+        """Return the data from the offset `size_bytes` on."""
         position = self._size_bytes - self._tail_bytes
         if not position <= size_bytes <= self._size_bytes:
             raise UnavailableError(

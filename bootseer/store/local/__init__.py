@@ -1,1 +1,1 @@
-"""`file://`: a folder of a local or shared file system."""
+"""Backend for a folder of a local or shared file system (`file://`)."""

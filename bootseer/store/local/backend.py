@@ -1,9 +1,9 @@
-"""`file://`: a folder of a local or shared file system as a backend.
+"""Backend for a folder of a local or shared file system (`file://`).
 
-Owns the mapping from backend paths to files. Private by default (0700 and 0600; beneath an
-existing root, the root's own bits). Nothing leaves the root: symbolic links beneath it are never
-followed and never listed. Every method is thread-safe and keeps no descriptor open. The kernel's
-own time-outs apply here; `deadline_folder` is for network file systems.
+New files and folders are private (0600, 0700); below an existing root they get the root's
+permission bits. No operation leaves the root: symbolic links below it are never followed and never
+listed. Calls have a deadline if the folder is on a network file system (`network`). Every method is
+thread-safe and keeps no descriptor open.
 """
 
 import errno
@@ -11,19 +11,21 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
+    DeadlineError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
     from_oserror,
 )
+from bootseer.linux.mount_table import mount_points
 from bootseer.linux.removal import remove_tree
 from bootseer.store.backend import Backend, FileInfo, HasDescriptor, Space, Traits, Writer
-from bootseer.store.deadline import note_progress
+from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError, note_progress
 from bootseer.store.local.beneath import (
     make_directory,
     open_directory,
@@ -32,41 +34,86 @@ from bootseer.store.local.beneath import (
 )
 from bootseer.store.local.files import CALL_BYTES_MAX, LocalReader, LocalWriter
 from bootseer.store.local.marked_folder import is_marked
+from bootseer.store.local.network import (
+    STEP_BYTES,
+    NetworkReader,
+    NetworkWriter,
+    lies_on_network,
+)
 from bootseer.store.paths import Folder, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
 
+_DEADLINE_S = 60.0
+# More than the parallel calls of any of our plans; a call that hangs keeps one thread.
+_THREADS_MAX = 128
 # O_NONBLOCK: opening a FIFO that a user left in the folder must not wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalBackend(Folder, Backend):
-    """Files beneath one folder, which is made when something is first written."""
+    """Files below one folder, which is created by the first write."""
 
     traits = Traits(one_step_rename=True, one_step_replace=True)
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, deadline_s: float | None = None) -> None:
         self._root = os.path.normpath(root)
         self.url = Path(self._root).as_uri()
-        # Whether the folder is marked as a store; None before it was used.
+        # Whether the folder is marked as a store; None before the first use.
         self._is_marked: bool | None = None
+        self.deadline_s = deadline_s or _DEADLINE_S
+        self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-folder")
+        self._is_remote: bool | None = None
 
     @property
     def root(self) -> str:
-        """The folder."""
+        """Path of the folder."""
         return self._root
 
     @classmethod
-    def from_url(cls, url: str) -> Self:
-        """The backend of a bare path or a `file://` URL. Raises: InvalidInputError."""
-        return cls(local_root(url))
+    def from_url(cls, url: str, *, deadline_s: float | None = None) -> Self:
+        """Return the backend for a bare path or a `file://` URL. Raises: InvalidInputError."""
+        return cls(local_root(url), deadline_s=deadline_s)
+
+    # ---- deadlines ------------------------------------------------------------------------------
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the folder is on a network file system; found out once."""
+        if self._is_remote is None:
+            try:
+                mounts = mount_points()
+            except OSError:
+                mounts = []
+            self._is_remote = lies_on_network(self._root, mounts)
+        return self._is_remote
 
     def within_deadline(self, verb: str, path: str, work: Callable[[], Result]) -> Result:
-        """As `IsFolder`; here the kernel's own time-outs apply."""
-        return work()
+        """Return the result of `work`; on a network file system within the deadline.
+
+        Raises: DeadlineError; as `work`.
+        """
+        return self._in_helper(verb, path, lambda _: work()) if self._waits else work()
+
+    def _in_helper(
+        self, verb: str, path: str, work: Callable[[Call[Any]], Result], *, more_s: float = 0.0
+    ) -> Result:
+        """Run `work` in a helper thread; see `network.RunWithinDeadline`."""
+        try:
+            result: Result = self._caller.run(work, self.deadline_s + more_s)
+            return result
+        except NoAnswerError as error:
+            raise DeadlineError(
+                f"cannot {verb} {self._name(path)}: {error}; is the server of its file system up?"
+            ) from error
+
+    # ---- operations -----------------------------------------------------------------------------
 
     def stat(self, path: str) -> FileInfo:
+        return self.within_deadline("look at", path, lambda: self._stat(path))
+
+    def _stat(self, path: str) -> FileInfo:
         names = split_path(path)
         try:
             if not names:
@@ -85,20 +132,30 @@ class LocalBackend(Folder, Backend):
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_range(offset, length)
+        if not self._waits:
+            return self._read(path, offset, length, CALL_BYTES_MAX)
+        return self._in_helper(
+            "read", path, lambda call: self._read(path, offset, length, STEP_BYTES, call)
+        )
+
+    def _read(
+        self, path: str, offset: int, length: int | None, step: int, call: Call[Any] | None = None
+    ) -> bytes:
         fd, size = self._open(path)
-        reader = self._reader(path, fd)
-        wanted = max(0, size - offset)
-        if length is not None:
-            wanted = min(wanted, length)
-        if wanted <= CALL_BYTES_MAX:
-            try:
-                data = os.pread(fd, wanted, offset)
-            except OSError as error:
-                raise self._error(error, "read", path) from error
-            if len(data) == wanted:
-                return data
-        buffer = memoryview(bytearray(wanted))
-        return bytes(buffer[: reader.read_into(offset, buffer, Attempt())])
+        try:
+            end = size if length is None else min(size, offset + length)
+            pieces = []
+            while offset < end and not (call and call.abandoned):
+                pieces.append(os.pread(fd, min(step, end - offset), offset))
+                if not pieces[-1]:
+                    break
+                offset += len(pieces[-1])
+                note_progress()
+        except OSError as error:
+            raise self._error(error, "read", path) from error
+        finally:
+            os.close(fd)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def read_into(
         self, path: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
@@ -107,13 +164,18 @@ class LocalBackend(Folder, Backend):
         return self.open_reader(path).read_into(offset, buffer, attempt or Attempt())
 
     def open_reader(self, path: str, *, is_checked: bool = False) -> HasDescriptor:
-        """The file, kept open whatever happens to its name."""
-        return self._reader(path, self._open(path)[0])
+        """Return a reader of the file, which stays open even if its name is deleted or replaced."""
+        reader = self.within_deadline("read", path, lambda: self._reader(path, self._open(path)[0]))
+        return NetworkReader(self._in_helper, path, reader) if self._waits else reader
 
     def _reader(self, path: str, fd: int) -> LocalReader:
         return LocalReader(path, fd, lambda error: self._error(error, "read", path))
 
     def create(self, path: str, *, overwrite: bool = False) -> Writer:
+        writer = self.within_deadline("create", path, lambda: self._create(path, overwrite))
+        return NetworkWriter(self._in_helper, path, writer) if self._waits else writer
+
+    def _create(self, path: str, overwrite: bool) -> LocalWriter:
         names = self._names_of_file(path)
         try:
             self._check_there()
@@ -133,6 +195,10 @@ class LocalBackend(Folder, Backend):
             raise self._error(error, "create", path) from error
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        verb = f"rename {self._name(source)} to"
+        self.within_deadline(verb, target, lambda: self._rename(source, target, overwrite))
+
+    def _rename(self, source: str, target: str, overwrite: bool) -> None:
         sources, targets = self._names_of_file(source), self._names_of_file(target)
         try:
             source_parent = open_directory(self._root, sources[:-1])
@@ -140,7 +206,7 @@ class LocalBackend(Folder, Backend):
             raise self._error(error, "rename", source) from error
         target_parent = -1
         try:
-            # Look first, so that a missing source does not leave new folders behind.
+            # Check the source first, so that a missing one does not leave new folders behind.
             os.stat(sources[-1], dir_fd=source_parent, follow_symlinks=False)
             try:
                 target_parent = make_directory(self._root, targets[:-1])
@@ -164,6 +230,9 @@ class LocalBackend(Folder, Backend):
                 os.close(target_parent)
 
     def list(self, path: str) -> Iterator[FileInfo]:
+        return self.within_deadline("list", path, lambda: self._list(path))
+
+    def _list(self, path: str) -> Iterator[FileInfo]:
         prefix = path + "/" if path else ""
         try:
             directory = open_directory(self._root, split_path(path))
@@ -181,17 +250,23 @@ class LocalBackend(Folder, Backend):
         return iter(found)
 
     def mkdir(self, path: str) -> None:
-        try:
-            os.close(make_directory(self._root, split_path(path)))
-        except OSError as error:
-            raise self._making_error(error, path) from error
+        def make() -> None:
+            try:
+                os.close(make_directory(self._root, split_path(path)))
+            except OSError as error:
+                raise self._making_error(error, path) from error
+
+        self.within_deadline("create", path, make)
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
+        self.within_deadline("delete", path, lambda: self._delete(path, recursive))
+
+    def _delete(self, path: str, recursive: bool) -> None:
         names = self._names_of_file(path)
         try:
             parent = open_directory(self._root, names[:-1])
             try:
-                self._delete(parent, names[-1], recursive)
+                _delete_name(parent, names[-1], recursive)
                 sync_fd(parent)
             finally:
                 os.close(parent)
@@ -200,19 +275,13 @@ class LocalBackend(Folder, Backend):
         except OSError as error:
             raise self._error(error, "delete", path) from error
 
-    def _delete(self, parent: int, name: str, recursive: bool) -> None:
-        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        if not stat.S_ISDIR(info.st_mode):
-            os.unlink(name, dir_fd=parent)
-        elif recursive:
-            remove_tree(name, dir_fd=parent, on_entry=note_progress)
-        else:
-            os.rmdir(name, dir_fd=parent)
-
     def space(self) -> Space | None:
+        return self.within_deadline("measure", "", self._space)
+
+    def _space(self) -> Space:
         path = self._root
         while not os.path.isdir(path) and path != os.path.dirname(path):
-            path = os.path.dirname(path)  # not made yet: what its nearest parent has
+            path = os.path.dirname(path)  # not created yet: use the nearest existing parent
         try:
             info = os.statvfs(path)
         except OSError as error:
@@ -220,10 +289,11 @@ class LocalBackend(Folder, Backend):
         return Space(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
 
     def close(self) -> None:
-        """Nothing to release: no descriptor outlives a call."""
+        """Release the helper threads."""
+        self._caller.close()
 
     def _open(self, path: str) -> tuple[int, int]:
-        """Descriptor and size of a regular file."""
+        """Return a descriptor and the size of a regular file."""
         names = self._names_of_file(path)
         try:
             parent = open_directory(self._root, names[:-1])
@@ -260,7 +330,7 @@ class LocalBackend(Folder, Backend):
         return from_oserror(error, what)
 
     def _is_gone(self) -> bool:
-        """Whether the folder was there and is not any more, as after the unmounting of a share."""
+        """Return whether the folder existed before and is missing now, as an unmounted share."""
         if self._is_marked is None:
             if os.path.isdir(self._root):
                 self._is_marked = is_marked(self._root)
@@ -268,7 +338,7 @@ class LocalBackend(Folder, Backend):
         return not os.path.isdir(self._root) or (self._is_marked and not is_marked(self._root))
 
     def _check_there(self) -> None:
-        """Before something is made: it must not be made where a share was. Raises: OSError."""
+        """Raise FileNotFoundError if a file would be created where a share was unmounted."""
         if self._is_marked and self._is_gone():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
@@ -278,6 +348,16 @@ class LocalBackend(Folder, Backend):
                 f"cannot create {self._name(path)}: a name above it is a file or a symbolic link"
             )
         return self._error(error, "create", path)
+
+
+def _delete_name(parent: int, name: str, recursive: bool) -> None:
+    info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    if not stat.S_ISDIR(info.st_mode):
+        os.unlink(name, dir_fd=parent)
+    elif recursive:
+        remove_tree(name, dir_fd=parent, on_entry=note_progress)
+    else:
+        os.rmdir(name, dir_fd=parent)
 
 
 def _info(path: str, info: os.stat_result) -> FileInfo:
@@ -299,6 +379,6 @@ def _scan(fd: int, prefix: str) -> Iterator[FileInfo]:
 
 
 def check_range(offset: int, length: int | None) -> None:
-    """Raises: InvalidInputError for a range that is none."""
+    """Raise InvalidInputError for a negative offset or length."""
     if offset < 0 or (length is not None and length < 0):
         raise InvalidInputError(f"the range ({offset}, {length}) is negative")

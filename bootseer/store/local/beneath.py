@@ -1,8 +1,9 @@
-"""Directory file descriptors beneath a root, reached without following a symbolic link.
+"""Directory operations below a root that never follow a symbolic link.
 
-Owns the walk (openat with O_NOFOLLOW, one component at a time, so that neither ".." nor a link
-planted by another user of a shared folder leads outside) and rename-without-overwrite. Functions
-raise plain OSError and return descriptors that the caller closes. Thread-safe.
+Paths are opened by openat with O_NOFOLLOW, one component at a time, so that neither ".." nor a link
+that another user of a shared folder has planted leads outside. Also: fsync of directories, and
+rename without overwriting. Functions raise plain OSError and return descriptors that the caller
+closes. Thread-safe.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ _RENAME_NOREPLACE = 1
 
 
 def open_directory(root: str, names: Sequence[str]) -> int:
-    """An O_PATH descriptor of the directory `names` beneath `root`; `root` itself may be a link."""
+    """Return an O_PATH descriptor of the directory `names` below `root`; `root` may be a link."""
     fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     for name in names:
         try:
@@ -30,9 +31,9 @@ def open_directory(root: str, names: Sequence[str]) -> int:
 
 
 def make_directory(root: str, names: Sequence[str]) -> int:
-    """As `open_directory`, after making what is missing, each durable in its parent.
+    """Open a directory as `open_directory` does, creating the missing ones durably.
 
-    New directories take the root's permission bits; a root made here is private (0700).
+    New directories get the permission bits of the root; a root that is created is private (0700).
     """
     with contextlib.suppress(FileExistsError):
         os.makedirs(os.path.dirname(root) or "/", exist_ok=True)
@@ -58,7 +59,7 @@ def _make_one(parent: int, name: str, mode: int) -> int:
     except FileExistsError:  # another process made it at the same moment
         return os.open(name, _DIRECTORY, dir_fd=parent)
     if mode != 0o700:
-        # mkdir(2) applies the umask, which would take a shared store's group bits away.
+        # mkdir(2) applies the umask, which would remove the group bits of a shared store.
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         try:
             os.fchmod(fd, mode)
@@ -69,12 +70,12 @@ def _make_one(parent: int, name: str, mode: int) -> int:
 
 
 def directory_mode(fd: int) -> int:
-    """What directories beneath a root `fd` get: its own bits, but never write for others."""
+    """Return the mode of directories below a root: its bits without write for others."""
     return stat.S_IMODE(os.fstat(fd).st_mode) & 0o2775 | 0o700
 
 
 def file_mode(root: str) -> int:
-    """What files beneath `root` get: its own read and write bits, but never write for others."""
+    """Return the mode of files below `root`: its read and write bits without write for others."""
     return stat.S_IMODE(os.stat(root).st_mode) & 0o664 | 0o600
 
 
@@ -84,14 +85,14 @@ def sync_fd(directory: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot sync directories
+        if error.errno != errno.EINVAL:  # the file system cannot sync directories
             raise
     finally:
         os.close(fd)
 
 
 def sync_directory(path: str) -> None:
-    """`sync_fd` by path."""
+    """Make the names in the directory at `path` durable."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync_fd(fd)
@@ -101,7 +102,7 @@ def sync_directory(path: str) -> None:
 
 @cache
 def _renameat2() -> Any:
-    import ctypes  # here: importing it costs more than the rest of the package
+    import ctypes  # here, since importing ctypes takes longer than the rest of the package
 
     try:
         function = ctypes.CDLL(None, use_errno=True).renameat2
@@ -122,10 +123,10 @@ def _renameat2() -> Any:
 
 
 def rename_exclusive(source_fd: int, source: str, target_fd: int, target: str) -> None:
-    """rename(2) that fails with FileExistsError where `target` exists, in one atomic step.
+    """Rename a file or directory atomically, or raise FileExistsError if `target` exists.
 
-    Where the file system has no RENAME_NOREPLACE (NFS: EINVAL), a *file* is moved by link and
-    unlink, which keeps the promise; a directory then ends in OSError EINVAL.
+    On a file system without RENAME_NOREPLACE (NFS: EINVAL) a file is moved by link and unlink,
+    which is exclusive too; a directory raises OSError EINVAL.
     """
     call = _renameat2()
     code = call(source_fd, source, target_fd, target) if call else errno.ENOSYS

@@ -1,7 +1,7 @@
-"""Files of a `file://` backend: new ones, and ones that are kept open for many reads.
+"""Writer and reader of the `file://` backend.
 
-A new file that replaces another appears whole, in `close`. Writers and readers own descriptors. A
-writer is for one thread at a time, a reader for any.
+A file that replaces another one appears whole, in `close`. Writers and readers own their
+descriptors. A writer is for one thread at a time, a reader for any.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from bootseer.store.local.beneath import file_mode, make_directory, sync_fd
 from bootseer.transfer.attempt import Attempt
 
 TEMPORARY = ".tmp"
-"""Where a file that replaces another one is written first; the Store keeps its own there too."""
+"""Folder in which a replacement is written first; `Store` has its temporary files there too."""
 CALL_BYTES_MAX = 1 << 30
-"""Linux moves at most 0x7ffff000 bytes per call."""
+"""Largest read or write per system call; Linux moves at most 0x7ffff000 bytes."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# A read that can be given up is made in calls of this size.
+# Size of one read(2): a read can be given up between two of them.
 _STEP_BYTES = 8 << 20
 
 
 class LocalWriter(Writer):
-    """A file being written: under its own name (exclusive), or replacing it in `close`."""
+    """New file: created exclusively under its own name, or replacing that name in `close`."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class LocalWriter(Writer):
         *,
         overwrite: bool,
     ) -> None:
-        """Takes over the descriptor `parent` of its folder, unless it raises.
+        """Create the file, and take over the descriptor `parent` of its folder if that succeeds.
 
-        Raises: OSError.
+        `translated` turns an OSError of a later call into a BootseerError. Raises: OSError.
         """
         self._translated = translated
         self._parent = parent
@@ -61,7 +61,7 @@ class LocalWriter(Writer):
         self.write_view(memoryview(data).cast("B"))
 
     def write_view(self, view: memoryview) -> None:
-        """As `write`, of a part of something."""
+        """Append the bytes of `view`; see `write`."""
         try:
             while view:
                 view = view[os.write(self._fd, view[:CALL_BYTES_MAX]) :]
@@ -69,7 +69,7 @@ class LocalWriter(Writer):
             raise self._translated(error) from error
 
     def sync(self) -> None:
-        """Have the storage take what was written until now. Raises: as `write`."""
+        """Flush the data written so far to the storage. Raises: as `write`."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -114,30 +114,30 @@ class LocalWriter(Writer):
                 os.close(fd)
 
     def __del__(self) -> None:
-        # A writer that was not finished leaves nothing half-written behind.
+        # An unfinished file is removed.
         if getattr(self, "_fd", -1) >= 0:
             self.abort()
 
 
 class LocalReader:
-    """An open file (see `Backend.open_reader`). Its descriptor is closed after the last use."""
+    """Open file (see `Backend.open_reader`), closed when the last reference is dropped."""
 
     block_bytes = 0
     can_stop = True
     has_replicas = False
 
     def __init__(self, path: str, fd: int, translated: Callable[[OSError], BootseerError]) -> None:
-        """Takes over the descriptor `fd`."""
+        """Take over the descriptor `fd`; `translated` turns an OSError into a BootseerError."""
         self._fd = fd
         self._path = path
         self._translated = translated
 
     def fileno(self) -> int:
-        """As `HasDescriptor`."""
+        """Return the file descriptor, which the reader owns and closes."""
         return self._fd
 
     def read_into(self, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """As the protocol says; a call of the kernel that is under way is not given up."""
+        """Fill `buffer` from `offset`; see `Reader`. A running system call is not interrupted."""
         done = 0
         try:
             while done < len(buffer):
@@ -155,7 +155,7 @@ class LocalReader:
         return done
 
     def current(self) -> FileInfo:
-        """The file as it is now: it may have been written in place."""
+        """Return the present attributes of the open file, which may have been written in place."""
         info = os.fstat(self._fd)
         version = str(info.st_ino)
         return FileInfo(self._path, info.st_size, info.st_mtime_ns, False, version=version)

@@ -1,8 +1,9 @@
-"""Folders that are stores carry a mark, and nodes remember which ones they have used.
+"""Marks that tell a store's folder from the empty mount point of a share that is not mounted.
 
-Without it an empty mount point, whose share is not mounted, is a new store: what jobs publish there
-is lost to all others, and hidden when the share is back. Alone owns the mark's file in the folder,
-and the files that remember it on a node (docs/format/store.md). Stateless; any thread, any process.
+Each store folder contains a mark file, and each node remembers which marked folders it has used.
+Without the mark an unmounted share would look like a new, empty store: objects published there
+would be missing for other nodes, and hidden once the share is mounted. The format of both files is
+in docs/format/store.md. Stateless; any thread, any process.
 """
 
 import contextlib
@@ -24,23 +25,25 @@ _BYTES_MAX = 4096
 
 
 def is_marked(root: str) -> bool:
-    """Whether the folder is known to be a store."""
+    """Return whether the folder is marked as a store."""
     return os.path.lexists(os.path.join(root, MARK))
 
 
 def admit(root: str, memory: Path | None) -> str:
-    """Before the first object is published into the folder `root`: have it marked. Returns a
-    sentence where a new store begins, else "". `memory`: a folder of this node's.
+    """Mark the folder `root` as a store, before the first object is published into it.
 
-    Raises: UnavailableError where this node has used a store there that is gone; BootseerError.
+    `memory` is the folder in which this node remembers stores. Return a message for the user if the
+    store is new, else "".
+
+    Raises: UnavailableError if this node has used a store there that is missing now; BootseerError.
     """
     sentence = ""
     if not is_marked(root):
         known = _memory_of(root, memory)
-        # The mark is looked for once more: another may have made and remembered it meanwhile.
+        # Check for the mark again: another process may have marked and remembered the folder.
         if known is not None and known.exists() and not is_marked(root):
             raise UnavailableError(
-                f"the store {root} was used on this node before, and is not there: is its share "
+                f"the store {root} was used on this node before, and is missing now: is its share "
                 f"mounted? To begin a new store there, remove {known}"
             )
         if not _holds_anything(root):
@@ -51,7 +54,7 @@ def admit(root: str, memory: Path | None) -> str:
 
 
 def remember(root: str, memory: Path | None) -> None:
-    """This node has used the store in the folder `root`, if it is marked. Never raises."""
+    """Remember that this node has used the store in `root`, if it is marked. Never raises."""
     known = _memory_of(root, memory)
     if known is not None and not known.exists() and is_marked(root):
         with contextlib.suppress(OSError, BootseerError):
@@ -64,7 +67,6 @@ def _memory_of(root: str, memory: Path | None) -> Path | None:
 
 
 def _holds_anything(root: str) -> bool:
-    """A store of a release that made no marks does."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as entries:
         return next(entries, None) is not None
     return False

@@ -1,1 +1,1 @@
-"""Objects under keys, visible only when whole; leases; notes of what is in use."""
+"""Key-value store on a backend: atomic objects, leases, records of use, links between objects."""

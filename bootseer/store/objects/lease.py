@@ -1,26 +1,26 @@
-"""Leases: which of many nodes does something, with an end that needs no help.
+"""Leases: objects that give a task to one of many nodes, and expire by themselves.
 
-The one step that a lease needs of the storage is an exclusive create. Format and proof sketch:
-`docs/format/store.md`. The rules that make two holders impossible while clocks differ by less than
-`SKEW_S`:
+The storage must offer an exclusive create, nothing more. docs/format/store.md has the format and a
+proof sketch. These rules exclude two holders at once while clocks differ by less than `SKEW_S`:
 
 - A lease is the object at its key: {owner, token, expires_at_ns, ttl_ns}, made by an exclusive
-  create. A renewal is a second object, named by the token, so that a holder that was asleep cannot
-  write over the lease of its successor.
-- A holder counts a renewal only if it was confirmed before the lease would have expired. Others
-  look at the clock *first*, then read the record: past the expiry plus `SKEW_S` they see every
-  renewal that its holder counts.
-- So does who has seen the same record and renewal for the length of the lease, by a clock of its
-  own: whatever the wall clock of the holder said (`LeaseWatch`).
-- A taker creates, exclusively, the *successor* of the record that is over: an object named by its
-  token, with the record of the taker. So each record has one successor at most. Then the taker
-  replaces the object at the key by its own record. If it dies in between, others follow the record
-  at the key to its successor, and take over from that when it has expired.
-- The key is replaced or deleted only by who surely holds the lease then, with `SKEW_S` to spare for
-  a request that is on its way.
+  create. A renewal is a second object, named by the token, so that a holder that was suspended
+  cannot overwrite the lease of its successor.
+- A holder counts a renewal only if the storage confirmed it before the lease would have expired.
+  Other nodes read the clock *first*, then the record: after the expiry plus `SKEW_S` they see every
+  renewal that the holder counts.
+- A waiter whose own clock has measured the length of the lease while record and renewal stayed the
+  same sees every counted renewal too, whatever the holder's wall clock says (`LeaseWatch`).
+- To take over an expired record, a node exclusively creates the record's *successor*: an object
+  named by the expired token that contains the node's own record. So a record has at most one
+  successor. Then the node replaces the object at the key by its own record. If it dies in between,
+  others follow the record at the key to its successor, and take over from the successor when that
+  has expired.
+- Only a node that surely holds the lease replaces or deletes the object at the key, and only while
+  the lease is valid for `SKEW_S` more, the time that a request may be on its way.
 
-A lease is advice about who should do the work, not a lock on the result: the work still ends in
-an atomic publish. Thread-safe.
+A lease says who should do a task; it does not lock the result: the task ends in an atomic publish.
+Thread-safe.
 """
 
 import hashlib
@@ -47,21 +47,22 @@ from bootseer.store.objects.publish import TEMPORARY, publish_object
 
 logger = logging.getLogger(__name__)
 
-# What clocks of two nodes may differ by, plus the time a request may be on its way. Nodes of a
-# cluster run NTP (tens of milliseconds); 2 s also covers a node that has just booted.
+# Largest difference of two nodes' clocks plus the time that a request may be on its way. NTP keeps
+# clocks within tens of milliseconds; 2 s also covers a node that has just booted.
 SKEW_S = 2.0
 # Well below the age at which the sweep removes renewals and successors (a day).
 TTL_MAX_S = 12 * 3600
 _NS = 1_000_000_000
 _AGREE_TIMES = 9
-# Each taker that died before it replaced the key adds one.
+# Longest chain of successors that is followed. Each node that died before it replaced the object at
+# the key adds one.
 _SUCCESSORS_MAX = 64
 _Time = Annotated[int, Meta(ge=-(2**63 - 1), le=2**63 - 1)]
 _JOIN_S = 5.0
 
 
 class Record(Struct, frozen=True):
-    """What a lease's object says."""
+    """Content of a lease's object."""
 
     owner: str
     token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -69,7 +70,7 @@ class Record(Struct, frozen=True):
     ttl_ns: _Time
 
     def encode(self) -> bytes:
-        """As canonical JSON."""
+        """Return the record as canonical JSON."""
         return json.dumps(to_builtins(self), sort_keys=True).encode()
 
 
@@ -77,7 +78,7 @@ _FORM: Form[Record] = Form(type=Record, size_max=16 << 10)
 
 
 def decode(data: bytes) -> Record | None:
-    """The record in `data`, or None for anything else. Pure."""
+    """Return the record in `data`, or None if it is not a record. Pure."""
     try:
         return _FORM.decode(data, "a lease")
     except CorruptError:
@@ -85,15 +86,15 @@ def decode(data: bytes) -> Record | None:
 
 
 class Lease:
-    """A lease that this process holds, until it is released, lost or expired."""
+    """Lease that this process holds until it is released, lost or expired."""
 
     def __init__(self, backend: Backend, key: str, record: Record, valid_until: float) -> None:
         self.key = key
         self.owner = record.owner
         self._backend = backend
         self._record = record
-        # Counted on this node's monotonic clock, from before the record was written: a wall
-        # clock that is set meanwhile cannot prolong a lease.
+        # By the monotonic clock, from before the record was written, so that a change of the wall
+        # clock cannot prolong the lease.
         self._valid_until = valid_until
         self._released = False
         self._has_renewal = False
@@ -101,24 +102,24 @@ class Lease:
 
     @property
     def expires_at_ns(self) -> int:
-        """When others may take the lease: wall clock, nanoseconds since 1970."""
+        """Time at which other nodes may take the lease, in nanoseconds since 1970."""
         return self._record.expires_at_ns
 
     @property
     def remaining_s(self) -> float:
-        """Seconds for which the lease is surely held; 0 when it is lost."""
+        """Seconds for which the lease is surely held; 0 if it is lost."""
         return 0.0 if self._released else max(0.0, self._valid_until - time.monotonic())
 
     @property
     def still_held(self) -> bool:
-        """Whether the lease is surely held now, by the clock and without asking the store."""
+        """Whether the lease is surely held now, by the clock and without a request."""
         return self.remaining_s > 0
 
     def renew(self) -> None:
-        """Hold the lease for another `ttl_s` from now.
+        """Extend the lease to `ttl_s` from now.
 
-        Raises: BusyError when it is lost: expired, released or taken over. What it protects must
-        then be given up.
+        Raises: BusyError if it is lost (expired, released or taken over). The holder must then stop
+        the protected work.
         """
         with self._lock:
             if not self.still_held:
@@ -141,15 +142,15 @@ class Lease:
             self._valid_until = started + record.ttl_ns / _NS
 
     def release(self) -> None:
-        """Give the lease up. Idempotent; a lease that another holder took over stays theirs.
+        """Release the lease, or leave it to expire if its end is near. Idempotent.
 
-        Too close to its end the lease is left to expire.
+        A lease that another node has taken over is not touched.
         """
         with self._lock:
             if self._released:
                 return
-            # Elsewhere a request costs money, and a person who broke this lease has read there that
-            # its end may break the next one, too.
+            # A bucket charges for the extra request, so there the key is deleted without a check. A
+            # person who breaks a lease by deleting its key is warned of that in the documentation.
             is_ours = not self._backend.traits.one_step_rename or self._is_at_key()
             if is_ours and self.remaining_s > _spare_s(self._record):
                 self._backend.delete_files([self.key])
@@ -158,7 +159,7 @@ class Lease:
                 self._backend.delete_files([_renewal(self._record.token)])
 
     def _is_at_key(self) -> bool:
-        """Tell whether the key has this lease: a person may have broken it by deleting the key."""
+        """Return whether the object at the key is this lease; a person may have deleted it."""
         current = _read(self._backend, self.key)
         return current is not None and current.token == self._record.token
 
@@ -170,25 +171,26 @@ class Lease:
 
 
 class LeaseWatch:
-    """What one waiter has seen of another holder's lease, and since when by its own clock. One
-    thread."""
+    """Observations of another node's lease by one waiter, timed by its own clock. One thread."""
 
     def __init__(self) -> None:
         self.owner = ""
-        """Who holds it, as far as it was asked."""
-        # By token: the expiry that was seen last, and since when. A taker that died before it
-        # replaced the key leaves two records to be looked at.
+        """Owner of the lease when it was last read."""
+        # By token: the last expiry, and the time at which it was first seen. There are two records
+        # to observe if a node died before it replaced the object at the key.
         self._seen: dict[str, tuple[int, float]] = {}
 
     def is_over(self, record: Record, expires_at_ns: int, asked_at: float) -> bool:
-        """Whether the lease, as it was read after `asked_at` (monotonic), was the same for so long
-        that its holder no longer counts it as held."""
+        """Note a record that was read after `asked_at` (monotonic); return whether it has expired.
+
+        It has expired if it stayed the same for so long that its holder counts it as lost.
+        """
         self.owner = record.owner
         seen_ns, since = self._seen.get(record.token, (None, 0.0))
         if seen_ns != expires_at_ns:
             self._seen[record.token] = expires_at_ns, time.monotonic()
             return False
-        # What another program wrote there may be no length of ours.
+        # Another program may have written any length.
         ttl_s = min(max(record.ttl_ns / _NS, 0.0), TTL_MAX_S)
         return asked_at > since + ttl_s + SKEW_S
 
@@ -196,16 +198,16 @@ class LeaseWatch:
 def acquire(
     backend: Backend, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
 ) -> Lease | None:
-    """See `Store.lease`. It does not wait for a holder."""
+    """Take the lease at `key`, or return None while another node holds it; see `Store.lease`."""
     if not 0 < ttl_s <= TTL_MAX_S:
         raise InvalidInputError(f"a lease of {ttl_s} s is not between 0 s and {TTL_MAX_S} s")
-    # Twice: once more after a lease that ended meanwhile.
+    # The second round is for a lease that ended during the first.
     for _ in range(2):
         started = time.monotonic()
         record = _new_record(owner, ttl_s)
         if publish_object(backend, key, record.encode(), replace=False):
             return Lease(backend, key, record, started + ttl_s)
-        now_ns = time.time_ns()  # before the reads: see the module's second rule
+        now_ns = time.time_ns()  # before the reads; see the second rule of the module
         current = _read(backend, key)
         for _ in range(_SUCCESSORS_MAX):
             if current is None:
@@ -216,7 +218,7 @@ def acquire(
                 watch is not None and watch.is_over(current, expires_at_ns, started)
             ):
                 return None
-            if _succeed(backend, key, current.token, record, started):
+            if _take_over(backend, key, current.token, record, started):
                 logger.info("took over the lease %s/%s from %s", backend.url, key, current.owner)
                 return Lease(backend, key, record, started + ttl_s)
             current = _read(backend, _successor(current.token))
@@ -226,10 +228,12 @@ def acquire(
 def agree(
     backend: Backend, key: str, *, ttl_s: float, owner: str, is_over: Callable[[str], bool]
 ) -> str:
-    """A token that all get who ask within `ttl_s` of the first one: that of a lease which nobody
-    renews or gives up. `is_over`: whether the caller had this one before, and begins another.
+    """Return a token that is the same for all callers within `ttl_s` of the first one.
 
-    Raises: BusyError where others end as fast as this one asks.
+    The token is that of a lease which no one renews or releases. `is_over` says whether the caller
+    has used a token before, and needs another.
+
+    Raises: BusyError if other nodes replace the lease again and again.
     """
     for _ in range(_AGREE_TIMES):
         now_ns = time.time_ns()
@@ -242,10 +246,10 @@ def agree(
             if not is_old and not is_over(current.token):
                 return current.token
             started = time.monotonic()
-            if _succeed(backend, key, current.token, _new_record(owner, ttl_s), started):
+            if _take_over(backend, key, current.token, _new_record(owner, ttl_s), started):
                 break
             current = _read(backend, _successor(current.token))
-    raise BusyError(f"{backend.url}/{key} changes all the time")
+    raise BusyError(f"{backend.url}/{key} was replaced {_AGREE_TIMES} times while it was read")
 
 
 def _new_record(owner: str, ttl_s: float) -> Record:
@@ -254,29 +258,29 @@ def _new_record(owner: str, ttl_s: float) -> Record:
 
 
 def _spare_s(record: Record) -> float:
-    """Return how long before its end the holder of a lease touches the key no more."""
+    """Return how long before the end of a lease its holder stops writing to the key."""
     return min(SKEW_S, record.ttl_ns / _NS / 4)
 
 
-def _succeed(backend: Backend, key: str, token: str, record: Record, started: float) -> bool:
-    """Take over from the lease `token`, which is over; False when another did so.
+def _take_over(backend: Backend, key: str, token: str, record: Record, started: float) -> bool:
+    """Take over the expired lease `token`; return False if another node did.
 
-    `started`: when the record was made (monotonic).
+    `started` is the time at which `record` was made (monotonic).
     """
     if not publish_object(backend, _successor(token), record.encode(), replace=False):
         return False
     if started + record.ttl_ns / _NS - time.monotonic() <= _spare_s(record):
-        # Others follow the successor, which expires.
+        # The new lease is nearly over already. Other nodes find the successor, which expires.
         return False
     publish_object(backend, key, record.encode(), replace=True)
     return True
 
 
 def _read(backend: Backend, path: str) -> Record | None:
-    """The record at `path`; None where there is none.
+    """Return the record at `path`, or None if there is no object.
 
-    What is no record (no release wrote it: a stray file) counts as a lease of an hour from its
-    last change, so that it blocks no node for ever.
+    An object that is not a record (a stray file) counts as a lease of one hour from its last
+    change, so that it blocks no node for ever.
     """
     try:
         data = backend.read(path, 0, _FORM.size_max)
@@ -299,9 +303,11 @@ def _renewal(token: str) -> str:
 
 
 class LeaseRenewal:
-    """`with LeaseRenewal(lease, ttl_s): ...` renews three times per `ttl_s`, by a thread of its
-    own, then releases. A lost lease is no error: the snapshot is published by an atomic create, so
-    that two writers cost time, never correctness."""
+    """Context manager that renews a lease three times per `ttl_s` in a thread, then releases it.
+
+    A lost lease is not an error: the snapshot is published by an atomic create, so that two writers
+    cost time, but not correctness.
+    """
 
     def __init__(self, lease: Lease, ttl_s: float) -> None:
         self._lease = lease

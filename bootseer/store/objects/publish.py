@@ -1,7 +1,6 @@
-"""How an object becomes visible at once: written under a hidden name, then renamed.
+"""Atomic publication of an object: written under a temporary name, then renamed.
 
-Owns the hidden folder's name and what happens to a temporary when something fails. Thread-safe:
-no state.
+Thread-safe: functions without state.
 """
 
 import logging
@@ -14,19 +13,19 @@ from bootseer.store.backend import Backend
 
 logger = logging.getLogger(__name__)
 
-# The folder of objects being published, and of what leases leave behind; hidden from lists.
+# Folder of temporary files, and of renewals and successors of leases; hidden from listings.
 TEMPORARY = ".tmp"
-# Pieces in which a file is sent: large enough to amortise a call, small beside the memory.
+# Size of the pieces in which a file is sent.
 _PIECE_BYTES = 4 << 20
 
 
 def publish_object(
     backend: Backend, path: str, data: bytes | Path | Iterable[bytes], *, replace: bool
 ) -> bool:
-    """The file `path`, visible only when whole; False when it was there and not `replace`.
+    """Create the file `path` atomically; return False if it exists and `replace` is not set.
 
-    A backend without an atomic rename shows a created file only when it is closed, so there the
-    file is written in place.
+    On a backend without an atomic rename the file is written in place: such a backend shows a new
+    file only when it is closed.
     """
     if not backend.traits.one_step_rename:
         try:
@@ -52,9 +51,9 @@ def publish_object(
 
 
 def _write_hidden(backend: Backend, path: str, data: bytes | Path | Iterable[bytes]) -> None:
-    """Write a temporary; what can be read again is written again once.
+    """Write a temporary file; write it a second time after a failure if `data` can be read again.
 
-    After a DataNode died, the next write may still be sent to it and fail.
+    After the death of a DataNode, the next write may still be sent to that DataNode and fail.
     """
     try:
         _write(backend, path, data, overwrite=False)

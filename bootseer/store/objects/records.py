@@ -1,6 +1,6 @@
-"""Links between the objects of a store, as the format of each describes them.
+"""Links between the objects of a store, described for each format of object.
 
-A garbage collector walks the graph that these links make, and knows no format itself. Immutable.
+The garbage collector walks the graph of these links, and knows no format itself. Immutable.
 """
 
 import re
@@ -14,82 +14,83 @@ from bootseer.store.objects.uses import FOLDER, IN_USE_S, read_use
 
 
 class Entry(Struct, frozen=True):
-    """Record that users name and that stays until one of their rules removes it."""
+    """Record that users name, and that stays until one of their rules removes it."""
 
     kind: str
-    """Kind of record in the words of users: "image", "snapshot"."""
+    """Kind of record in the words of users, such as "image" or "snapshot"."""
     name: str
-    """Name of the record in the users' rules: a reference, a key."""
+    """Name of the record in the users' rules: a reference or a key."""
     created_ns: int = 0
     group: str = ""
-    """Group of entries whose newest users may keep."""
+    """Group of records of which a rule can keep the newest ones."""
     targets: tuple[bytes, ...] = ()
-    """Paths at which it is restored."""
+    """Paths at which the record is restored."""
     trees: tuple[str, ...] = ()
-    """Digests of the trees whose notes of use tell when it was used."""
+    """Digests of the trees whose notes of use say when the record was last used."""
     is_cache: bool = False
-    """Whether it goes where nobody uses it, and is made again by those who want it."""
+    """Whether an unused record may be deleted, since its users can make it again."""
     is_remade: bool = False
-    """Whether a start makes it again where it is missing, so that a broken one may be deleted."""
+    """Whether a start makes a missing record again, so that a broken one may be deleted."""
 
 
 class Links(Struct, frozen=True):
     """Links of one object to others."""
 
     needs: tuple[str, ...] = ()
-    """Keys of objects that stay as long as it stays; one that ends in "/" is all that is below."""
+    """Keys of objects that stay as long as this object; a key with a final "/" means all below."""
     lends: tuple[str, ...] = ()
-    """Keys of objects that stay, too, as long as another object needs it."""
+    """Keys of objects that stay too as long as another object needs this object."""
     hangs_on: tuple[str, ...] = ()
-    """Keys of objects: it stays as long as one of these stays."""
+    """Keys of objects of which one must stay for this object to stay."""
     label: str = ""
-    """Name that users give the object on which it hangs."""
+    """User's name of the object in `hangs_on`."""
     entry: Entry | None = None
 
 
 class Format(Struct, frozen=True):
-    """A kind of objects. In a list of formats each stands before those that it may name."""
+    """Kind of object. In a list of formats, a format precedes those that its objects link to."""
 
     folder: str
-    """Prefix of the keys; of several formats that fit, the first counts."""
+    """Prefix of the keys; of several formats that match a key, the first is used."""
     read: Callable[[Store, str], Links] | None = None
-    """Reads a record. Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError."""
+    """Function that reads the links of a record. Raises: NotFoundError, CorruptError,
+    UnknownFormatError, UnavailableError."""
     links_of: Callable[[str], Links] = lambda key: Links()
-    """The links of an object that is not read, by its key."""
+    """Function that derives the links of an object from its key, if the object is not read."""
     pattern: str = ".*"
-    """Pattern of the keys, behind the folder, of records that are read."""
+    """Pattern of the keys, without the folder, of objects that `read` reads."""
     suffix: str = ""
-    """End of the keys."""
+    """Suffix of the keys."""
     is_content: bool = False
-    """Whether the objects are named by their digest: several records may name one of them."""
+    """Whether the objects are named by their digest, so that several records may link to one."""
     fresh_s: float = 0.0
-    """A record that was written within this time stays, with what it needs; an older one needs
-    nothing. 0: records have no such time."""
+    """Age in seconds up to which a record stays together with the objects that it needs; an older
+    record needs nothing. 0 means that records do not age."""
     series: Callable[[str], tuple[str, str] | None] | None = None
-    """Returns the series and the member that a key belongs to, or None: then the object stays. The
-    newest members of a series stay until they are old; of the series "", all members do."""
+    """Function that returns the series and the member to which a key belongs; None keeps the
+    object. The newest members of a series stay until they are old; in the series "" all do."""
 
     def fits(self, key: str) -> bool:
-        """Tell whether an object at `key` is of this format."""
+        """Return whether an object at `key` is of this format."""
         return key.startswith(self.folder) and key.endswith(self.suffix)
 
     def is_read(self, key: str) -> bool:
-        """Tell whether the object at `key` is a record that has to be read."""
+        """Return whether the object at `key` is a record that has to be read."""
         return self.read is not None and bool(re.fullmatch(self.pattern, key[len(self.folder) :]))
 
 
 ONE_DOCUMENT = r"[^/]+\.json"
-"""The pattern of a folder whose records lie directly in it."""
+"""Pattern of records that are directly in their folder."""
 
 
 def _links_of_use(store: Store, key: str) -> Links:
     use = read_use(store, key)
     tree = index_key(use.index_digest)
-    # When a tree that stays was last used is worth knowing.
+    # The note stays with the tree, since the time of the last use matters while the tree stays.
     return Links((tree, *map(blob_key, use.blob_digests)), hangs_on=(tree,))
 
 
 USES = Format(FOLDER, _links_of_use, fresh_s=IN_USE_S)
-"""Notes of what is in use."""
+"""Notes of trees in use."""
 TREES = (Format("indexes/", is_content=True), Format("blobs/", is_content=True))
-"""What images and environments are read from."""
+"""Tree indexes and blobs, the content of images and environments."""

@@ -1,8 +1,7 @@
-"""The store: objects under keys, visible only when whole.
+"""Key-value store on a backend, in which an object is visible only when it is complete.
 
-Owns the names inside a store: keys, the hidden folder of temporaries, and how an object becomes
-visible. `docs/format/store.md` is its specification. Thread-safe. A key is "a/b/c": plain
-components, at most 1024 bytes, and no key is the folder of another.
+docs/format/store.md is the specification. A key is a relative path such as "a/b/c" of at most 1024
+bytes without "." and ".."; no key is a folder of another key. Thread-safe.
 """
 
 import contextlib
@@ -28,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 KEY_MAX_BYTES = 1024
 _DEPTH_MAX = 32
-# More blobs than an image has layers, mostly; each has a descriptor, or what a NameNode has said.
+# Most images have fewer layers. An open reader takes a descriptor, or memory for HDFS block places.
 _READERS_MAX = 64
-_DOUBTED_MAX = 1024
+_DAMAGED_MAX = 1024
 _HIDDEN = (TEMPORARY, MARK)
-# A publish that took longer than this is dead. Compared with the storage's own clock, so it
-# must exceed any clock skew by far.
+# Age from which a temporary file is taken for one of a dead publisher. It far exceeds the skew
+# between this node's clock and the storage's.
 STALE_AFTER_S = 24 * 3600
 
 
 class Store(Closing):
-    """Objects under keys in one backend."""
+    """Objects under keys in one backend; closes the backend at the end of a `with` block."""
 
     def __init__(
         self,
@@ -47,10 +46,15 @@ class Store(Closing):
         memory: Path | None = None,
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        """`memory`: where this node remembers which folders it has used as stores; `say` gets a
-        sentence where a new one begins."""
+        """Take over `backend`; no request is sent.
+
+        Args:
+            backend: Storage of the objects, closed with the store.
+            memory: Folder in which this node remembers the folders that it has used as stores.
+            say: Function that gets a message if a folder becomes a new store.
+        """
         self.backend = backend
-        # Only folders carry marks.
+        # Only folders have marks.
         self._folder = backend if isinstance(backend, IsFolder) else None
         self._memory = memory
         self._say = say
@@ -59,17 +63,17 @@ class Store(Closing):
         self._swept = False
         self._readers: OrderedDict[str, Reader] = OrderedDict()
         self._opening = Once()
-        self._doubted: set[str] = set()
-        """Keys of objects of which damaged bytes have come."""
+        self._damaged: set[str] = set()
+        """Keys of objects of which a read has returned damaged bytes."""
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
-        """The root URL, without credentials."""
+        """Root URL without credentials."""
         return self.backend.url
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes `[offset, offset + length)` of an object; shorter only at its end.
+        """Return the bytes `[offset, offset + length)` of an object, fewer only at its end.
 
         Raises: NotFoundError, UnavailableError, DeadlineError.
         """
@@ -84,20 +88,19 @@ class Store(Closing):
     def read_into(
         self, key: str, offset: int, buffer: memoryview, attempt: Attempt | None = None
     ) -> int:
-        """Fill `buffer` from `offset`; the count is short only at the end of the object, or when
-        `attempt` was given up."""
+        """Fill `buffer` from `offset`; see `Reader.read_into`."""
         return self.backend.read_into(check_key(key), offset, buffer, attempt)
 
     def read_verified(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
-        """As `read_into`, for content whose digest the caller checks: the object is kept open.
+        """Fill `buffer` from an object that is never replaced, whose digest the caller checks.
 
-        The storage's own checksums are asked only of an attempt that follows another one, and for
-        an object of which damaged bytes have come. On HDFS the first read of an object asks the
-        NameNode, and the others go straight to its DataNodes. For objects that are never replaced.
+        The object is kept open: on HDFS the first read asks the NameNode, later reads go directly
+        to DataNodes. The storage's own checksums are verified only by a second attempt, and by all
+        attempts once damaged bytes of the object have been read.
         """
-        if attempt.follows_damage and len(self._doubted) < _DOUBTED_MAX:
-            self._doubted.add(key)
-        if attempt.is_second or key in self._doubted:
+        if attempt.follows_damage and len(self._damaged) < _DAMAGED_MAX:
+            self._damaged.add(key)
+        if attempt.is_second or key in self._damaged:
             self._drop_reader(key)
             return self.read_into(key, offset, buffer, attempt)
         attempt.is_checked = True
@@ -129,15 +132,15 @@ class Store(Closing):
             self._readers.pop(key, None)
 
     def info(self, key: str) -> FileInfo:
-        """Size and time of an object. Raises: NotFoundError."""
+        """Return size and time of an object. Raises: NotFoundError."""
         return self.backend.stat_file(check_key(key))
 
     def size(self, key: str) -> int:
-        """Bytes of an object. Raises: NotFoundError."""
+        """Return the size of an object in bytes. Raises: NotFoundError."""
         return self.info(key).size_bytes
 
     def exists(self, key: str) -> bool:
-        """Whether the object is there now."""
+        """Return whether the object exists now."""
         try:
             self.info(key)
         except NotFoundError:
@@ -147,17 +150,17 @@ class Store(Closing):
     def publish(
         self, key: str, data: bytes | Path | Iterable[bytes], *, replace: bool = False
     ) -> bool:
-        """Store an object; readers see nothing of it, or all. Durable when it returns.
+        """Store an object atomically and durably; return False if the key exists.
 
-        False: the key was there already and `replace` is not set; nothing changed. Of several
-        publishers of a new key exactly one gets True. After an error nothing is visible, but for
-        DeadlineError and UnavailableError, which leave open whether the last step took place.
+        With `replace`, an existing object is replaced. Of several publishers of a new key exactly
+        one gets True. After an error no object is visible; only DeadlineError and UnavailableError
+        leave open whether the last step took place.
 
         Raises: InvalidInputError, NoSpaceError, PermissionDeniedError, UnavailableError,
         DeadlineError.
         """
         check_key(key)
-        # In an object store the creation itself looks, and decides.
+        # In a bucket the creation itself fails for an existing object.
         creates_whole = (
             self.backend.traits.one_step_replace and not self.backend.traits.one_step_rename
         )
@@ -168,7 +171,7 @@ class Store(Closing):
         if publish_object(self.backend, key, data, replace=replace):
             return True
         if creates_whole:
-            self._occupied(key)  # what is there may be a folder
+            self._occupied(key)  # raises if the key is a folder
         return False
 
     def _occupied(self, key: str) -> bool:
@@ -181,9 +184,9 @@ class Store(Closing):
         return True
 
     def list(self, prefix: str = "") -> Iterator[FileInfo]:
-        """Every object whose key starts with `prefix`, sorted by key; `path` is the key.
+        """Return all objects whose key starts with `prefix`, sorted; `FileInfo.path` is the key.
 
-        End the prefix with "/" for what is in one folder. Nothing there: nothing is yielded.
+        A prefix with a final "/" selects the objects below one folder.
         """
         folder, _, start = prefix.rpartition("/")
         split_path(folder)
@@ -204,47 +207,49 @@ class Store(Closing):
         except NotFoundError:
             return
         skip = len(folder) + 1 if folder else 0
-        # A folder sorts as its keys do, by "name/": so the whole walk is in the order of keys.
+        # A folder is sorted as "name/", as its keys are, so that the walk is in the order of keys.
         infos.sort(key=lambda info: info.path + "/" if info.is_dir else info.path)
         for info in infos:
             name = info.path[skip:]
             if not name.startswith(start) or (not folder and name in _HIDDEN):
                 continue
             if info.is_dir:
-                # Nothing of ours lies deeper; what a stranger has nested must end no listing.
+                # Bootseer's keys are not nested deeper; folders of other programs may be.
                 if info.path.count("/") < _DEPTH_MAX:
                     yield from self._walk(info.path, "")
             else:
                 yield info
 
     def delete(self, key: str) -> None:
-        """Remove an object. A missing one is no error."""
+        """Remove an object. A missing object is no error."""
         with contextlib.suppress(NotFoundError):
             self.info(key)
             self.backend.delete_files([key])
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, by as few requests as the storage can. Missing ones are no error; after
-        an error some are gone and some are not."""
+        """Remove objects by as few requests as possible. Missing objects are no error.
+
+        After an error some of the objects may be left.
+        """
         self.backend.delete_files([check_key(key) for key in keys])
 
     def lease(
         self, key: str, *, ttl_s: float, owner: str, watch: LeaseWatch | None = None
     ) -> Lease | None:
-        """The lease at `key` for `ttl_s` seconds, or None while another holder has it.
+        """Take the lease at `key` for `ttl_s` seconds; return None while another node holds it.
 
-        A lease whose holder died can be had when it has expired; see `lease`. Who asks again and
-        again gives the same `watch`: then a holder's wrong clock does not matter.
+        The lease of a dead holder can be taken once it has expired; see `lease`. A caller that asks
+        repeatedly passes the same `watch`: then a wrong clock of the holder does not matter.
         """
         self._admit_once()
         return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
 
     def time_ns(self) -> int:
-        """Return the time by the storage's clock. Writes and removes a file."""
+        """Return the time by the storage's clock, by writing and removing a file."""
         return storage_time_ns(self.backend, f"{TEMPORARY}/{os.urandom(16).hex()}")
 
     def sweep(self, older_than_s: float = STALE_AFTER_S) -> int:
-        """Remove what publishers that died left behind; returns how many files."""
+        """Remove temporary files of dead publishers; return the number of removed files."""
         age_ns = int(older_than_s * 1e9)
         limit_ns = time.time_ns() - age_ns
         stale: list[FileInfo] = []
@@ -252,7 +257,7 @@ class Store(Closing):
             stale += (one for one in self.backend.list(TEMPORARY) if one.modified_ns < limit_ns)
         if not stale:
             return 0
-        # This node's clock may be ahead, and then these are being published.
+        # This node's clock may be ahead of the storage's, and these files may be in use.
         limit_ns = min(limit_ns, self.time_ns() - age_ns)
         stale = [info for info in stale if info.modified_ns < limit_ns]
         self.backend.delete_files([info.path for info in stale if not info.is_dir])
@@ -262,9 +267,11 @@ class Store(Closing):
         return len(stale)
 
     def _admit_once(self) -> None:
-        """Before anything is made in a folder. Raises: UnavailableError where a store was there
-        and is not now; BootseerError."""
-        # Without a lock: others would wait, one after the other, for a folder that hangs.
+        """Mark the folder as a store, before the first write; see `marked_folder.admit`.
+
+        Raises: BootseerError.
+        """
+        # Without a lock, so that threads do not wait one after the other for a folder that hangs.
         if self._folder is not None and not self._is_admitted:
             root, memory = self._folder.root, self._memory
             sentence = self._folder.within_deadline(
@@ -277,7 +284,7 @@ class Store(Closing):
 
     def _sweep_once(self) -> None:
         if not self.backend.traits.one_step_rename:
-            return  # nothing is published by way of a temporary
+            return  # objects are published without temporary files
         with self._lock:
             if self._swept:
                 return
@@ -295,7 +302,7 @@ class Store(Closing):
 
 
 def check_key(key: str) -> str:
-    """`key`, when it is one. Raises: InvalidInputError."""
+    """Return `key` if it is valid. Raises: InvalidInputError."""
     names = split_path(key)
     if not names or names[0] in _HIDDEN or len(key) > KEY_MAX_BYTES:
         raise InvalidInputError(f"{key[:80]!r} is not a key of a store")
@@ -309,13 +316,13 @@ def check_key(key: str) -> str:
 
 
 def storage_time_ns(backend: Backend, path: str) -> int:
-    """What the storage's clock says, in nanoseconds since 1970: the time of a new file, which is
-    written at `path` and removed again. A node's clock may be days off. 0 where the storage tells
-    no times.
+    """Return the time by the storage's clock, in nanoseconds since 1970.
 
-    Beside an image in a registry (`oci://`) it is this node's clock: objects there carry the time
-    of the node that wrote them. Raises: PermissionDeniedError, NoSpaceError, UnavailableError,
-    DeadlineError.
+    The time is that of a new file, which is written at `path` and removed again; 0 if the storage
+    has no times. For `oci://` it is the clock of this node, since objects there have the time of
+    the node that wrote them.
+
+    Raises: PermissionDeniedError, NoSpaceError, UnavailableError, DeadlineError.
     """
     with backend.create(path) as writer:
         writer.write(b"\n")

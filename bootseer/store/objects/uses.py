@@ -1,7 +1,8 @@
-"""Notes in the store of what is in use: trees that were restored or mounted lately.
+"""Notes of use: objects in the store that name the trees restored or mounted lately.
 
-Alone owns `used/HEX` (docs/format/store.md). A garbage collector spares what such a note names; who
-reads a tree lazily for days repeats it. Thread-safe: functions only.
+The notes are the objects `used/HEX` (docs/format/store.md). The garbage collector keeps the tree
+and the blobs that a note names. A process that serves a tree for days writes its note again every
+day. Thread-safe: functions only.
 """
 
 import logging
@@ -18,19 +19,18 @@ _log = logging.getLogger(__name__)
 
 FOLDER = "used/"
 RENEWED_AFTER_S = 20 * 3600
-"""A note younger than this is not written again: a thousand nodes that start at once write a few
-notes, and a day later a few more."""
+"""Age from which a note is written again, so that a thousand nodes that start at once write only a
+few notes."""
 
 IN_USE_S = 3 * 86_400
-"""What was noted as used within this time is in use: notes are renewed once a day, so that two
-that fail are no harm."""
+"""Age up to which a note counts: notes are written once a day, so two writes may fail."""
 
 _SKEW_S = 3600.0
-"""A clock that is behind by less lets a note become less than a day old."""
+"""Largest difference of clocks for which a note from the future counts as a fresh one."""
 
 
 class Use(Struct, frozen=True):
-    """A tree and the blobs that it is read from."""
+    """Tree in use, and the blobs from which it is read."""
 
     index_digest: BlobDigest
     blob_digests: tuple[BlobDigest, ...]
@@ -47,23 +47,23 @@ FORM: Form[Use] = Form(
 
 
 def use_key(index_digest: str) -> str:
-    """Where the note of a tree lies."""
+    """Return the key of the note of a tree."""
     return FOLDER + index_digest.partition(":")[2]
 
 
 def note_use(store: Store, index_digest: str, blob_digests: Iterable[str]) -> None:
-    """Let collectors know that the tree with this index, read from these blobs, is in use now.
+    """Note that the tree with this index, read from these blobs, is in use now. Never raises.
 
-    Costs one look at the store, and at most once in `RENEWED_AFTER_S` a write. Never raises: at
-    worst a collector that was told to remove the tree does so.
+    Costs one request, and once in `RENEWED_AFTER_S` a write. Without the note the garbage collector
+    may remove the tree if a rule says so.
     """
     if store.url.startswith("oci:"):
-        return  # what lies beside an image in a registry, goes with it
+        return  # objects beside an image in a registry are deleted with the image
     key = use_key(index_digest)
     try:
         try:
             age_s = (time.time_ns() - store.info(key).modified_ns) / 1e9
-            # A note from the future is written again: this node's clock may be behind for good.
+            # A note from the future is written again: the clock of its writer may be wrong.
             if -_SKEW_S < age_s < RENEWED_AFTER_S:
                 return
         except NotFoundError:
@@ -75,8 +75,10 @@ def note_use(store: Store, index_digest: str, blob_digests: Iterable[str]) -> No
 
 
 def read_use(store: Store, key: str) -> Use:
-    """The note at `key`. Raises: NotFoundError, CorruptError, UnknownFormatError,
-    UnavailableError."""
+    """Return the note at `key`.
+
+    Raises: NotFoundError, CorruptError, UnknownFormatError, UnavailableError.
+    """
     use = FORM.read(store, key)
     if use_key(use.index_digest) != key:
         raise CorruptError(f"{store.url}/{key} is the note of another tree")

@@ -1,1 +1,1 @@
-"""`oci://`: a store beside an image in a registry."""
+"""Backend for a store beside an image in a registry (`oci://`)."""

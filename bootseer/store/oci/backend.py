@@ -1,12 +1,9 @@
-"""A store beside an image in a registry: `oci://HOST/REPOSITORY@sha256:DIGEST`, or `:TAG`.
+"""Backend for the objects beside an image: `oci://HOST/REPOSITORY@sha256:DIGEST`, or `:TAG`.
 
-Owns what a registry can promise as a store. An object appears whole, with its manifest. Exclusive
-creation is decided after the fact: of writers that met, the first by their clocks keeps the key,
-the others withdraw; where the registry has no referrers API, a writer may even go unnoticed. So a
-lease there is advice that may be given twice: work is done twice at worst, and what is published
-is the same. Format: docs/format/oci.md.
-
-Thread-safe.
+An object appears whole, with its manifest. Exclusive creation is decided afterwards: of several
+writers of one key, the first by their clocks keeps the key and the others withdraw. On a registry
+without the referrers API a writer may go unnoticed. So two nodes may hold one lease: they do the
+same work twice, and publish the same result. Format: docs/format/oci.md. Thread-safe.
 """
 
 import hashlib
@@ -38,7 +35,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class OciBackend(Folder, Backend):
-    """The objects beside one image."""
+    """Objects beside one image."""
 
     traits = Traits()
 
@@ -70,7 +67,7 @@ class OciBackend(Folder, Backend):
         return file.read(offset, left if length is None else min(length, left))
 
     def _stored(self, path: str, offset: int, length: int = 0) -> StoredObject:
-        """Raises: as `read`."""
+        """Return the object at `path`, after checking the range. Raises: as `read`."""
         split_path(path)
         if offset < 0 or length < 0:
             raise InvalidInputError(f"the range ({offset}, {length}) is negative")
@@ -128,7 +125,7 @@ class OciBackend(Folder, Backend):
         return iter(sorted(found.values(), key=lambda info: info.path))
 
     def mkdir(self, path: str) -> None:
-        """Make nothing: a folder is there while there is an object in it."""
+        """Check the path; nothing is created, since a folder exists while an object is in it."""
         self._check_folders(split_path(path))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
@@ -136,11 +133,11 @@ class OciBackend(Folder, Backend):
         self._listed.remove(path, recursive=recursive)
 
     def space(self) -> Space | None:
-        """Return None: a registry does not tell."""
+        """Return None: a registry does not tell its capacity."""
         return None
 
     def close(self) -> None:
-        """Check that published objects are still listed, and close connections. Idempotent."""
+        """Check that published objects are still listed, and close all connections. Idempotent."""
         self._listed.settle()
         self._client.close()
 
@@ -157,7 +154,7 @@ class OciBackend(Folder, Backend):
             while piece := spool.read(_PIECE_BYTES):
                 sha.update(piece)
             spool.seek(0)
-            # A large spool is a file without a name, which can be opened again by its descriptor.
+            # A large spool is a file without a name, which can be reopened through its descriptor.
             small = size_bytes <= SPOOL_BYTES
             data = spool.read() if small else Path(f"/proc/self/fd/{spool.fileno()}")
         except OSError as error:

@@ -1,8 +1,8 @@
-"""`ObjectList`: the objects that a registry lists beside one image, and how they come and go.
+"""List of the objects that a registry has beside one image, with additions and removals.
 
-An answer of the registry is kept for `FRESH_S`, and for ever about keys that name the digest of
-their object. Writers of different nodes, whom nothing excludes from each other, agree by the order
-of their requests. Thread-safe: writers wait for each other, readers for no writer.
+The registry's answer is cached for `FRESH_S`, objects whose key contains their digest for ever.
+Writers on different nodes are not excluded from each other; they agree by the order of their
+requests. Thread-safe: writers of a process wait for each other, readers wait for no writer.
 """
 
 import logging
@@ -33,64 +33,67 @@ from bootseer.transfer.policy import SOON, dice, fresh_copy
 _log = logging.getLogger(__name__)
 
 FRESH_S = 1.0
-"""How old an answer may be about what can change: less than the tolerance of leases, and little
-beside what nodes that wait for each other wait between two looks."""
+"""Largest age of a cached answer: less than the tolerance of leases, and short beside the interval
+at which waiting nodes ask again."""
 _UPDATES_MAX = 10
 _MINE_S = 60.0
-"""How long what was added to a list is looked after: another writer of that list may have read it
-before, and written it since."""
+"""Time for which an added object is checked: another writer that read the list before may have
+written it back without the object."""
 
 
 class ObjectList:
-    """The objects beside one image."""
+    """Objects beside one image."""
 
     def __init__(self, client: RegistryClient, reference: Reference, url: str) -> None:
-        """`url`: the store's, for messages."""
+        """Prepare the list without a request; `url` is the store's, for messages."""
         self._client = client
         self._reference = reference
         self._url = url
         self._writing = threading.Lock()
-        """Held by the writer of this process, through all of its requests and pauses."""
+        """Held by one writer of this process through all of its requests and pauses."""
         self._looking = threading.Lock()
-        """Held while the list is asked for: who waits takes the same answer."""
+        """Held during a request for the list; waiting threads use its answer."""
         self._lock = threading.Lock()
-        """Held while the answer is exchanged, and never while a server is asked."""
+        """Held while the cached answer is replaced, never during a request."""
         self._subject: Mapping[str, Any] | None = None
         self._objects: Mapping[str, list[StoredObject]] = {}
-        """The last answer; another one takes its place, and none is changed."""
+        """Cached answer. It is replaced, never changed."""
         self._loaded_at = float("-inf")
-        """When the last answer was asked for."""
+        """Time at which the cached answer was requested."""
         self._changed_at = float("-inf")
-        """Answers that were asked for until then count as old."""
+        """Time of our last change; answers requested before are outdated."""
         self._failed_at = float("-inf")
         self._failure: BootseerError | None = None
-        """What the last look failed by, and when it had."""
+        """Error of the last failed request for the list; `_failed_at` is its time."""
         self._has_empty = False
         self._mine: dict[str, tuple[float, Mapping[str, Any]]] = {}
-        """What was added to the list lately, by the manifest's digest: (when, descriptor)."""
+        """Objects added lately by the manifest's digest: (time of the addition, descriptor)."""
 
     def find(self, key: str) -> StoredObject | None:
         """Return the newest object of a key. Raises: as `RegistryClient.manifest`."""
         versions = self._objects.get(key)
         if versions and versions[-1].is_immutable:
-            # No read of a layer waits for another's look for what is absent.
+            # Readers of a layer do not wait for the request of a thread that needs a fresh list.
             return versions[-1]
         versions = self._refreshed(FRESH_S).get(key)
         return versions[-1] if versions else None
 
     def fresh(self) -> Mapping[str, StoredObject]:
-        """Return the newest object of each key, not older than `FRESH_S`. Raises: as `find`."""
+        """Return the newest object of each key, from an answer that is at most `FRESH_S` old.
+
+        Raises: as `find`.
+        """
         self._refreshed(FRESH_S)
         return self.known()
 
     def known(self) -> Mapping[str, StoredObject]:
-        """Return the newest object of each key by the last answer, however old that is."""
+        """Return the newest object of each key from the last answer, however old."""
         return {key: versions[-1] for key, versions in self._objects.items()}
 
     def add(self, key: str, digest: str, size_bytes: int, *, overwrite: bool) -> None:
-        """Make a blob that the registry has the object of a key.
+        """Publish a blob that the registry has as the object of a key.
 
-        Raises: AlreadyExistsError where another writer has, and not `overwrite`; as
+        Raises: AlreadyExistsError if the key has an object and `overwrite` is not set; as
         `RegistryClient.push_blob`.
         """
         with self._writing:
@@ -117,9 +120,9 @@ class ObjectList:
             self._forget(older)
 
     def remove(self, key: str, *, recursive: bool) -> None:
-        """Take a key out, and with `recursive` all below it. A missing one is no error.
+        """Remove a key, and with `recursive` all keys below it. A missing key is no error.
 
-        Raises: AlreadyExistsError where something is below it and not `recursive`; as `add`.
+        Raises: AlreadyExistsError if there are keys below and `recursive` is not set; as `add`.
         """
         with self._writing:
             objects = self._refreshed(0.0)
@@ -131,7 +134,7 @@ class ObjectList:
             self._withdraw([o for name in (key, *below) for o in objects.get(name, [])])
 
     def settle(self) -> None:
-        """Check that added objects are still listed, and list those that are not."""
+        """Check that added objects are still listed, and add those that are not."""
         with self._writing:
             if self._mine and self._subject is not None:
                 try:
@@ -144,14 +147,17 @@ class ObjectList:
         return AlreadyExistsError(f"cannot create {self._url}/{key}: it exists already")
 
     def _refreshed(self, age_max_s: float) -> Mapping[str, list[StoredObject]]:
-        """Return all versions of the objects by key, by an answer that is at most so old; 0: that
-        is asked for now. Raises: as `RegistryClient.manifest`; those who waited for a look that
-        failed fail alike, rather than wait for a registry that hangs one after the other."""
+        """Return all versions of the objects by key, from an answer at most `age_max_s` old.
+
+        0 requires an answer that is requested from now on. Raises: as `RegistryClient.manifest`. A
+        thread that waited for a request that failed raises its error too, so that threads do not
+        wait one after the other for a registry that hangs.
+        """
         came_at = time.monotonic()
         if (objects := self._young(came_at - age_max_s)) is not None:
             return objects
         with self._looking:
-            # An answer that was asked for since then has all that this one could have.
+            # An answer requested after this call began is as good as one requested now.
             if (objects := self._young(came_at - age_max_s)) is not None:
                 return objects
             if self._failure is not None and self._failed_at >= came_at:
@@ -165,7 +171,7 @@ class ObjectList:
             return self._keep(objects_by_key(descriptors), started)
 
     def _young(self, asked_since: float) -> Mapping[str, list[StoredObject]] | None:
-        """Return the last answer if it was asked for since then and since our last change."""
+        """Return the cached answer if it was requested since that time and our last change."""
         with self._lock:
             is_young = self._loaded_at >= asked_since and self._loaded_at > self._changed_at
             return self._objects if is_young else None
@@ -173,7 +179,7 @@ class ObjectList:
     def _keep(
         self, objects: Mapping[str, list[StoredObject]], asked_at: float
     ) -> Mapping[str, list[StoredObject]]:
-        """Take an answer for the last one, unless one that was asked for later is here already."""
+        """Cache an answer unless the cached one was requested later; return the cached answer."""
         with self._lock:
             if asked_at >= self._loaded_at:
                 self._objects, self._loaded_at = objects, asked_at
@@ -182,7 +188,7 @@ class ObjectList:
     def _subject_digest(self) -> str:
         """Return the digest of the image's manifest for this machine."""
         if self._subject is None and self._reference.digest:
-            # Reading needs no more than the name; and it works after the image has been deleted.
+            # Reading needs the digest only, and works even after the image has been deleted.
             return self._reference.digest
         return str(self._described_subject()["digest"])
 
@@ -197,7 +203,7 @@ class ObjectList:
             self._has_empty = True
 
     def _withdraw(self, objects: Sequence[StoredObject]) -> None:
-        """Take objects out of the list, by the writer."""
+        """Remove objects from the registry's list and from the cache."""
         if not objects:
             return
         subject_digest = self._subject_digest()
@@ -216,7 +222,7 @@ class ObjectList:
             self._objects, self._changed_at = kept, time.monotonic()
 
     def _forget(self, objects: Sequence[StoredObject], *, must: bool = False) -> None:
-        """Delete manifests that are of no use any more, where the registry allows it."""
+        """Delete the manifests of objects if the registry allows it; with `must`, or raise."""
         for stored in objects:
             self._mine.pop(stored.manifest_digest, None)
             try:
@@ -227,10 +233,10 @@ class ObjectList:
                 _log.debug("left %s in %s: %s", stored.manifest_digest, self._url, error)
 
     def _update_list(self, gone: set[str]) -> None:
-        """Update the list that stands in for the referrers API: all that was added lately is in it,
-        and nothing of `gone`.
+        """Update the list that replaces the referrers API on registries without it.
 
-        Nothing excludes other writers: what is written is read back until it is as it should be.
+        Afterwards the list has all objects added lately and none of the digests `gone`. Other
+        writers are not excluded, so the list is read back and written again until it is right.
         """
         subject_digest = self._subject_digest()
         gone = set(gone)
@@ -250,8 +256,8 @@ class ObjectList:
             try:
                 self._client.tag_referrers(subject_digest, [*kept, *missing])
             except InvalidInputError:
-                # It names a manifest that is gone: its writer withdrew it, and another one, who
-                # had read the list before, wrote it back.
+                # The list names a manifest that is deleted: its writer withdrew it, and another
+                # writer, which had read the list before, wrote the entry back.
                 gone |= self._dangling([*kept, *missing])
                 for digest in gone & set(self._mine):
                     del self._mine[digest]
@@ -273,15 +279,15 @@ def _is_old(when: float) -> bool:
 
 
 def _describe_subject(client: RegistryClient, reference: Reference) -> Mapping[str, Any]:
-    """Return the descriptor of the image's manifest; of an index, that of this machine's platform.
+    """Return the descriptor of the image's manifest, from an index the one for this platform.
 
-    Raises: InvalidInputError where there is no such image, NotFoundError where it has none for this
-    platform; as `RegistryClient.manifest`.
+    Raises: InvalidInputError if there is no such image, NotFoundError if it has no manifest for
+    this platform; as `RegistryClient.manifest`.
     """
     try:
         document = client.manifest(reference.target)
     except NotFoundError as error:
-        # Not as the error that it is: this is no object that may yet come.
+        # Not a NotFoundError, which callers take for an object that does not exist yet.
         raise InvalidInputError(f"there is no image {reference} to keep a store beside") from error
     if reference.digest is None:
         document = client.for_this_machine(document, str(reference))

@@ -1,9 +1,9 @@
-"""The objects of a store that lie beside an image in a registry, as OCI artifacts: the codec.
+"""Codec of the OCI artifacts that hold a store's objects beside an image in a registry.
 
-Format: docs/format/oci.md. Each object is a blob of the image's repository, and one small manifest
-that refers to the image (`subject`) and says in its annotations which key the blob is the object
-of; registries copy these into the list of an image's referrers, so that one list shows all keys.
-Pure (no I/O). What a registry sends is hostile: an entry that is wrong is no object.
+An object is a blob in the image's repository and a small manifest. The manifest refers to the image
+(`subject`), and its annotations contain the object's key. Registries copy annotations into the list
+of an image's referrers, so that one list shows all keys. Malformed entries of a list are ignored.
+Format: docs/format/oci.md. Pure.
 """
 
 import json
@@ -22,7 +22,7 @@ ARTIFACT_TYPE = "application/vnd.bootseer.store.v1"
 OBJECT_TYPE = "application/vnd.bootseer.object.v1"
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 EMPTY = b"{}"
-"""The configuration of an artifact that has none (image specification, "Guidance for an Empty
+"""Configuration of an artifact without one (image specification, "Guidance for an Empty
 Descriptor")."""
 
 _KEY = "org.bootseer.key"
@@ -35,26 +35,29 @@ _NUMBER = re.compile("[0-9]{1,19}")
 
 
 class StoredObject(Struct, frozen=True):
-    """Object of a store: its key, and the blob and the manifest that hold it."""
+    """Object of a store: its key, its blob and its manifest."""
 
     key: str
     digest: str
     size_bytes: int
     written_ns: int
-    """When it was written, by the writer's clock."""
+    """Time of the write by the writer's clock."""
     replaces: bool
-    """Whether it was to replace what was there, rather than to be the first."""
+    """Whether the object was written to replace an existing one, not to be the first."""
     manifest_digest: str
 
     @property
     def is_immutable(self) -> bool:
-        """Whether the key names the object's own digest: nothing else can be there."""
+        """Whether the key contains the object's digest, so that the object can never change."""
         return self.digest.partition(":")[2] in self.key
 
     @property
     def order(self) -> tuple[bool, int, str]:
-        """Rank among the objects of one key, of which the greatest counts: of replacements the
-        newest, else of first ones the oldest. So writers and readers agree on who was first."""
+        """Rank among the objects of one key; the greatest is the valid one.
+
+        That is the newest replacement, or without replacements the oldest object, so that writers
+        and readers agree on the first writer.
+        """
         age = self.written_ns if self.replaces else -self.written_ns
         return (self.replaces, age, self.manifest_digest)
 
@@ -103,7 +106,7 @@ def _rfc3339(time_ns: int) -> str:
 
 
 def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
-    """Return the object that a descriptor in a list of referrers stands for; None for others."""
+    """Return the object of a descriptor in a list of referrers; None for other descriptors."""
     annotations = descriptor.get("annotations")
     manifest_digest = descriptor.get("digest")
     if not isinstance(annotations, dict) or not isinstance(manifest_digest, str):
@@ -129,7 +132,7 @@ def decode_object(descriptor: Mapping[str, Any]) -> StoredObject | None:
 
 
 def objects_by_key(descriptors: Iterable[Any]) -> dict[str, list[StoredObject]]:
-    """Return the objects in a list of referrers by key, the one that counts of each last."""
+    """Return the objects in a list of referrers by key, the valid one of each key last."""
     found: dict[str, list[StoredObject]] = {}
     for descriptor in descriptors:
         stored = decode_object(descriptor) if isinstance(descriptor, dict) else None

@@ -12,7 +12,7 @@ import pytest
 
 from bootseer.linux.mount_table import parse_mount_points
 from bootseer.store import open_backend
-from bootseer.store.local.deadline_folder import lies_on_network
+from bootseer.store.local.network import lies_on_network
 from testbed.mounts.fuse_mount import mounted, short_options
 from testbed.mounts.passthrough_fs import PassthroughFileSystem
 from testbed.paths import REPOSITORY

@@ -102,7 +102,7 @@ def test_nothing_is_written(web: Backend) -> None:
         lambda: web.mkdir("new"),
     )
     for call in calls:
-        with pytest.raises(PermissionDeniedError, match="only read"):
+        with pytest.raises(PermissionDeniedError, match="read-only"):
             call()
 
 
