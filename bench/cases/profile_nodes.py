@@ -46,7 +46,7 @@ def _prepare(workspace: Workspace) -> Iterator[None]:
 
 
 def sample_of(model: StartModel, faults: Collection[str]) -> Sample:
-    """What the report says of one start with these faults."""
+    """Compare the report's analysis of a start with its faults."""
     analysis = model.analyse()
     truth = dict(FAULTS[name] for name in faults)
     found = {one.node: one.cause.name for one in analysis.stragglers}

@@ -1,4 +1,4 @@
-"""Asks the profiler which nodes of a generated start are slow and why, and compares the truth."""
+"""Score of the report for generated starts, whose slow nodes and causes are known."""
 
 from typing import NamedTuple
 
@@ -8,25 +8,25 @@ from testbed.starts.generate import Recipe, Start
 
 
 class Score(NamedTuple):
-    """Counts of nodes; those of several starts add up."""
+    """Counts of nodes, which add up over several starts."""
 
     named: int = 0
-    """Faulty ones that were named."""
+    """Faulty nodes that were named."""
     missed: int = 0
     false: int = 0
-    """Named ones that nothing had slowed."""
+    """Named nodes that had no fault and were not slow."""
     once: int = 0
-    """Named ones that were slow once, and have no fault."""
+    """Named nodes that had no fault but were slow once."""
     right: int = 0
-    """Of the faulty ones those named with the cause that cost them most."""
+    """Faulty nodes that were named with the cause that cost them most."""
     one_of: int = 0
-    """Those named with that cause, or with the other one that they have."""
+    """Faulty nodes that were named with one of their causes."""
 
     def __add__(self, other: "Score") -> "Score":  # type: ignore[override]
         return Score(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def figures(self) -> dict[str, float]:
-        """For a sample; shares are 1 where there is nothing to be found."""
+        """Return the figures of a sample; shares are 1 if there was nothing to find."""
         return {
             "f1": self._f1(self.false),
             "f1_strict": self._f1(self.false + self.once),
@@ -41,7 +41,7 @@ class Score(NamedTuple):
 
 
 def score(recipe: Recipe) -> Score:
-    """How well the start of this recipe is explained."""
+    """Score the report's analysis of the start of a recipe."""
     start = Start(recipe)
     analysis = StartModel(StartGraph(start.tracks())).analyse()
     causes = {one.node: one.cause.name for one in analysis.stragglers}

@@ -23,7 +23,7 @@ from bootseer.demo.limited import read_account
 from bootseer.errors import BootseerError, DeadlineError, UnavailableError, from_oserror
 from bootseer.linux.mount_table import mount_points
 from bootseer.prefetch.publish.publishing import wait_published
-from bootseer.report.sources import Folder, read_start
+from bootseer.report.sources import TimelineFolder, read_start
 from bootseer.settings.config import load_settings
 from bootseer.store import TEST_NETWORK, open_store
 from bootseer.timeline.otlp import Stage
@@ -223,7 +223,7 @@ class World:
             tail = " / ".join(result.stderr.strip().splitlines()[-3:])
             raise BootseerError(f"launch {number} failed with code {result.returncode}: {tail}")
         return Launch(
-            stages=tuple(read_start(Folder(timeline), "demo", number)),
+            stages=tuple(read_start(TimelineFolder(timeline), "demo", number)),
             trainer=from_line(lines[-1], dict[str, Any]),
             bytes_read=after.bytes_read - before.bytes_read,
             checkpoint_bytes_read=read_account(self._tally).bytes_read - tally.bytes_read,

@@ -1,2 +1,6 @@
-"""What Bootseer's own pods run on a cluster: the process under which the servers of mounts live,
-the CSI driver, the webhook; and a client of the API server."""
+"""Programs of Bootseer's own pods: CSI driver, admission webhook, spawner, containerd set-up.
+
+Public: `csi.driver.Driver`, `webhook.server.serve`, `mount_host.Spawner`, and
+`containerd_config.install` and `remove`; `api.Api` is the client of the API server.
+May import all packages but `cli` and `launch`.
+"""

@@ -1,8 +1,8 @@
-"""The API server of the cluster, by the service account of this pod. Any thread.
+"""Client of the cluster's API server, with the service account of this pod. Thread-safe.
 
-Every request has a deadline, for the head of its answer and for the body, whether they hang or
-drip. It is tried once: whoever asks looks again later. The token is read for each request, since
-the kubelet replaces it; it reaches no log and no error.
+Every request has a deadline for the head of its answer and one for the body, and is tried once:
+callers ask again later. The token is read for each request, since the kubelet replaces it; it
+appears in no log and no error.
 """
 
 import json
@@ -22,18 +22,20 @@ from bootseer.errors import (
 from bootseer.http.transport import Server, Transport
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a kubelet puts what a pod's service account has."""
+"""Directory of the service account's token, certificate and namespace in a pod."""
 _OBJECT: Form[dict[str, Any]] = Form(
     type=dict[str, Any], what="an object", size_max=4 * 1024 * 1024, is_foreign=True
 )
 
 
 class Api:
-    """A client of the API server."""
+    """Client of the API server that the pod's environment variables name."""
 
     def __init__(self, account: Path, timeout_s: float = 2.0) -> None:
-        """`account`: the folder into which the kubelet puts token, certificate and namespace. Its
-        variables name the server. `timeout_s`: of each request. Raises: InvalidInputError."""
+        """Make a client with the service account in a directory, and a deadline for each request.
+
+        Raises: InvalidInputError if this process does not run in a pod with a service account.
+        """
         self._url = _server(os.environ.get("KUBERNETES_SERVICE_HOST", ""))
         self._account = account
         self._timeout_s = timeout_s
@@ -57,7 +59,7 @@ class Api:
         )
 
     def get(self, path: str) -> dict[str, Any] | None:
-        """Return the object at `path`, or None where there is none.
+        """Return the object at `path`, or None if there is none.
 
         Raises: UnavailableError, PermissionDeniedError.
         """
@@ -67,23 +69,25 @@ class Api:
             return None
 
     def replace(self, path: str, document: dict[str, Any]) -> None:
-        """Replace the object at `path` unless its resourceVersion is another one by now.
+        """Replace the object at `path` unless its resourceVersion has changed.
 
-        Raises: BusyError, where another one came in between; NotFoundError; as `get`.
+        Raises: BusyError if it has; NotFoundError, UnavailableError, PermissionDeniedError.
         """
         self._ask("PUT", path, document, "application/json")
 
     def create(self, path: str, document: dict[str, Any]) -> None:
         """Create an object in the collection at `path`.
 
-        Raises: BusyError, where there is one of its name; NotFoundError; as `get`.
+        Raises: BusyError if the name is taken; NotFoundError, UnavailableError,
+            PermissionDeniedError.
         """
         self._ask("POST", path, document, "application/json")
 
     def patch(self, path: str, operations: list[dict[str, Any]]) -> None:
         """Change an object by a JSON patch (RFC 6902).
 
-        Raises: BusyError, where a test in it fails; NotFoundError; as `get`.
+        Raises: BusyError if a test in the patch fails; NotFoundError, UnavailableError,
+            PermissionDeniedError.
         """
         self._ask("PATCH", path, operations, "application/json-patch+json")
 
@@ -110,14 +114,14 @@ class Api:
             raise NotFoundError(f"there is no {where}")
         if status in (401, 403):
             raise PermissionDeniedError(
-                f"the API server refuses to {method} {where} ({status}); give its rights to the "
-                "service account"
+                f"the API server refuses to {method} {where} ({status}); give the service account "
+                "this right"
             )
-        # 422 is a failed test of a patch; in 1.20 it is an internal error.
+        # A failed test of a patch is 422; Kubernetes 1.20 answers 500.
         if status in (409, 422) or (method == "PATCH" and status == 500):
             raise BusyError(f"{where} was changed by another program meanwhile")
         if not 200 <= status < 300:
-            raise UnavailableError(f"cannot {method} {where}: the API server says {status}")
+            raise UnavailableError(f"cannot {method} {where}: the API server answers {status}")
         return _OBJECT.decode(data, where)
 
 

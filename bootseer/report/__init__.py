@@ -1,5 +1,7 @@
-"""What a start spent its time on: reads timelines, and explains them.
+"""The report of a start: reads its timelines and explains where the time went.
 
-`sources` finds the timelines, `read` makes the graph of a start, `explain` says all of it, and
-`text`, `page` and `export` show that to people and programs. `others` has what other programs know.
+Public: `sources.find_start`, `read.read_graph`, `explain.StartModel`, and `text`, `page` and
+`export`, which show an `explain.Analysis`; `others` parses the output of schedulers and tools.
+May import `base`, `linux`, `settings`, `store` and `timeline`; only `sources`, `read` and
+`others.placing` do I/O.
 """

@@ -1,10 +1,9 @@
-"""Brings the clocks of the nodes together at barriers. Pure (no I/O).
+"""Clock correction: compares the nodes' clocks at barriers. Pure (no I/O).
 
-All processes leave a barrier within milliseconds of each other, whatever their clocks say then. The
-difference of a node's clock to the others is therefore read off the ends of the barriers that it
-took part in. A node that shares no barrier with the rest is named. It keeps its clock, unless that
-is so far from the others' that no scheduling explains it: then it is taken to begin as the median
-node does.
+All processes leave a barrier within milliseconds of each other, so the differences between the
+barrier's end times are differences of the nodes' clocks. A node that shares no barrier with the
+others is reported and keeps its clock, unless it is off by more than `_FAR_S`, which no scheduling
+explains: the node is then assumed to begin at the same time as the median node.
 """
 
 import statistics
@@ -20,18 +19,18 @@ _FAR_S = 1800.0
 
 
 class Clocks(Struct, frozen=True):
-    """What was found about the clocks of a start."""
+    """Clock corrections of a start's nodes."""
 
     shift_s: dict[str, float]
-    """Seconds to add to the times of each node; the median node has about 0."""
+    """Seconds to add to each node's times; about 0 for the median node."""
     spread_s: float
-    """How far the ends of one barrier lie apart after that, in the median."""
+    """Median spread of a barrier's end times after the correction."""
     apart: tuple[str, ...]
-    """Nodes that share no barrier with the others: nothing says how far their clocks are off."""
+    """Nodes that share no barrier with others, so that their clocks cannot be compared."""
 
 
 def compare_clocks(graph: StartGraph) -> Clocks:
-    """How far each node's clock is off."""
+    """Compute the clock correction of each node."""
     ends = sorted(_ends(graph), key=len, reverse=True)
     largest = len(ends[0]) if ends else 0
     samples: dict[str, list[float]] = {}
@@ -41,17 +40,16 @@ def compare_clocks(graph: StartGraph) -> Clocks:
             for node, time in released.items():
                 samples.setdefault(node, []).append(middle - time)
     shift = {node: statistics.median(found) for node, found in samples.items()}
-    _reach_others(shift, ends)
+    _extend_to_smaller_barriers(shift, ends)
     spreads = [_spread(released, shift) for released in ends]
     apart = tuple(node for node in graph.nodes if node not in shift)
-    _bring_near(shift, apart, graph)
+    _align_far_nodes(shift, apart, graph)
     if len(graph.nodes) < 2:
         apart = ()
     return Clocks(shift, statistics.median(spreads) if spreads else 0.0, apart)
 
 
-def _bring_near(shift: dict[str, float], apart: Iterable[str], graph: StartGraph) -> None:
-    """Let nodes that met no other begin with the median node, where they are far from it."""
+def _align_far_nodes(shift: dict[str, float], apart: Iterable[str], graph: StartGraph) -> None:
     begins: dict[str, float] = {}
     for group in graph.groups:
         for node, time in zip(group.nodes, group.times[0], strict=True):
@@ -64,7 +62,7 @@ def _bring_near(shift: dict[str, float], apart: Iterable[str], graph: StartGraph
 
 
 def _ends(graph: StartGraph) -> Iterable[dict[str, float]]:
-    """For each barrier of several nodes when each node left it, by its own clock."""
+    """Return when each node left each barrier that has several nodes, by the node's own clock."""
     released: dict[str, dict[str, float]] = {}
     for group, span, keys in graph.barriers():
         open_rows = set(group.open_spans.get(span, ()))
@@ -72,13 +70,12 @@ def _ends(graph: StartGraph) -> Iterable[dict[str, float]]:
         for row, (key, node, time) in enumerate(zip(keys, group.nodes, times, strict=True)):
             if row not in open_rows:
                 nodes = released.setdefault(key, {})
-                # The first rank of a node to leave: others may have been held up afterwards.
+                # The node's first rank: others may have been delayed after the barrier opened.
                 nodes[node] = min(time, nodes.get(node, time))
     return [nodes for nodes in released.values() if len(nodes) > 1]
 
 
-def _reach_others(shift: dict[str, float], ends: list[dict[str, float]]) -> None:
-    """Extend the shifts to nodes that share smaller barriers with nodes whose shift is known."""
+def _extend_to_smaller_barriers(shift: dict[str, float], ends: list[dict[str, float]]) -> None:
     waiting = ends
     while waiting:
         later = []

@@ -1,10 +1,11 @@
-"""Reads timeline files: OTLP-JSON lines as stages and events. Pure (no I/O).
+"""Decoder of timelines: OTLP-JSON lines to stages and events. Pure (no I/O).
 
-Jobs write their own timelines, so each line may be anything: torn, hostile, or another program's.
-What is not ours is left out, line by line. `bootseer.timeline.otlp` writes the lines; it is apart,
-since training code must load nothing but the standard library for that.
+Jobs write their own timelines, so a line may be torn, hostile, or another program's; each line that
+does not decode is skipped. The encoder is `bootseer.timeline.otlp`, a separate module because
+training code may load nothing but the standard library.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
@@ -14,16 +15,17 @@ from msgspec import Meta, Raw, Struct
 from bootseer.timeline.otlp import PARENT_SPAN, START_EVENT, STATUS_ERROR, Stage, Value
 
 _LINE_BYTES_MAX = 1024 * 1024
-"""Larger than any line of ours."""
+"""Longest line that is decoded; Bootseer writes shorter ones."""
+_LOGS, _SPAN_ID = b'{"resourceLogs":', b'"spanId":"'
 _NUMBER_MAX = 2**63 - 1
 _RESOURCES_MAX = 10_000
 
-# OTLP has numbers of 64 bits as texts; the decoder is told to take both.
+# OTLP writes 64-bit numbers as strings; with `strict=False` the decoder takes strings and numbers.
 _Nanoseconds = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
 _Whole = Annotated[int, Meta(ge=-_NUMBER_MAX, le=_NUMBER_MAX)]
 
 
-# None of these is ever part of a circle: the collector of those has nothing to look for in them.
+# gc=False: none of these is ever part of a reference cycle.
 class _AnyValue(Struct, rename="camel", gc=False):
     double_value: float | None = None
     int_value: _Whole | None = None
@@ -76,30 +78,33 @@ class _Group(Struct, rename="camel", gc=False):
     scope_logs: list[_Scope] = []
 
 
-class _Request(Struct, rename="camel", gc=False):
+class _ExportRequest(Struct, rename="camel", gc=False):
     resource_spans: list[_Group] = []
     resource_logs: list[_Group] = []
 
 
-_requests = msgspec.json.Decoder(_Request, strict=False)
+_requests = msgspec.json.Decoder(_ExportRequest, strict=False)
 _resources = msgspec.json.Decoder(_Resource, strict=False)
 
 
 def decode(data: bytes) -> list[Stage]:
-    """The stages of a timeline file, in order of their start, finished ones once."""
+    """Return the stages of a timeline in order of their begin, each once."""
     return _decode(_lines(data))
 
 
 def decode_any(data: bytes) -> list[Stage]:
-    """The spans of another program's file, and its log records that are events, as stages without
-    length: one request on each line, or one in the whole file."""
-    return [*_decode(_lines(data)), *_happened(_lines(data))] or [
+    """Return the spans and events of another program's OTLP file as stages.
+
+    The file has one export request per line, or is one request. An event becomes a stage of no
+    length.
+    """
+    return [*_decode(_lines(data)), *_events(_lines(data))] or [
         *_decode([data]),
-        *_happened([data]),
+        *_events([data]),
     ]
 
 
-def _happened(requests: Iterable[bytes]) -> Iterator[Stage]:
+def _events(requests: Iterable[bytes]) -> Iterator[Stage]:
     writers = _Writers()
     for line in requests:
         try:
@@ -122,22 +127,32 @@ def _happened(requests: Iterable[bytes]) -> Iterator[Stage]:
 def _decode(requests: Iterable[bytes]) -> list[Stage]:
     finished: dict[str, Stage] = {}
     begun: list[tuple[_Record, Mapping[str, Value]]] = []
+    begin_lines: dict[str, bytes] = {}
     writers = _Writers()
-    for line in requests:
-        try:
+
+    def take(line: bytes) -> None:
+        with contextlib.suppress(ValueError, RecursionError):
             request = _requests.decode(line)
             for group in request.resource_spans:
                 resource = writers.of(group.resource)
                 for scope in group.scope_spans:
                     for span in scope.spans:
-                        finished.setdefault(span.span_id, _finished(span, resource))
+                        if span.span_id not in finished:
+                            finished[span.span_id] = _finished(span, resource)
             for group in request.resource_logs:
                 resource = writers.of(group.resource)
                 found = (one for one in _records(group) if one.event_name == START_EVENT)
                 begun.extend((record, resource) for record in found)
-        except (ValueError, RecursionError):
-            continue
-    # Most have ended: what their begin says of them is said again by their end.
+
+    # The end of a stage repeats all that its begin says, so begins of ended stages are skipped.
+    for line in requests:
+        if (span_id := _span_of_begin(line)) is not None:
+            begin_lines[span_id] = line
+        else:
+            take(line)
+    for span_id, line in begin_lines.items():
+        if span_id not in finished:
+            take(line)
     still = {one.span_id: (one, resource) for one, resource in begun if one.span_id not in finished}
     stages = [
         *finished.values(),
@@ -146,8 +161,22 @@ def _decode(requests: Iterable[bytes]) -> list[Stage]:
     return sorted(stages, key=_start_ns)
 
 
+def _span_of_begin(line: bytes) -> str | None:
+    """Return the span id of a line that has one log record, without decoding the line.
+
+    Inside a JSON string the quotes of the key would be escaped, so the key cannot be text.
+    """
+    if not line.startswith(_LOGS):
+        return None
+    begin = line.find(_SPAN_ID) + len(_SPAN_ID)
+    end = line.find(b'"', begin)
+    if begin < len(_SPAN_ID) or end < 0 or line.find(_SPAN_ID, end) >= 0:
+        return None
+    return line[begin:end].decode("ascii", "replace")
+
+
 def decode_events(data: bytes, event: str) -> list[str]:
-    """The bodies of the events of this name in a timeline file."""
+    """Return the bodies of all events of this name in a timeline."""
     marker = msgspec.json.encode(event)
     found = []
     end, place = 0, data.find(marker)
@@ -209,7 +238,7 @@ def _begun(record: _Record, resource: Mapping[str, Value]) -> Stage:
 
 
 class _Writers:
-    """What lines say of who wrote them: the same for most lines of a file."""
+    """Cache of decoded resources: most lines of a file repeat the same one."""
 
     def __init__(self) -> None:
         self._last: tuple[Raw, Mapping[str, Value]] = (Raw(), {})

@@ -1,8 +1,8 @@
-"""What is said of a start, of several, and of one that is under way. Pure (no I/O).
+"""Analysis of a start, comparison of several, and progress of a running one. Pure (no I/O).
 
-`StartModel` explains a start whose tracks are known, `break_down` makes the table of its stages,
-`compare_starts` and `look_back` set starts side by side, and `progress` says which nodes are where.
-Times of the table count from the first stage of the same node, by that node's clock.
+`StartModel` analyses a start, `break_down` makes the table of its stages, `compare_starts` and
+`history_of` compare starts, and `progress` summarises a start that is under way. Times of the table
+count from the first stage of the same node, by that node's clock.
 """
 
 import itertools
@@ -15,10 +15,11 @@ from functools import cached_property
 from operator import sub
 from typing import NamedTuple, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from bootseer.report.clocks import Clocks, compare_clocks
+from bootseer.report.delay import Delay, largest_delay
 from bootseer.report.graph import (
     BEFORE_LAUNCHER,
     CONTROL_PLANE,
@@ -26,6 +27,7 @@ from bootseer.report.graph import (
     NO_RANK,
     NOTES_MAX,
     UNWATCHED,
+    Failure,
     Group,
     StartGraph,
     begin_of,
@@ -33,13 +35,13 @@ from bootseer.report.graph import (
     node_of,
     rank_of,
 )
-from bootseer.report.path import Blame, MissedBarrier, Segment, Walker, missed_barriers
+from bootseer.report.path import Blame, MissedBarrier, PathSegment, Walker, missed_barriers
 from bootseer.report.peers import (
     Cause,
     Evidence,
     Outlier,
+    PeerGroup,
     Peers,
-    Who,
     as_its_peers,
     cause_of,
     compare,
@@ -47,18 +49,18 @@ from bootseer.report.peers import (
     times_as_fast,
     without_stragglers,
 )
-from bootseer.report.replay import Change, Replay, pieces_of, ready_s
+from bootseer.report.replay import Change, StartReplay, intervals_of, ready_s
 from bootseer.report.services import FanOut, Requests, fan_out_of, requests_of
 from bootseer.timeline.otlp import PROCESS, READY, START, Stage
 
-# What-ifs are of the few nodes and stages from which most is to be had.
+# What-ifs are computed only for the few nodes and stages that would save most.
 _WHAT_IF_NODES = 3
 _WHAT_IF_STAGES = 4
 _FASTER = 2.0
 
 
 class Apply(Protocol):
-    """`map`, or what does the same."""
+    """Signature of `map`."""
 
     def __call__(
         self,
@@ -69,62 +71,65 @@ class Apply(Protocol):
 
 
 class WhatIf(Struct, frozen=True):
-    """What the start would have been."""
+    """Result of a replay with one change."""
 
     name: str
     ready_s: float
+    """Time until ready; counts from the submission, unlike `Summary.ready_s`."""
     saved_s: float
     saved_gpu_hours: float
 
 
 class Straggler(Struct, frozen=True):
-    """A node that was slower than the others, with the likeliest cause."""
+    """Node that was slower than its peers, with the likeliest cause."""
 
     node: str
     cause: Cause
     lost_s: float
-    """Of the piece of time that cost most."""
-    outliers: tuple[Outlier, ...]
+    """Excess seconds of the worst interval."""
+    outliers: tuple[Outlier, ...] = field(name="stages")
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """One start, as it is listed and compared with others."""
+    """Facts of a start that are compared with other starts."""
 
     node_count: int
     rank_count: int
     ready_s: float
-    """From the begin of the first launcher until the last process was ready; see `is_ready`."""
+    """Seconds from the begin of the first launcher until the last process was ready."""
     before_s: float
-    """From the submission until the first launcher began; 0 where nothing tells of that time. What
-    follows counts from the submission."""
+    """Seconds from the submission until the first launcher began; 0 if the submission is unknown.
+    The times of `path` count from the submission."""
     is_ready: bool
-    """False: no process said that it was ready; the time is that of the last event noted."""
-    path: tuple[Segment, ...]
+    """Whether a process said that it was ready. If not, `ready_s` is the time of the last event."""
+    path: tuple[PathSegment, ...] = field(name="critical_path")
     stragglers: tuple[Straggler, ...]
 
 
 class Analysis(Summary, frozen=True, kw_only=True):
-    """One start, explained."""
+    """Complete analysis of a start."""
 
     replay_error_s: float
-    """How far the replay of the unchanged start is from the measured one."""
+    """Difference of the unchanged replay's `ready_s` from the measured one."""
     clocks: Clocks
-    peers: dict[Who, Peers]
+    peers: dict[PeerGroup, Peers]
+    delay: Delay | None
+    """Largest delay; None if no node held the others."""
     blame: tuple[Blame, ...]
-    missed: tuple[MissedBarrier, ...]
+    missed: tuple[MissedBarrier, ...] = field(name="missed_barriers")
     """Barriers at which processes gave up."""
     what_ifs: tuple[WhatIf, ...]
     requests: tuple[Requests, ...]
-    """What the nodes asked of servers that they share."""
+    """Requests to shared servers."""
     fan_out: FanOut | None
-    """What the nodes got from each other; None where they got nothing."""
+    """Bytes received by the fan-out; None if there were none."""
 
 
 class StartModel:
-    """A start as a graph whose clocks agree, ready to be asked.
+    """Graph of a start with corrected clocks, and the statistics that its analysis needs.
 
-    Its times count from the first event: the submission, where other programs tell of it, else the
-    begin of the first launcher.
+    Times count from the first event: the submission if it is known, else the begin of the first
+    launcher.
     """
 
     def __init__(self, graph: StartGraph) -> None:
@@ -138,25 +143,25 @@ class StartModel:
         self.graph.count_from(origin_s)
         began_s = min((begin for is_before, begin in begins if not is_before), default=origin_s)
         self.before_s = began_s - origin_s
-        self.pieces = pieces_of(self.graph)
-        self.peers = compare(self.pieces.values())
+        self.intervals = intervals_of(self.graph)
+        self.peers = compare(self.intervals.values())
         self.measured_s = ready_s(self.graph)
         self.is_ready = bool(self.graph.spans(READY))
 
     @property
     def ready_s(self) -> float:
-        """From the begin of the first launcher until the last process was ready."""
+        """Seconds from the begin of the first launcher until the last process was ready."""
         return self.measured_s - self.before_s
 
     def what_if(self, name: str, change: Change) -> WhatIf:
-        """How long the start would have taken with this change."""
-        replayed_s = Replay(self.graph, self.pieces, change).ready_s()
+        """Replay the start with a change of its intervals."""
+        replayed_s = StartReplay(self.graph, self.intervals, change).ready_s()
         saved = self.measured_s - replayed_s
         return WhatIf(name, replayed_s, saved, saved * self.rank_count / 3600)
 
     @property
     def rank_count(self) -> int:
-        """Training processes; nodes where none of these noted anything."""
+        """Number of training processes; the number of nodes if none of them wrote a stage."""
         found = {
             (node, rank)
             for group in self.graph.groups
@@ -175,7 +180,7 @@ class StartModel:
 
     @cached_property
     def summary(self) -> Summary:
-        """What is said of it beside other starts."""
+        """The facts that are compared with other starts."""
         return Summary(
             node_count=len(self.graph.nodes),
             rank_count=self.rank_count,
@@ -187,18 +192,20 @@ class StartModel:
         )
 
     def analyse(self, apply: Apply = map) -> Analysis:
-        """All answers. `apply` calls a function for each of several things, as `map` does, perhaps
-        in several processes."""
+        """Return the complete analysis. `apply` is `map`, or runs calls in several processes."""
         changes = list(self._changes(self.summary))
-        # A change that changes nothing: what it gives is the error of the others.
-        same, *others = apply(self._what_if, [("", lambda piece: None), *changes])
+        # The replay without a change measures the error of the others.
+        same, *others = apply(self._what_if, [("", lambda interval: None), *changes])
+        blame = self._walker.blame(self.intervals, self.peers)
+        missed = missed_barriers(self.graph)
         return Analysis(
             **asdict(self.summary),
             replay_error_s=-same.saved_s,
             clocks=self.clocks,
             peers=self.peers,
-            blame=tuple(self._walker.blame(self.pieces, self.peers)),
-            missed=tuple(missed_barriers(self.graph)),
+            delay=largest_delay(self, blame, missed),
+            blame=tuple(blame),
+            missed=tuple(missed),
             what_ifs=(self._even, *others),
             requests=requests_of(self.graph),
             fan_out=fan_out_of(self.graph),
@@ -207,15 +214,20 @@ class StartModel:
     def _what_if(self, change: tuple[str, Change]) -> WhatIf:
         return self.what_if(*change)
 
+    @cached_property
+    def waiting(self) -> Counter[str]:
+        """Number of nodes that waited for each node's lease or publication."""
+        return Counter(
+            node
+            for group in self.graph.groups
+            for leaders in group.waited_for.values()
+            for node in leaders
+        )
+
     def _stragglers(self) -> list[Straggler]:
-        evidence = Evidence(self.graph)
-        waiting: dict[str, int] = {}
-        for group in self.graph.groups:
-            for leaders in group.waited_for.values():
-                for node in leaders:
-                    waiting[node] = waiting.get(node, 0) + 1
+        evidence, waiting = Evidence(self.graph), self.waiting
         by_node: dict[str, list[Outlier]] = {}
-        for outlier in find_outliers(self.pieces.values(), self.peers, self._even.ready_s):
+        for outlier in find_outliers(self.intervals.values(), self.peers, self._even.ready_s):
             by_node.setdefault(outlier.node, []).append(outlier)
         return [
             Straggler(node, cause_of(found[0], evidence, waiting), found[0].excess_s, tuple(found))
@@ -235,7 +247,7 @@ class StartModel:
             yield f"{node} as its peers", as_its_peers(peers, frozenset([node]))
         stages: dict[str, float] = {}
         for segment in path:
-            # Nobody makes a queue twice as fast.
+            # A queue cannot be made twice as fast.
             is_queue = segment.role == CONTROL_PLANE
             if segment.label.kind == "in" and not segment.is_wait and not is_queue:
                 name = segment.label.name
@@ -245,28 +257,28 @@ class StartModel:
 
 
 class StageRow(Struct, frozen=True):
-    """One stage over all nodes. Seconds; `None` where no node has finished the stage."""
+    """Row of the table: one stage over all nodes. Seconds are None if no node has finished it."""
 
     name: str
     node_count: int
     rank_count: int
-    """Processes that have the stage: a launcher's one per node, or all the training processes."""
+    """Number of processes with the stage: launchers (one per node) or training processes."""
     open_count: int
     """Ranks on which the stage began and never ended."""
     open_on: tuple[str, ...]
-    """Those, as NODE/RANK."""
+    """Ranks on which the stage is open, as NODE/RANK."""
     failed_count: int
     begins_s: float
-    """Median offset from the node's own start; negative for what came before."""
+    """Median offset from the node's own start; negative before the launcher began."""
     median_s: float | None
     p99_s: float | None
     max_s: float | None
     slowest_node: str | None
-    """As NODE/RANK."""
+    """Slowest process, as NODE/RANK."""
     bytes_moved: int
     """Sum of `bootseer.bytes` over the nodes."""
     notes: tuple[str, ...]
-    """Distinct fallbacks and errors, some of them where there are many."""
+    """Distinct fallbacks and errors, at most `NOTES_MAX`."""
 
     @property
     def max_over_median(self) -> float | None:
@@ -277,7 +289,7 @@ class StageRow(Struct, frozen=True):
 
 
 class Breakdown(Struct, frozen=True):
-    """One start: its stages in the order in which they began, and the whole."""
+    """Table of a start: its stages in order of their begin, and two rows for the whole."""
 
     job: str
     submission: str
@@ -285,18 +297,21 @@ class Breakdown(Struct, frozen=True):
     trace_id: str
     node_count: int
     rank_count: int
-    """Of the stage that most have: a launcher is counted by its node, not by its workers."""
+    """Largest number of ranks of a stage: a launcher counts once, not once per worker."""
     restart_count: int
-    """How often workers were started again in place since; their later stages are left out."""
+    """Number of in-place restarts of the workers. The stages are those of the first workers that
+    became ready."""
+    failure: Failure | None
+    """Failure for which workers were restarted before they were ready."""
     total: StageRow | None
-    """Until the command started."""
+    """Time until the command started."""
     ready: StageRow | None
-    """Until the training code said that it is ready; None where it did not."""
+    """Time until the training code was ready; None if it never was."""
     stages: tuple[StageRow, ...]
 
 
 def break_down(graph: StartGraph) -> Breakdown | None:
-    """The breakdown of a start; None if there was no stage."""
+    """Return the table of a start, or None if it has no stage."""
     heading = graph.heading
     if heading is None:
         return None
@@ -308,18 +323,18 @@ def break_down(graph: StartGraph) -> Breakdown | None:
     parts: dict[tuple[str, str], list[_Part]] = {}
     began = min(origins.values(), default=0.0)
     for group in graph.groups:
-        # Of a node whose launcher has not begun there is only what came before.
+        # A node whose launcher has not begun has only stages of schedulers and kubelets.
         origin = array("d", [origins.get(node, began) for node in group.nodes])
         role = "" if group.role in (LAUNCHER, UNWATCHED) else group.role
         by_name: dict[str, list[int]] = {}
         for span, name in enumerate(group.shape.names):
             by_name.setdefault(name, []).append(span)
         for name, spans in by_name.items():
-            # The start as a whole and its end are one row each, whoever says so.
+            # The whole start and its end are one row each, whichever program wrote them.
             key = name, "" if name in (READY, START) else role
             parts.setdefault(key, []).append(_Part(group, spans, origin))
     names = Counter(name for name, _ in parts)
-    # Programs are told apart where several have a stage of one name.
+    # The role is part of the name only if several programs have a stage of this name.
     rows = {
         (name, role): _row(name if names[name] == 1 else f"{name} ({role or LAUNCHER})", found)
         for (name, role), found in parts.items()
@@ -333,6 +348,7 @@ def break_down(graph: StartGraph) -> Breakdown | None:
         node_count=len(origins),
         rank_count=max(row.rank_count for row in [*rows.values(), total, ready] if row),
         restart_count=heading.restart_count,
+        failure=heading.failure,
         total=total,
         ready=ready,
         stages=tuple(sorted(rows.values(), key=lambda row: row.begins_s)),
@@ -340,32 +356,31 @@ def break_down(graph: StartGraph) -> Breakdown | None:
 
 
 class _Part(NamedTuple):
-    """The spans of one name of the processes of a group: together one stage of each process."""
+    """Spans of one name in a group: together one stage of each process."""
 
     group: Group
     spans: list[int]
     origin: "array[float]"
-    """When the node of each process began."""
+    """Begin of each process's node."""
 
     @property
-    def says_ready(self) -> bool:
-        """Whether it says when, not how long: what is asked is how long that took."""
+    def is_ready(self) -> bool:
+        """Whether the stage is `ready`, an instant: its row counts from the node's begin."""
         return self.group.shape.names[self.spans[0]] == READY
 
     def begins(self) -> Iterable[float]:
-        """After the node's own start."""
-        first = self.origin if self.says_ready else self.group.times[begin_of(self.spans[0])]
+        first = self.origin if self.is_ready else self.group.times[begin_of(self.spans[0])]
         return map(sub, first, self.origin)
 
     def seconds(self) -> Iterable[float]:
-        """How long it took each process, were it not open."""
+        """Return each process's time in the stage; for open stages until the last event."""
         begins = [self.group.times[begin_of(span)] for span in self.spans]
-        if self.says_ready:
+        if self.is_ready:
             return map(sub, begins[0], self.origin)
         ends = [self.group.times[end_of(span)] for span in self.spans]
         if len(begins) == 1:
             return map(sub, ends[0], begins[0])
-        return map(_together_s, zip(*begins, strict=True), zip(*ends, strict=True))
+        return map(_union_s, zip(*begins, strict=True), zip(*ends, strict=True))
 
     def open_rows(self) -> set[int]:
         return {row for span in self.spans for row in self.group.open_spans.get(span, ())}
@@ -419,8 +434,8 @@ def _rank(group: Group, row: int) -> str:
     return f"{group.nodes[row]}/{group.tasks[row]}"
 
 
-def _together_s(begins: Iterable[float], ends: Iterable[float]) -> float:
-    """For how long any of the intervals ran."""
+def _union_s(begins: Iterable[float], ends: Iterable[float]) -> float:
+    """Return the length of the union of intervals."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(zip(begins, ends, strict=True)):
         total += max(0.0, end - max(begin, until))
@@ -429,12 +444,12 @@ def _together_s(begins: Iterable[float], ends: Iterable[float]) -> float:
 
 
 _SEEN_MIN = 3
-# A stage has got slower when it takes so much more than in the median of the starts before.
+# A stage is slower when it takes this much more than the median of the earlier starts.
 _SLOWER_RATIO, _SLOWER_MIN_S = 1.3, 1.0
 
 
 class StageChange(Struct, frozen=True):
-    """One stage on the critical paths of two starts; 0 where it is not on one of them."""
+    """Seconds of one stage on the critical paths of two starts; 0 if not on the path."""
 
     stage: str
     before_s: float
@@ -442,13 +457,15 @@ class StageChange(Struct, frozen=True):
 
     @property
     def more_s(self) -> float:
-        """Seconds that the later start spent more."""
+        """Seconds that the later start spent more than the earlier one."""
         return self.after_s - self.before_s
 
 
 def on_path(summary: Summary) -> dict[str, float]:
-    """Seconds of the critical path by stage: together the time until ready. What came before the
-    first launcher is left out, since not every start tells of it."""
+    """Return the seconds of the critical path by stage; they add up to the time until ready.
+
+    Time before the first launcher is left out, since not every start's submission is known.
+    """
     found: dict[str, float] = {}
     for segment in summary.path:
         name = f"wait at {segment.label}" if segment.is_wait else str(segment.label)
@@ -459,7 +476,7 @@ def on_path(summary: Summary) -> dict[str, float]:
 
 
 def compare_starts(before: Summary, after: Summary) -> list[StageChange]:
-    """How two starts differ: the changes add up to the difference of their times until ready."""
+    """Return the changes by stage; they add up to the difference of the times until ready."""
     first, second = on_path(before), on_path(after)
     changes = [
         StageChange(stage, first.get(stage, 0.0), second.get(stage, 0.0))
@@ -469,27 +486,28 @@ def compare_starts(before: Summary, after: Summary) -> list[StageChange]:
 
 
 class History(Struct, frozen=True):
-    """What several starts say together, oldest first."""
+    """Trend and repeated problems of several starts."""
 
     ready_s: tuple[float, ...]
+    """Times until ready, oldest start first."""
     trend_s: float
-    """Seconds by which a start takes longer than the one before: the median of all slopes."""
+    """Median of all slopes: seconds that a start takes longer than the one before."""
     slower: tuple[StageChange, ...]
-    """Stages of the newest start that take longer than in the median of the others."""
+    """Stages of the newest start that take longer than the median of the others."""
     repeated: tuple["Repeated", ...]
     """Nodes that were slow in at least half of the starts."""
 
 
 class Repeated(Struct, frozen=True):
-    """A node that is slow again and again."""
+    """Node that is slow again and again."""
 
     node: str
     start_count: int
-    """In how many starts it was."""
+    """Number of starts in which it was slow."""
 
 
-def look_back(starts: Sequence[Summary]) -> History:
-    """The history of starts, oldest first."""
+def history_of(starts: Sequence[Summary]) -> History:
+    """Return the history of starts, given oldest first."""
     ready = [start.ready_s for start in starts]
     slopes = [
         (ready[later] - ready[earlier]) / (later - earlier)
@@ -529,7 +547,7 @@ _NAMED_MAX = 10
 
 
 class Hanging(Struct, frozen=True):
-    """A stage of one node that is open for longer than the others took for it."""
+    """Open stage that takes longer than it took the other processes."""
 
     node: str
     rank: int
@@ -539,33 +557,34 @@ class Hanging(Struct, frozen=True):
 
 
 class StageProgress(Struct, frozen=True):
-    """On how many processes a stage is open, and done."""
+    """Numbers of processes on which a stage is open and done."""
 
     name: str
     open_count: int
     done_count: int
 
 
-class Progress(Struct, frozen=True):
-    """The state of a start at one instant."""
+class StartProgress(Struct, frozen=True):
+    """State of a start at one instant."""
 
     elapsed_s: float
     node_count: int
     ready_count: int
-    """Processes that are ready."""
+    """Number of processes that are ready."""
     stages: tuple["StageProgress", ...]
-    """In order of their first begin."""
+    """Stages in order of their first begin."""
     hanging: tuple[Hanging, ...]
     expected_s: float | None
-    """When the start should be ready, from earlier starts; None without any."""
+    """Median time until ready of earlier starts; None if there are none."""
 
 
 def progress(
     stages: Iterable[Stage], now_ns: int, times_median: float, earlier_s: Sequence[float] = ()
-) -> Progress:
-    """Who is where at `now_ns`, and which stages are open for `times_median` times their median.
+) -> StartProgress:
+    """Return the state of a start at `now_ns` (since 1970).
 
-    `earlier_s` is how long earlier starts took until they were ready.
+    A stage hangs if it is open for more than `times_median` times its median. `earlier_s` are the
+    times until ready of earlier starts.
     """
     stages = sorted(stages, key=lambda stage: stage.start_ns)
     began_ns = stages[0].start_ns if stages else now_ns
@@ -576,7 +595,7 @@ def progress(
     hanging: list[Hanging] = []
     for name, found in by_name.items():
         hanging += _hanging(name, found, now_ns, times_median)
-    return Progress(
+    return StartProgress(
         elapsed_s=(now_ns - began_ns) / 1e9,
         node_count=len({node_of(stage) for stage in stages}),
         ready_count=len({_process(stage) for stage in stages if stage.name == READY}),

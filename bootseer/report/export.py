@@ -1,9 +1,9 @@
-"""A start for programs: a document of JSON, a trace that Perfetto opens, rows for DuckDB. Pure.
+"""Export of a start: a JSON document, a trace for Perfetto, and rows of JSON. Pure (no I/O).
 
-docs/json.md lists the members of the document. The trace is of Chrome's JSON format ("Trace Event
-Format"), clocks corrected. A process of it is a node, and a thread a process of the job; stages
-that overlap lie on further threads, since two slices of one thread must follow each other or lie
-within each other. The rows are lines of JSON, one a stage (docs/timelines.md).
+docs/json.md lists the document's members. The trace is in Chrome's JSON format ("Trace Event
+Format") with corrected clocks. Its processes are nodes, and its threads are processes of the job;
+stages that overlap go to further threads, since two slices of a thread must not overlap unless one
+contains the other. Rows are lines of JSON, one per stage (docs/timelines.md).
 """
 
 import math
@@ -11,39 +11,37 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from bootseer.report.explain import Analysis
-from bootseer.report.graph import Group, StartGraph, begin_of, end_of
-from bootseer.report.path import Segment
+from bootseer.report.graph import Group, Label, StartGraph, begin_of, end_of
+from bootseer.report.peers import Cause
 from bootseer.report.sources import StartFiles
 from bootseer.timeline.otlp import IMPORTS_EVENT, PROCESS, ROLE, Stage
 
 
 class Slice(NamedTuple):
-    """A stage on the trace. Nanoseconds since the begin of the start."""
+    """Stage in the trace. Times are in ns since the begin of the start."""
 
     name: str
     begin_ns: int
     end_ns: int | None
-    """None: it never ended."""
+    """End; None if the stage never ended."""
     figures: tuple[tuple[str, float], ...] = ()
 
     @property
     def until(self) -> float:
-        """Its end, or infinity."""
+        """End; infinity if the stage never ended."""
         return math.inf if self.end_ns is None else self.end_ns
 
 
 def to_trace(graph: StartGraph) -> bytes:
-    """Return all processes of a start as a trace in Chrome's JSON format."""
+    """Return a start as a trace in Chrome's JSON format."""
     return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": [*_events(graph)]})
 
 
 def to_rows(start: StartFiles) -> Iterator[bytes]:
-    """Return each stage of a start, and each node's slowest imports, as a line of JSON.
-
-    Raises: BootseerError.
-    """
+    """Yield each stage of a start, and each node's slowest imports, as a line of JSON."""
     for node in start.parts(1):
         stages = node.stages()
         for stage in stages:
@@ -114,9 +112,9 @@ def _event(one: Slice, process: int, thread: int) -> dict[str, Any]:
 
 
 def share_out(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Share slices out among as few tracks as this takes in order of their begin.
+    """Distribute slices over tracks, each to the first track in which it fits.
 
-    Two of one track follow each other, or one lies within the other. An open one never ends.
+    Two slices of a track do not overlap unless one contains the other.
     """
     found: list[tuple[list[Slice], list[float]]] = []
     for one in sorted(slices, key=lambda one: (one.begin_ns, -one.until)):
@@ -129,8 +127,10 @@ def share_out(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def _fits(one: Slice, ends: list[float]) -> bool:
-    """Return whether a slice that begins after all others lies within the innermost that has not
-    ended, and forget the `ends` of those that have."""
+    """Return whether a slice fits into a track whose slices all began before.
+
+    `ends` is the stack of the track's nested ends; ends before the slice are removed.
+    """
     while ends and ends[-1] <= one.begin_ns:
         ends.pop()
     return not ends or one.until <= ends[-1]
@@ -155,98 +155,30 @@ def _title(group: Group, row: int) -> str:
 
 
 def analysis_document(analysis: Analysis) -> dict[str, Any]:
-    """The members of `bootseer report --json` that the model adds."""
-    return {
-        "is_ready": analysis.is_ready,
-        "ready_s": analysis.ready_s,
-        "before_s": analysis.before_s,
-        "since_submission_s": analysis.before_s + analysis.ready_s if analysis.before_s else None,
-        "node_count": analysis.node_count,
-        "rank_count": analysis.rank_count,
-        "replay_error_s": analysis.replay_error_s,
-        "requests": [
-            {
-                "kind": one.kind,
-                "median_count": one.median_count,
-                "max_count": one.max_count,
-                "max_node": one.max_node,
-            }
-            for one in analysis.requests
-        ],
-        "fan_out": None
-        if analysis.fan_out is None
-        else {
-            "node_count": analysis.fan_out.node_count,
-            "received_bytes": analysis.fan_out.received_bytes,
-            "store_bytes": analysis.fan_out.store_bytes,
-        },
-        "critical_path": [_segment(one) for one in analysis.path],
-        "blame": [
-            {
-                "barrier": one.barrier,
-                "node": one.node,
-                "rank": one.rank,
-                "arrived_s": one.arrived_s,
-                "late_s": one.late_s,
-                "lost": [{"stage": str(label), "seconds": seconds} for label, seconds in one.lost],
-            }
-            for one in analysis.blame
-        ],
-        "missed_barriers": [
-            {
-                "barrier": one.barrier,
-                "gave_up": list(one.gave_up),
-                "expected_count": one.expected_count or None,
-                "came_count": one.came_count,
-                "absent": list(one.absent),
-                "spread_s": one.spread_s,
-                "waited_s": one.waited_s,
-            }
-            for one in analysis.missed
-        ],
-        "stragglers": [
-            {
-                "node": one.node,
-                "cause": one.cause.name,
-                "evidence": one.cause.evidence,
-                "lost_s": one.lost_s,
-                "stages": [
-                    {
-                        "stage": str(outlier.label),
-                        "role": outlier.role,
-                        "seconds": outlier.seconds,
-                        "median_s": outlier.peers_s,
-                        "sigmas": outlier.sigmas,
-                    }
-                    for outlier in one.outliers
-                ],
-            }
-            for one in analysis.stragglers
-        ],
-        "what_ifs": [
-            {
-                "name": one.name,
-                "ready_s": one.ready_s,
-                "saved_s": one.saved_s,
-                "saved_gpu_hours": one.saved_gpu_hours,
-            }
-            for one in analysis.what_ifs
-        ],
-        "clocks": {
-            "shift_s": analysis.clocks.shift_s,
-            "spread_s": analysis.clocks.spread_s,
-            "apart": list(analysis.clocks.apart),
-        },
-    }
+    """Return the member `analysis` of `bootseer report --json`."""
+    document: dict[str, Any] = _plain(analysis)
+    del document["peers"]
+    submitted_s = analysis.before_s + analysis.ready_s
+    document["since_submission_s"] = submitted_s if analysis.before_s else None
+    for missed in document["missed_barriers"]:
+        missed["expected_count"] = missed["expected_count"] or None
+    return document
 
 
-def _segment(one: Segment) -> dict[str, Any]:
-    return {
-        "node": one.node,
-        "rank": one.rank,
-        "role": one.role,
-        "stage": str(one.label),
-        "begin_s": one.begin_s,
-        "seconds": one.seconds,
-        "is_wait": one.is_wait,
-    }
+def _plain(value: Any) -> Any:
+    """Return structs as dicts with the names of their JSON members, and labels as text."""
+    if isinstance(value, Label):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if not isinstance(value, Struct):
+        return value
+    found: dict[str, Any] = {}
+    names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+    for field, name in names:
+        member = getattr(value, field)
+        if isinstance(member, Cause):
+            found |= {"cause": member.name, "evidence": member.evidence}
+        else:
+            found[name] = _plain(member)
+    return found

@@ -1,25 +1,25 @@
-"""The processes of a start as columns of times, those of one shape side by side. Pure (no I/O).
+"""Graph of a start: its processes, grouped by shape, with their times in columns. Pure (no I/O).
 
-A *track* has the spans of one process: the launcher of a node and each Python process below it have
-one. Times are seconds by the node's clock, counted from an instant that the caller chooses for the
-whole start.
+A *track* holds the spans of one process. The launcher of a node and each Python process below it
+have one track each. Times are seconds by the node's clock, counted from an origin that the caller
+chooses for the whole start.
 
-A *shape* has the spans of a process without their times. The processes of a start run one program,
-so most have the same spans in the same order. Dependencies are found once for a shape, and all its
-processes are computed as columns. Every span has two events, its begin and its end. The rules:
+A *shape* is the spans of a process without their times. The processes of a start run the same
+program, so most have the same spans in the same order. Dependencies are computed once per shape,
+and times for all processes of the shape at once, column by column. Every span has two events, its
+begin and its end. The rules:
 
 - a span begins after the siblings that had ended by then; the time since the last of them ended (or
   since the parent began) is its *lag*, work that no span names;
-- a span that encloses others ends after them, and a lag;
-- a span without others inside ends when its own duration is over;
-- a barrier ends for all when the last process has arrived at it;
-- a process that gives up at a barrier waits for as long as it is willing to: no other process
-  decides that.
+- a span with children ends after they have ended, plus a lag;
+- a span without children ends after its own duration;
+- a barrier ends for all processes when the last one has arrived;
+- a process that gives up at a barrier waits until its own timeout, whatever other processes do.
 
-So what overlapped in the measured start may overlap in a replay, and what came after stays after.
+So spans that overlapped in the measured start may overlap in a replay, and order is kept otherwise.
 
-A column holds one figure of all processes of a group as an array of doubles: four million spans
-take 64 MB for their times, where four million objects would take a gigabyte.
+A column holds one figure of all processes of a group as an array of doubles: the times of four
+million spans take 64 MB, where four million objects would take a gigabyte.
 """
 
 import itertools
@@ -38,6 +38,7 @@ from bootseer.timeline.otlp import (
     BARRIER,
     PARENT,
     PROCESS,
+    READY,
     ROLE,
     START,
     WAITED_FOR,
@@ -48,61 +49,62 @@ from bootseer.timeline.otlp import (
 LAUNCHER = "launcher"
 """The role of `bootseer run` itself."""
 UNWATCHED = "python"
-"""The role of training code that is not watched, and calls `bootseer.stage()` by itself."""
+"""The role of training code that calls `bootseer.stage()` but whose imports are not watched."""
 CONTROL_PLANE, KUBELET = "control plane", "kubelet"
 BEFORE_LAUNCHER = (KUBELET, CONTROL_PLANE)
-"""Roles of those that a node's launcher waited for, the last one first; also the names of their
-processes. The times of the control plane are of its own clock."""
+"""Roles, and process names, of programs that run before a node's launcher, the last one first. The
+control plane's times are by its own clock."""
 ADAPTER = "bootseer.adapter"
-"""Resource attribute of stages that other programs noted: the adapter that took them in."""
+"""Resource attribute of stages from another program: the adapter that parsed them."""
 NO_RANK = -1
+_RESTART = "bootseer.restart"
 
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
-# Millions of them come and go, and none is part of a circle.
-class Span(Struct, frozen=True, gc=False):
-    """One stage of one process."""
+# gc=False: millions are made, and none is part of a reference cycle.
+class TrackSpan(Struct, frozen=True, gc=False):
+    """Stage of one process, with times in seconds."""
 
     name: str
     begin_s: float
     end_s: float
     parent: int = -1
-    """Index of the span of the same track that this one lies within; -1 where there is none."""
+    """Index of the enclosing span in the same track; -1 if there is none."""
     barrier: str = ""
-    """Spans of one start with the same barrier end together, after the last of them began."""
+    """Key of the barrier: spans of a start with the same key end together, after the last began."""
     missed_barrier: str = ""
-    """The barrier at which this process gave up waiting. The span's end compares no clocks and
-    releases no other process."""
+    """Key of the barrier at which this process gave up. The span's end neither compares clocks nor
+    releases other processes."""
     waited_for: str = ""
-    """The node whose stage with the name of this span's parent was waited for: the node holds the
-    lease, or publishes what this node uses."""
+    """Node that this span waits for: it holds the lease or publishes what this node uses. The
+    span ends after that node's stage of the same name as this span's parent."""
     is_open: bool = False
-    """The stage never ended: `end_s` is the last instant that its process noted anything."""
+    """Whether the stage never ended; `end_s` is then the time of its process's last event."""
     evidence: Mapping[str, Value] = _NOTHING
-    """What was noted with the stage; of it the graph keeps the numbers: pressure, faults, bytes."""
+    """Attributes of the stage; the graph keeps the numbers: pressure, faults, bytes."""
     notes: tuple[str, ...] = ()
-    """What went wrong, and which way was taken instead of the ordinary one."""
+    """Error messages and fallbacks."""
     has_failed: bool = False
 
 
 class Track(Struct, frozen=True):
-    """The spans of one process in order of their begin; an enclosing span precedes the enclosed."""
+    """Spans of one process in order of their begin; parents precede their children."""
 
     node: str
-    spans: Sequence[Span]
+    spans: Sequence[TrackSpan]
     role: str = LAUNCHER
-    """What the process is: processes are compared with those of the same role."""
+    """Program of the process; only processes of the same role are compared."""
     rank: int = NO_RANK
     process: str = ""
     parent: str = ""
-    """The process that started this one; empty: the launcher."""
+    """Process that started this one; empty for the launcher."""
     task: int = 0
-    """The rank that the process was given: a launcher's, too, is one of the tasks of the job."""
+    """Rank in the job's environment; a launcher has one too, although its `rank` is `NO_RANK`."""
 
 
 class Heading(Struct, frozen=True):
-    """What a start is called, by its earliest stage."""
+    """Job, attempt and other identifiers of a start, from its earliest stage."""
 
     began_ns: int
     job: str
@@ -110,14 +112,26 @@ class Heading(Struct, frozen=True):
     attempt: int
     trace_id: str
     restart_count: int
-    """How often workers were started again in place since; their later stages are left out."""
+    """Number of in-place restarts of the workers."""
+    failure: "Failure | None" = None
+    """Failure for which workers were restarted before they were ready."""
+    failure_order: tuple[int, int, int] = (0, 0, 0)
+    """Sort key of the failure: the smallest of several is the likeliest cause of the restart."""
+
+
+class Failure(Struct, frozen=True):
+    """First failure of workers that were restarted in place before they were ready."""
+
+    node: str
+    rank: int
+    stage: str
+    message: str
+    lost_s: float
+    """Time from the begin of the node's first workers to that of the workers that became ready."""
 
 
 def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
-    """The tracks of all processes that the stages come from.
-
-    `origin_ns` is the instant that counts as zero, in nanoseconds since 1970.
-    """
+    """Return one track per process; `origin_ns` (since 1970) becomes time 0."""
     by_writer: dict[int, list[Stage]] = {}
     launchers: dict[str, int] = {}
     for stage in stages:
@@ -136,53 +150,103 @@ def tracks_of(stages: Iterable[Stage], origin_ns: int) -> list[Track]:
     ]
 
 
-def of_the_start(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]:
-    """The stages of one node without those of workers that were started again in place since.
+def without_restarts(stages: Sequence[Stage]) -> tuple[Sequence[Stage], Heading]:
+    """Keep one round of workers of those that were restarted in place; also return the heading.
 
-    There must be at least one.
+    The first round that became ready is kept; if none did, the first round. `stages` are those of
+    one node, at least one.
     """
-    restarts = {id(stage.resource): _whole(stage, "bootseer.restart") for stage in stages}
-    # What others know of the time before is no part of it.
-    ours = [stage for stage in stages if ADAPTER not in stage.resource]
+    resources = {id(stage.resource): stage.resource for stage in stages}
+    rounds = {key: _whole(resource, _RESTART) for key, resource in resources.items()}
+    # Stages of schedulers and kubelets precede the start and have no heading.
+    foreign = {key for key, resource in resources.items() if ADAPTER in resource}
+    ours = [stage for stage in stages if id(stage.resource) not in foreign] if foreign else stages
     first = min(ours or stages, key=lambda stage: stage.start_ns)
-    before = restarts[id(first.resource)]
-    since = max(restarts.values()) - before
+    first_round = rounds[id(first.resource)]
+    since = max(rounds.values()) - first_round
+    order, failure = (0, 0, 0), None
     if since:
-        stages = [stage for stage in stages if restarts[id(stage.resource)] <= before]
+        ready = [rounds[id(stage.resource)] for stage in stages if stage.name == READY]
+        kept = max(first_round, min(ready, default=first_round))
+        order, failure = _failure([one for one in stages if _RESTART in one.resource], rounds, kept)
+        stages = [
+            stage
+            for stage in stages
+            if rounds[id(stage.resource)] == kept or _RESTART not in stage.resource
+        ]
     heading = Heading(
         first.start_ns,
         str(first.resource.get("bootseer.job", "")),
         str(first.resource.get("bootseer.submission", "")),
-        _whole(first, "bootseer.attempt"),
+        _whole(first.resource, "bootseer.attempt"),
         first.trace_id,
         since,
+        failure,
+        order,
     )
     return stages, heading
 
 
+def _failure(
+    workers: Sequence[Stage], rounds: Mapping[int, int], kept: int
+) -> tuple[tuple[int, int, int], Failure | None]:
+    """Return the likeliest first failure of workers of rounds before `kept`, and its sort key."""
+    by_process: dict[tuple[int, int], list[Stage]] = {}
+    for stage in workers:
+        if rounds[id(stage.resource)] < kept:
+            by_process.setdefault((rounds[id(stage.resource)], rank_of(stage)), []).append(stage)
+    candidates = []
+    for (number, rank), stages in by_process.items():
+        last = max(stages, key=lambda one: one.end_ns or one.start_ns)
+        still = [one for one in stages if one.end_ns is None]
+        failed = next((one for one in stages if one.failed), None)
+        # The other workers fail at barriers, or are ended by torchrun while they wait there.
+        if failed is not None:
+            likelihood = 3 if BARRIER in failed.attributes else 0
+            name, message = failed.name, failed.message
+        elif not still:
+            likelihood, name, message = 1, f"after {last.name}", "the process ended"
+        else:
+            likelihood = 3 if BARRIER in still[-1].attributes else 2
+            name, message = still[-1].name, "the process ended"
+        order = number, likelihood, last.end_ns or last.start_ns
+        candidates.append((order, last, rank, name, message))
+    if not candidates:
+        return (0, 0, 0), None
+    order, last, rank, name, message = min(candidates, key=lambda one: one[0])
+    began = {
+        is_kept: min(
+            (one.start_ns for one in workers if (rounds[id(one.resource)] == kept) is is_kept),
+            default=0,
+        )
+        for is_kept in (False, True)
+    }
+    lost_s = (began[True] - began[False]) / 1e9
+    return order, Failure(node_of(last), rank, name, message, lost_s)
+
+
 def node_of(stage: Stage) -> str:
-    """The node that a stage was noted on."""
+    """Return the node of a stage."""
     return str(stage.resource.get("host.name", "?"))
 
 
 def rank_of(stage: Stage) -> int:
-    """The rank of the process that noted a stage; `NO_RANK` where it has none."""
+    """Return the rank of the process that wrote a stage, or `NO_RANK`."""
     rank = stage.resource.get("bootseer.rank", NO_RANK)
     return rank if isinstance(rank, int) else NO_RANK
 
 
-def _whole(stage: Stage, name: str) -> int:
-    """A count of who wrote the stage; 0 where there is none."""
-    value = stage.resource.get(name, 0)
+def _whole(resource: Mapping[str, Value], name: str) -> int:
+    value = resource.get(name, 0)
     return value if isinstance(value, int) else 0
 
 
 def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Track:
     spans = _spans(stages, origin_ns)
-    task = _whole(stages[0], "bootseer.rank")
+    task = _whole(stages[0].resource, "bootseer.rank")
     if not process:
         return Track(node, spans, task=task)
-    # What the program itself notes says only which process it is.
+    # Stages written by the program itself lack the attributes that the collector adds.
     resource = max((stage.resource for stage in stages), key=len)
     return Track(
         node=node,
@@ -195,9 +259,9 @@ def _track(node: str, process: str, stages: list[Stage], origin_ns: int) -> Trac
     )
 
 
-def _spans(stages: list[Stage], origin_ns: int) -> list[Span]:
+def _spans(stages: list[Stage], origin_ns: int) -> list[TrackSpan]:
     last_ns = max(stage.end_ns or stage.start_ns for stage in stages)
-    # The longer one first where two begin together: it encloses the other.
+    # Of two that begin together, the longer one encloses the other.
     stages.sort(key=lambda one: (one.start_ns, -(one.end_ns or last_ns)))
     places = {stage.span_id: number for number, stage in enumerate(stages)}
     spans = []
@@ -207,7 +271,7 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[Span]:
         fallback = attributes.get("bootseer.fallback")
         barrier = str(attributes.get(BARRIER, ""))
         spans.append(
-            Span(
+            TrackSpan(
                 stage.name,
                 (stage.start_ns - origin_ns) / 1e9,
                 ((stage.end_ns or last_ns) - origin_ns) / 1e9,
@@ -224,31 +288,34 @@ def _spans(stages: list[Stage], origin_ns: int) -> list[Span]:
     return spans
 
 
-# A begin is read off one clock and a duration off another: what follows may begin a little before.
+# Begins come from the wall clock and durations from the monotonic one, so a span may seem to begin
+# slightly before its predecessor ended.
 _TOLERANCE_S = 0.001
+_NUMBER_BITS = 24
+_NUMBER_MAX = (1 << _NUMBER_BITS) - 1
 ORIGIN = -1
-"""Stands for the event that a process's first span begins after: one of who started it, or zero."""
+"""Stands for the event after which a process began: an event of its parent process, or time 0."""
 
 
 def begin_of(span: int) -> int:
-    """The number of the event at which a span begins."""
+    """Return the event at which a span begins."""
     return 2 * span
 
 
 def end_of(span: int) -> int:
-    """The number of the event at which a span ends."""
+    """Return the event at which a span ends."""
     return 2 * span + 1
 
 
 class Label(NamedTuple):
-    """Names a piece of time so that it can be compared among processes."""
+    """Name of an interval, the same in all processes that can be compared."""
 
     name: str
-    """The stage; with `kind` "before" or "after" the stage next to the unnamed time."""
+    """Stage; with `kind` "before" or "after" the stage next to the unnamed time."""
     kind: str = "in"
-    """`in` the stage, `before` it began, or `after` the last stage inside it had ended."""
+    """`in` the stage, `before` its begin, or `after` the end of its last child."""
     occurrence: int = 0
-    """How many stages of this name the process had had before."""
+    """Number of earlier stages of this name in the process."""
 
     def __str__(self) -> str:
         if self == SCHEDULING:
@@ -258,25 +325,25 @@ class Label(NamedTuple):
 
 
 SCHEDULING = Label(START, "before")
-"""From the begin of the start as a whole until the launcher of a node ran."""
+"""Time from the begin of the start until a node's launcher ran."""
 
 
 class Step(NamedTuple):
-    """One event, and what it waited for."""
+    """Event with its dependencies."""
 
     event: int
     after: int
-    """The event that it directly followed; `ORIGIN` for a process's first one."""
+    """Event that directly precedes this one; `ORIGIN` for the first of a process."""
     others: tuple[int, ...]
-    """Events of the same process that must have come before, too."""
+    """Further events of the process that must come before."""
     label: Label
-    """Of the time between `after` and the event."""
+    """Label of the interval between `after` and the event."""
 
 
 class Shape:
-    """The spans of a process without their times: names, nesting and the order of events."""
+    """Spans of a process without their times: names, nesting and the order of events."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[TrackSpan]) -> None:
         self.names = tuple(span.name for span in spans)
         self.parents = tuple(span.parent for span in spans)
         self.is_barrier = tuple(bool(span.barrier) for span in spans)
@@ -294,7 +361,7 @@ class Shape:
 
     @cached_property
     def occurrences(self) -> tuple[int, ...]:
-        """For each span how many earlier ones have its name."""
+        """Number of earlier spans of the same name, for each span."""
         counts: dict[str, int] = {}
         found = []
         for name in self.names:
@@ -303,18 +370,18 @@ class Shape:
         return tuple(found)
 
     def label(self, span: int, kind: str = "in") -> Label:
-        """The label of a span of this shape."""
+        """Return the label of a span."""
         return Label(self.names[span], kind, self.occurrences[span])
 
     def waited_stage(self, span: int) -> str:
-        """The stage of the other node that a span of this shape waits for: its parent's name."""
+        """Return the stage of the other node that a span waits for: its parent's name."""
         parent = self.parents[span]
         return self.names[parent if parent >= 0 else span]
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """All events in an order in which each comes after those that it waited for."""
-        # Ends that nothing else of the same parent has begun after: what comes next waits for them.
+        """Events in topological order."""
+        # By parent: ends after which no sibling has begun yet. The next sibling waits for them.
         ended: dict[int, list[int]] = {}
         waited: dict[int, list[int]] = {}
         steps = []
@@ -342,30 +409,41 @@ def _step(event: int, before: list[int], start: int, label: Label) -> Step:
     return Step(event, before[-1], tuple(before[:-1]), label)
 
 
-def _order(spans: Sequence[Span]) -> tuple[int, ...]:
-    events = []
+def _order(spans: Sequence[TrackSpan]) -> tuple[int, ...]:
+    # Events are sorted as integers of time in ns, kind and number: quicker than tuples.
+    # Order at one instant: ends, inner before outer; then begins; then ends of empty spans.
+    keys = []
     for number, span in enumerate(spans):
-        # At one instant: ends first, inner before outer; then begins; then ends of empty spans.
-        end_s = span.end_s - _TOLERANCE_S
-        events.append((span.begin_s, 1, number, begin_of(number)))
-        end = (span.begin_s, 2, number) if end_s <= span.begin_s else (end_s, 0, -number)
-        events.append((*end, end_of(number)))
-    events.sort()
-    return tuple(event for *_, event in events)
+        begin_ns = int(span.begin_s * 1e9)
+        end_ns = int((span.end_s - _TOLERANCE_S) * 1e9)
+        keys.append((3 * begin_ns + 1) << _NUMBER_BITS | number)
+        if end_ns <= begin_ns:
+            keys.append((3 * begin_ns + 2) << _NUMBER_BITS | number)
+        else:
+            keys.append(3 * end_ns << _NUMBER_BITS | (_NUMBER_MAX - number))
+    keys.sort()
+    return tuple(map(_event_of, keys))
+
+
+def _event_of(key: int) -> int:
+    number, kind = key & _NUMBER_MAX, (key >> _NUMBER_BITS) % 3
+    if kind == 1:
+        return begin_of(number)
+    return end_of(number if kind == 2 else _NUMBER_MAX - number)
 
 
 NOTES_MAX = 20
 
 
-class Place(NamedTuple):
-    """Where a process stands: its group and its row in the columns."""
+class ProcessRow(NamedTuple):
+    """Group of a process, and its row in the group's columns."""
 
     group: "Group"
     row: int
 
 
 class Group:
-    """All processes of one shape and role."""
+    """Columns of all processes with the same shape and role."""
 
     def __init__(self, shape: Shape, role: str) -> None:
         self.shape = shape
@@ -373,7 +451,7 @@ class Group:
         self.nodes: list[str] = []
         self.ranks: array[int] = array("q")
         self.times: list[array[float]] = [array("d") for _ in range(2 * len(shape.names))]
-        """One column an event: seconds."""
+        """One column per event, in seconds."""
         self.barriers: dict[int, list[str]] = {
             span: [] for span, found in enumerate(shape.is_barrier) if found
         }
@@ -384,23 +462,24 @@ class Group:
             span: [] for span, found in enumerate(shape.waits) if found
         }
         self.open_spans: dict[int, list[int]] = {}
-        """Rows of the processes in which a span never ended, by span."""
+        """Rows in which a span never ended, by span."""
         self.evidence: list[dict[str, array[float]]] = [{} for _ in shape.names]
-        """Figures of each span by name; rows that have none are NaN, or missing at the end."""
+        """Columns of figures by name, for each span. A row without the figure is NaN or missing at
+        the end."""
         self.failed_counts: dict[int, int] = {}
-        """In how many processes a span failed, by span."""
+        """Number of processes in which a span failed, by span."""
         self.notes: dict[int, dict[str, None]] = {}
-        """What was noted of failures and of ways around them, by span: some of it, each once."""
+        """Distinct error messages and fallbacks by span, at most `NOTES_MAX`."""
         self.tasks: array[int] = array("q")
-        """The ranks that the processes were given, those of launchers too."""
+        """`Track.task` of each process."""
         self.parents: list[tuple[str, str]] = []
-        """Node and process of those that started these."""
+        """Node and name of each process's parent process."""
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def append(self, track: Track) -> None:
-        """Add a process of this shape."""
+        """Add a process, whose spans must have this shape."""
         row = len(self.nodes)
         self.nodes.append(track.node)
         self.ranks.append(track.rank)
@@ -437,7 +516,7 @@ class Group:
         known.update(dict.fromkeys(itertools.islice(notes, NOTES_MAX - len(known))))
 
     def extend(self, other: "Group") -> None:
-        """Add the processes of a group of the same shape and role."""
+        """Add the processes of another group of the same shape and role."""
         rows = len(self)
         self.nodes += other.nodes
         self.ranks += other.ranks
@@ -471,34 +550,32 @@ def _missing(count: int) -> "array[float]":
 
 
 class StartGraph:
-    """One start: its groups, and where each process of it stands."""
+    """Groups of a start, with an index of its processes."""
 
     def __init__(self, tracks: Iterable[Track] = ()) -> None:
         self._groups: dict[tuple[Shape, str], Group] = {}
-        self._places: dict[tuple[str, str], Place] = {}
-        self._started: dict[Group, list[tuple[Place, int] | None]] = {}
+        self._places: dict[tuple[str, str], ProcessRow] = {}
+        self._started: dict[Group, list[tuple[ProcessRow, int] | None]] = {}
         self.heading: Heading | None = None
-        """None where no node was added."""
+        """None until a node is added by `add_node`."""
         for track in tracks:
             self.add(track)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All groups."""
         return tuple(self._groups.values())
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that took part, each once, in the order in which they were added."""
+        """Names of the nodes, in the order in which they were added."""
         return list(dict.fromkeys(node for group in self._groups.values() for node in group.nodes))
 
     @property
     def stage_count(self) -> int:
-        """Of all processes."""
         return sum(len(group) * len(group.shape.names) for group in self._groups.values())
 
     def add(self, track: Track) -> None:
-        """Add what one process did."""
+        """Add one process."""
         if not track.spans:
             return
         shape = Shape(track.spans)
@@ -506,13 +583,13 @@ class StartGraph:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = Group(shape, track.role)
-        self._places.setdefault((track.node, track.process), Place(group, len(group)))
+        self._places.setdefault((track.node, track.process), ProcessRow(group, len(group)))
         group.append(track)
 
     def add_node(self, stages: Sequence[Stage], origin_ns: int) -> None:
-        """Add all that one node noted; see `tracks_of`."""
+        """Add all stages of one node; `origin_ns` (since 1970) becomes time 0."""
         if stages:
-            stages, heading = of_the_start(stages)
+            stages, heading = without_restarts(stages)
             self._head(heading)
             for track in tracks_of(stages, origin_ns):
                 self.add(track)
@@ -522,11 +599,18 @@ class StartGraph:
         if known is not None:
             restart_count = max(known.restart_count, heading.restart_count)
             first = min(known, heading, key=lambda one: one.began_ns)
-            heading = replace(first, restart_count=restart_count)
+            failed = [one for one in (known, heading) if one.failure is not None]
+            worst = min(failed, key=lambda one: one.failure_order, default=first)
+            heading = replace(
+                first,
+                restart_count=restart_count,
+                failure=worst.failure,
+                failure_order=worst.failure_order,
+            )
         self.heading = heading
 
     def merge(self, other: "StartGraph") -> None:
-        """Add the nodes of another graph, which is given up for it: no node is in both."""
+        """Move the nodes of another graph into this one. The graphs must share no node."""
         if other.heading is not None:
             self._head(other.heading)
         rows: dict[Group, tuple[Group, int]] = {}
@@ -537,20 +621,20 @@ class StartGraph:
                 own.extend(group)
         for process, (group, row) in other._places.items():
             own, before = rows[group]
-            self._places.setdefault(process, Place(own, before + row))
+            self._places.setdefault(process, ProcessRow(own, before + row))
 
-    def launcher(self, node: str) -> Place | None:
-        """Where the launcher of a node stands."""
+    def launcher(self, node: str) -> ProcessRow | None:
+        """Return the row of a node's launcher, or None."""
         return self._places.get((node, ""))
 
-    def started_by(self, group: Group) -> "list[tuple[Place, int] | None]":
-        """For each process of a group who started it, and the last event of that one before.
+    def started_by(self, group: Group) -> "list[tuple[ProcessRow, int] | None]":
+        """Return each process's parent, and the parent's last event before the process began.
 
-        None: nobody who is known; the process began with the start as a whole. Call it when all
-        processes have been added.
+        An entry is None if the parent is unknown; the process then began at time 0. Call this only
+        after all processes have been added.
         """
         if group not in self._started:
-            # Of a node of which nobody knows the time before: that of another one is the nearest.
+            # A launcher without a known kubelet or scheduler is assumed to follow another node's.
             others = self._one_before if group.role == LAUNCHER else []
             self._started[group] = [
                 self._event_before([*_starters(group.role, *parent), *others], begin)
@@ -566,7 +650,7 @@ class StartGraph:
 
     def _event_before(
         self, starters: Iterable[tuple[str, str]], begin: float
-    ) -> tuple[Place, int] | None:
+    ) -> tuple[ProcessRow, int] | None:
         for starter in starters:
             place = self._places.get(starter)
             if place is not None:
@@ -577,7 +661,7 @@ class StartGraph:
         return None
 
     def shift(self, seconds_by_node: Mapping[str, float]) -> None:
-        """Correct the clocks of the nodes that are named by so many seconds."""
+        """Add each node's correction to all of its times but the control plane's."""
         for group in self._groups.values():
             if group.role == CONTROL_PLANE:
                 continue
@@ -589,18 +673,18 @@ class StartGraph:
                     )
 
     def count_from(self, origin_s: float) -> None:
-        """Make an instant the zero of all times."""
+        """Subtract `origin_s` from all times."""
         for group in self._groups.values():
             group.times = [array("d", [time - origin_s for time in one]) for one in group.times]
 
     def barriers(self) -> Iterator[tuple[Group, int, list[str]]]:
-        """Each span that is a barrier, with the key that each process of its group had."""
+        """Yield each barrier span with its group and the barrier key of each row."""
         for group in self.groups:
             for span, keys in group.barriers.items():
                 yield group, span, keys
 
     def spans(self, name: str) -> list[tuple[Group, int]]:
-        """All spans of this name."""
+        """Return all spans of this name, each with its group."""
         return [
             (group, span)
             for group in self.groups
@@ -610,7 +694,7 @@ class StartGraph:
 
 
 def _starters(role: str, node: str, parent: str) -> list[tuple[str, str]]:
-    """The processes of which the first that is there has started one of this role."""
+    """Return candidates for the parent of a process of this role; the first known one counts."""
     if role == LAUNCHER:
         return [(node, name) for name in BEFORE_LAUNCHER]
     if role in BEFORE_LAUNCHER:

@@ -1,7 +1,7 @@
-"""An explained start as one HTML file that needs no network. Pure but for its own template.
+"""Report of a start as one HTML file that needs no network. Reads its template `start.html`.
 
-The file holds its data as JSON; `start.html` draws it. Names come from nodes and programs and are
-hostile: JSON is escaped for HTML, and the page inserts text only as text.
+The file holds its data as JSON, and its script draws them. Names of nodes and stages are hostile:
+the JSON is escaped for HTML, and the script inserts text only as text.
 """
 
 import base64
@@ -17,7 +17,7 @@ import msgspec
 from bootseer.report.explain import Analysis, StartModel
 from bootseer.report.export import analysis_document
 from bootseer.report.graph import BEFORE_LAUNCHER, NO_RANK, Group, begin_of, end_of
-from bootseer.report.peers import Who, base_of
+from bootseer.report.peers import PeerGroup, base_of
 
 ImportRow = tuple[str, int, int, int]
 """Module, depth, begin and duration in microseconds."""
@@ -26,9 +26,9 @@ _GANTT_PROCESSES_MAX = 40
 _GANTT_SPANS_MAX = 80
 _HEAT_STAGES_MAX = 30
 _NAMED_NODES_MAX = 200
-# Stages that take nowhere more of the start than this have no column.
+# A stage gets a column if it takes at least this share of the start on some node.
 _SHARE_MIN = 0.005
-# A cell of the heat map is a byte: 64 is the median, 32 more is twice as long.
+# A cell of the heat map is a byte: 64 is the median, and 32 more is twice the time.
 _MEDIAN_CELL, _CELLS_AN_OCTAVE, _NO_CELL = 64, 32, 255
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
@@ -40,7 +40,15 @@ def to_page(
     imports: Iterable[ImportRow] = (),
     comparison: Mapping[str, Any] | None = None,
 ) -> str:
-    """The HTML of one start; `comparison` says how it differs from another one."""
+    """Return the HTML page of a start.
+
+    Args:
+        title: Title of the page.
+        model: The start.
+        analysis: Its analysis.
+        imports: Slow imports of one process, as `imports_of` returns them.
+        comparison: Difference from another start, as `bootseer report --json` shows it.
+    """
     explained: dict[str, Any] = analysis_document(analysis)
     del explained["clocks"]["shift_s"]
     for name in ("stragglers", "missed_barriers"):
@@ -62,8 +70,11 @@ def to_page(
 
 
 def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
-    """Processes on the critical path, the slow ones of the worst nodes, and two of a typical one;
-    those of a node together, with their stages."""
+    """Return the processes of the Gantt chart, sorted by node, with their spans.
+
+    These are the processes on the critical path, the slowest ones of the worst nodes, and two of a
+    typical node.
+    """
     on_path = {(one.node, one.rank, one.role) for one in analysis.path}
     slow = {
         (one.node, outlier.role, str(outlier.label))
@@ -88,7 +99,7 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
     )
     rows = []
     for group in model.graph.groups:
-        # It would be a line of hours for a start of minutes: the critical path has it.
+        # Hours in a queue would hide a start of minutes; the critical path shows them.
         if group.role in BEFORE_LAUNCHER:
             continue
         for row, (node, rank) in enumerate(zip(group.nodes, group.ranks, strict=True)):
@@ -123,8 +134,10 @@ def _gantt(model: StartModel, analysis: Analysis) -> list[dict[str, Any]]:
 def _spans(
     group: Group, row: int, began_s: float, slow: Collection[tuple[str, str, str]]
 ) -> list[list[Any]]:
-    """Name, begin, end, depth, and what it is: 1 where others are waited for, 2 where the node was
-    slower than its peers, else 0. The longest ones."""
+    """Return name, begin, end, depth and kind of a process's longest spans.
+
+    Kind 1 waits for other processes, kind 2 is slower than its peers, and all others are 0.
+    """
     depths: list[int] = []
     found: list[list[Any]] = []
     for span, parent in enumerate(group.shape.parents):
@@ -141,7 +154,7 @@ def _spans(
 
 
 def _heat(model: StartModel, analysis: Analysis) -> dict[str, Any]:
-    """Each node's time in each stage against the median, as bytes; the worst nodes first."""
+    """Return the heat map: each node's time in each stage against the median, worst nodes first."""
     chosen = _stages(model)
     excess = {one.node: sum(o.excess_s for o in one.outliers) for one in analysis.stragglers}
     nodes = sorted(model.graph.nodes, key=lambda node: (-excess.get(node, 0.0), node))
@@ -149,10 +162,10 @@ def _heat(model: StartModel, analysis: Analysis) -> dict[str, Any]:
     cells = bytearray([_NO_CELL]) * (len(nodes) * len(chosen))
     columns = {key: number for number, key in enumerate(chosen)}
     values: dict[tuple[int, int], list[float]] = {}
-    for piece in model.pieces.values():
-        column = columns.get((piece.label, piece.group.role))
+    for interval in model.intervals.values():
+        column = columns.get((interval.label, interval.group.role))
         if column is not None:
-            for node, seconds in zip(piece.group.nodes, piece.seconds, strict=True):
+            for node, seconds in zip(interval.group.nodes, interval.seconds, strict=True):
                 values.setdefault((places[node], column), []).append(seconds)
     for (place, column), found in values.items():
         key = chosen[column]
@@ -174,11 +187,11 @@ def _heat(model: StartModel, analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _stages(model: StartModel) -> list[Who]:
-    """The pieces of time that take longest, in the order in which they begin."""
-    begins: dict[Who, float] = {}
-    for (group, event), piece in model.pieces.items():
-        key = (piece.label, group.role)
+def _stages(model: StartModel) -> list[PeerGroup]:
+    """Return the longest intervals in order of their begin."""
+    begins: dict[PeerGroup, float] = {}
+    for (group, event), interval in model.intervals.items():
+        key = (interval.label, group.role)
         begins[key] = min(begins.get(key, math.inf), min(group.times[event]))
     least_s = _SHARE_MIN * model.measured_s
     worth = [key for key in begins if model.peers[key].max_s >= least_s]
@@ -194,7 +207,7 @@ def _cell(seconds: float, median: float) -> int:
 
 
 def imports_of(bodies: Iterable[str]) -> Sequence[ImportRow]:
-    """The imports of the node that spent most time in them; what cannot be read is left out."""
+    """Return the imports of the process that spent most time in them; skip unreadable bodies."""
     best: list[ImportRow] = []
     for body in bodies:
         try:

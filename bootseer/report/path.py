@@ -1,14 +1,14 @@
-"""The critical path of a start, and what happened at its barriers. Pure (no I/O).
+"""Critical path of a start, the last process at each barrier, and missed barriers. Pure (no I/O).
 
-At a barrier that was met, the last process to arrive held the others. At one that was missed nobody
-is left together: each process leaves when its own patience ends, so nothing can be read off these
-ends but that somebody did not come.
+At a barrier that opened, the last process to arrive held the others. At a missed barrier each
+process leaves when its own timeout ends, so these ends say only that somebody did not come.
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from bootseer.report.graph import (
     BEFORE_LAUNCHER,
@@ -17,56 +17,67 @@ from bootseer.report.graph import (
     ORIGIN,
     Group,
     Label,
-    Place,
+    ProcessRow,
     StartGraph,
     Step,
     begin_of,
     end_of,
 )
-from bootseer.report.peers import Peers, Who
-from bootseer.report.replay import Piece, ready_spans
+from bootseer.report.peers import PeerGroup, Peers
+from bootseer.report.replay import Interval, ready_spans
 from bootseer.timeline.otlp import BARRIER_COUNT
 
 
-class Segment(Struct, frozen=True):
-    """A stretch of the critical path: one piece of time of one process."""
+class PathSegment(Struct, frozen=True):
+    """Part of the critical path: one interval of one process."""
 
     node: str
     rank: int
     role: str
-    label: Label
+    label: Label = field(name="stage")
     begin_s: float
     seconds: float
     is_wait: bool = False
-    """What passed between the last arrival at a barrier and its end, or at a barrier at which the
-    process gave up."""
+    """Whether it is waiting: from the last arrival at a barrier to the barrier's end, or at a
+    barrier at which the process gave up."""
 
 
 class Blame(Struct, frozen=True):
-    """Who came last at a barrier, and on what it had spent more time than the others."""
+    """Last process to arrive at a barrier, and the intervals in which it lost time."""
 
     barrier: str
     node: str
     rank: int
     arrived_s: float
     late_s: float
-    """After the median process."""
-    lost: tuple[tuple[Label, float], ...]
-    """Seconds above the median since the process began or left the barrier before; most first."""
+    """Seconds after the median arrival of the other nodes' processes."""
+    is_whole_node: bool
+    """Whether all of the node's ranks arrived late."""
+    lost: tuple["LostTime", ...]
+    """Intervals since the previous barrier that took longer than the median; most first."""
+
+
+class LostTime(Struct, frozen=True):
+    """Interval that took longer than the median."""
+
+    label: Label = field(name="stage")
+    role: str
+    seconds: float
+    """Seconds above the median."""
 
 
 class Walker:
-    """Walks back from an event along what it waited for."""
+    """Search along the graph from an event back to the events that it waited for."""
 
     def __init__(self, graph: StartGraph) -> None:
         self._graph = graph
         self._steps: dict[Group, dict[int, Step]] = {}
         self._last: dict[str, tuple[float, Group, int, int]] = {}
-        self.arrivals: dict[str, list[float]] = {}
+        self._arrivals: dict[str, list[tuple[float, str]]] = {}
         for group, span, keys in graph.barriers():
             after = self._step(group, end_of(span)).after
             for row, (key, arrived) in enumerate(zip(keys, group.times[after], strict=True)):
-                self.arrivals.setdefault(key, []).append(arrived)
+                self._arrivals.setdefault(key, []).append((arrived, group.nodes[row]))
                 if key not in self._last or arrived > self._last[key][0]:
                     self._last[key] = arrived, group, row, span
 
@@ -75,8 +86,8 @@ class Walker:
             self._steps[group] = {step.event: step for step in group.shape.steps}
         return self._steps[group][event]
 
-    def critical_path(self) -> list[Segment]:
-        """From the begin of the start until the last process was ready."""
+    def critical_path(self) -> list[PathSegment]:
+        """Return the critical path from the begin of the start until the last process was ready."""
         ends = [
             (time, group, row, span)
             for group, span in ready_spans(self._graph)
@@ -87,9 +98,11 @@ class Walker:
         _, group, row, span = max(ends, key=lambda one: one[0])
         return self._back(group, row, end_of(span), stops_at_barrier=False)
 
-    def _back(self, group: Group, row: int, event: int, *, stops_at_barrier: bool) -> list[Segment]:
-        found: list[Segment] = []
-        # What timelines say may go in a circle: two nodes that waited for each other.
+    def _back(
+        self, group: Group, row: int, event: int, *, stops_at_barrier: bool
+    ) -> list[PathSegment]:
+        found: list[PathSegment] = []
+        # Timelines may contain cycles: two nodes that waited for each other.
         seen: set[tuple[Group, int, int]] = set()
         while (group, row, event) not in seen:
             seen.add((group, row, event))
@@ -97,7 +110,7 @@ class Walker:
             time = group.times[event][row]
             span, is_end = divmod(event, 2)
             key = group.barriers[span][row] if is_end and span in group.barriers else ""
-            place: Place | None = None
+            place: ProcessRow | None = None
             if key:
                 if stops_at_barrier and found:
                     break
@@ -114,7 +127,7 @@ class Walker:
                 group, row = place.group, place.row
                 event = end_of(group.shape.names.index(name))
                 continue
-            # Whoever gave up at a barrier did nothing but wait until then.
+            # A process that gave up at a barrier only waited until then.
             is_wait = bool(is_end) and group.shape.is_missed[span]
             found.append(self._segment(group, row, step.label, before, time, is_wait=is_wait))
             if step.after != ORIGIN:
@@ -135,7 +148,7 @@ class Walker:
         place, event = starter
         return place.group.times[event][place.row]
 
-    def _leader(self, group: Group, row: int, span: int) -> Place | None:
+    def _leader(self, group: Group, row: int, span: int) -> ProcessRow | None:
         place = self._graph.launcher(group.waited_for[span][row])
         name = group.shape.waited_stage(span)
         return place if place is not None and name in place.group.shape.names else None
@@ -149,28 +162,31 @@ class Walker:
         end: float,
         *,
         is_wait: bool = False,
-    ) -> Segment:
-        return Segment(
+    ) -> PathSegment:
+        return PathSegment(
             group.nodes[row], group.ranks[row], group.role, label, begin, end - begin, is_wait
         )
 
     def blame(
-        self, pieces: Mapping[tuple[Group, int], Piece], peers: Mapping[Who, Peers]
+        self, intervals: Mapping[tuple[Group, int], Interval], peers: Mapping[PeerGroup, Peers]
     ) -> list[Blame]:
-        """Who held the others at each barrier of several processes, in order of time."""
+        """Return the last process at each barrier of several processes, in order of arrival."""
         found = []
         for key, (arrived, group, row, span) in self._last.items():
-            arrivals = sorted(self.arrivals[key])
+            arrivals = self._arrivals[key]
             if len(arrivals) < 2:
                 continue
             event = self._step(group, end_of(span)).after
-            lost: dict[Label, float] = {}
+            lost: dict[PeerGroup, float] = {}
             for segment in self._back(group, row, event, stops_at_barrier=True):
-                known = peers.get((segment.label, segment.role))
+                interval = segment.label, segment.role
+                known = peers.get(interval)
                 if known is not None and not segment.is_wait:
-                    more = segment.seconds - known.median_s
-                    lost[segment.label] = lost.get(segment.label, 0.0) + more
-            late = arrived - arrivals[len(arrivals) // 2]
+                    lost[interval] = lost.get(interval, 0.0) + segment.seconds - known.median_s
+            others = sorted(time for time, node in arrivals if node != group.nodes[row])
+            own = [time for time, node in arrivals if node == group.nodes[row]]
+            middle = statistics.median(others or own)
+            late = arrived - middle
             most = sorted(lost.items(), key=lambda one: -one[1])
             found.append(
                 Blame(
@@ -179,35 +195,35 @@ class Walker:
                     rank=group.ranks[row],
                     arrived_s=arrived,
                     late_s=late,
-                    lost=tuple(one for one in most if one[1] > 0),
+                    is_whole_node=bool(others) and min(own) - middle > late / 2,
+                    lost=tuple(LostTime(*interval, more) for interval, more in most if more > 0),
                 )
             )
         return sorted(found, key=lambda one: one.arrived_s)
 
 
-def _ended(place: Place, group: Group, span: int) -> float:
+def _ended(place: ProcessRow, group: Group, span: int) -> float:
     name = group.shape.waited_stage(span)
     return place.group.times[end_of(place.group.shape.names.index(name))][place.row]
 
 
 class MissedBarrier(Struct, frozen=True):
-    """A barrier at which at least one process gave up."""
+    """Barrier at which at least one process gave up."""
 
     barrier: str
     gave_up: tuple[str, ...]
-    """The processes that waited in vain, as NODE or NODE/RANK, in order of their arrival."""
+    """Processes that gave up, as NODE or NODE/RANK, in order of their arrival."""
     expected_count: int
-    """How many processes the barrier waited for; 0 if nobody noted that."""
+    """Number of processes that the barrier waited for; 0 if unknown."""
     came_count: int
-    """How many came, at whatever time: those that gave up, and those that met without them."""
+    """Number of processes that arrived, whether they gave up or met the others."""
     absent: tuple[str, ...]
-    """Nodes and processes of this start that did not come. Empty where `expected_count` is not
-    known: of a barrier for some processes only, nothing says which ones."""
+    """Nodes and processes of this start that did not arrive. Empty if `expected_count` is unknown:
+    the barrier may have been for some processes only."""
     spread_s: float
-    """Time between the first and the last arrival of those that gave up, by clocks that this
-    barrier could not compare."""
+    """Time between the first and last arrival of those that gave up, by uncorrected clocks."""
     waited_s: float
-    """The longest time that one of them waited."""
+    """Longest wait of a process that gave up."""
 
 
 def missed_barriers(graph: StartGraph) -> list[MissedBarrier]:
@@ -222,7 +238,7 @@ def missed_barriers(graph: StartGraph) -> list[MissedBarrier]:
 
 
 class _Wait(Struct, frozen=True):
-    """One process at a barrier at which it gave up."""
+    """Wait of one process at a barrier until it gave up."""
 
     group: Group
     span: int

@@ -1,12 +1,12 @@
-"""Compares the pieces of time of a process with those of the others, and says why one is slower.
+"""Comparison of nodes: finds those that are slower than their peers, and the likely cause. Pure.
 
-Durations of one stage among nodes are close to log-normal, with a few nodes far above. So the
-middle is the median and the spread the median absolute deviation of logarithms: neither moves with
-outliers.
+Durations of one stage across nodes are close to log-normal, with a few nodes far above. So the
+location is the median and the spread the median absolute deviation of the logarithms: outliers move
+neither.
 
 A cause needs a figure that explains a share of the lost seconds (pressure and stolen time are
-seconds themselves) or that is many times as large as in the same stage on the other nodes. Where no
-figure does, the cause is unknown, and said to be. Pure (no I/O).
+seconds themselves) or that is several times as large as in the same stage on the other nodes. If
+there is no such figure, the cause is "unknown".
 """
 
 import itertools
@@ -16,119 +16,163 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from bootseer.report.graph import SCHEDULING, Group, Label, StartGraph
-from bootseer.report.replay import Change, Piece
+from bootseer.report.replay import Change, Interval
 
 # 1.4826 makes the median absolute deviation of a normal distribution its standard deviation.
 _MAD_TO_SIGMA = 1.4826
-# Added to durations: differences of less are noise of the scheduler and the clock.
+# Added to durations before taking logarithms: less than this is noise of scheduler and clock.
 _BASE_S = 0.001
-# Nodes count from the first of them where nobody says when the job was submitted: how late one
-# began is no ratio of anything.
+# Without a submission time, scheduling counts from the first node's begin, which makes ratios
+# meaningless; this base keeps differences of up to a second from standing out.
 _SCHEDULING_BASE_S = 3.0
-# Of a few nodes the spread is hardly known: of four it is taken for 0.09 at least.
+# A few nodes say little about the spread: for four, at least 0.09 is assumed.
 _SPREAD_MIN, _SPREAD_MIN_TIMES_NODES = 0.02, 0.35
-# Five sigmas: one in 3.5 million, and 10,000 nodes have half a million pieces of time.
+# Five sigmas: one in 3.5 million, and 10,000 nodes have half a million intervals.
 _SIGMAS_MIN = 5.0
 _RATIO_MIN = 1.15
 _EXCESS_MIN_S = 0.25
-# What would not shorten an even start by half a percent is not worth a look.
+# Smallest excess worth reporting, as a share of an even start.
 _SHARE_MIN = 0.005
 _PEERS_MIN = 3
+_IMPORT = "import "
 
-Who = tuple[Label, str]
-"""A label, and the role of the processes that it is of."""
+PeerGroup = tuple[Label, str]
+"""Intervals that are compared with each other: label, and role of the processes."""
 
 
 class Peers(Struct, frozen=True):
-    """One piece of time over all processes."""
+    """Statistics of one interval over all processes."""
 
     median_s: float
+    """Median; for a start of two nodes, the median of the faster node."""
     p99_s: float
     max_s: float
     count: int
 
 
 class Outlier(Struct, frozen=True):
-    """One piece of time in which a node stands out."""
+    """Interval in which a node is much slower than the others."""
 
     node: str
-    label: Label
+    label: Label = field(name="stage")
     role: str
     seconds: float
-    """The median of the node's ranks."""
-    peers_s: float
-    """The median of all nodes."""
+    """Median of the node's ranks."""
+    peers_s: float = field(name="median_s")
+    """Median of all nodes."""
     sigmas: float
+    """Robust standard deviations above the median, by logarithms."""
     rank: int
-    """The slowest rank; -1 where there is none."""
+    """Slowest rank; -1 if the processes have no ranks."""
 
     @property
     def excess_s(self) -> float:
-        """Seconds above the median of all nodes."""
+        """Seconds above the peers' median."""
         return self.seconds - self.peers_s
 
 
-def who(piece: Piece) -> Who:
-    """What the piece is compared with."""
-    return piece.label, piece.group.role
+def peer_group(interval: Interval) -> PeerGroup:
+    """Return the group of intervals that `interval` is compared with."""
+    return interval.label, interval.group.role
 
 
-def compare(pieces: Iterable[Piece]) -> dict[Who, Peers]:
-    """Each piece of time over all processes that have it."""
-    return {key: _peers([piece.seconds for piece in same]) for key, same in _by_who(pieces).items()}
+def compare(intervals: Iterable[Interval]) -> dict[PeerGroup, Peers]:
+    """Return the statistics of each interval over all processes that have it."""
+    intervals = list(intervals)
+    counts = _process_counts(interval.group for interval in intervals)
+    return {
+        key: _peers(same, is_rare=_is_rare(key[0], same, counts[key[1]]))
+        for key, same in _by_peer_group(intervals).items()
+    }
 
 
-def _by_who(pieces: Iterable[Piece]) -> dict[Who, list[Piece]]:
-    found: dict[Who, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(who(piece), []).append(piece)
+def _process_counts(groups: Iterable[Group]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for group in set(groups):
+        counts[group.role] += len(group)
+    return counts
+
+
+def _is_rare(label: Label, intervals: Iterable[Interval], process_count: int) -> bool:
+    """Return whether most processes have no such stage because it was too quick to be written.
+
+    Only slow imports are written: a process without one took next to no time for it.
+    """
+    count = sum(len(interval.seconds) for interval in intervals)
+    is_import = label.kind == "in" and label.name.startswith(_IMPORT)
+    return is_import and 2 * count <= process_count
+
+
+def _by_peer_group(intervals: Iterable[Interval]) -> dict[PeerGroup, list[Interval]]:
+    found: dict[PeerGroup, list[Interval]] = {}
+    for interval in intervals:
+        found.setdefault(peer_group(interval), []).append(interval)
     return found
 
 
-def _peers(columns: Sequence["array[float]"]) -> Peers:
-    ordered = sorted(itertools.chain.from_iterable(columns))
+def _peers(intervals: Sequence[Interval], *, is_rare: bool) -> Peers:
+    ordered = sorted(itertools.chain.from_iterable(one.seconds for one in intervals))
     count = len(ordered)
+    of_two = _medians_of_two(intervals)
     return Peers(
-        median_s=statistics.median(ordered),
+        median_s=0.0 if is_rare else min(of_two) if of_two else statistics.median(ordered),
         p99_s=ordered[min(count - 1, math.ceil(0.99 * count) - 1)],
         max_s=ordered[-1],
         count=count,
     )
 
 
-def find_outliers(pieces: Iterable[Piece], peers: dict[Who, Peers], even_s: float) -> list[Outlier]:
-    """The nodes that are slower than the others in some piece of time; the worst first.
+def _medians_of_two(intervals: Iterable[Interval]) -> Sequence[float]:
+    """Return the medians of both nodes of a start with two nodes; empty for other starts."""
+    by_node: dict[str, list[float]] = {}
+    for interval in intervals:
+        for node, seconds in zip(interval.group.nodes, interval.seconds, strict=True):
+            by_node.setdefault(node, []).append(seconds)
+            if len(by_node) > 2:
+                return ()
+    return [statistics.median(one) for one in by_node.values()] if len(by_node) == 2 else ()
 
-    `even_s` is how long the start would have taken if no process had been slower than the median.
+
+def find_outliers(
+    intervals: Iterable[Interval], peers: dict[PeerGroup, Peers], even_s: float
+) -> list[Outlier]:
+    """Return the intervals in which a node is much slower than its peers, the worst first.
+
+    `even_s` is the time the start would have taken had no process been slower than the median.
     """
     least_s = max(_EXCESS_MIN_S, _SHARE_MIN * even_s)
     found: list[Outlier] = []
-    # How long a process waits before it gives up says nothing of its node.
-    pieces = [one for one in pieces if not one.group.shape.is_missed[one.event // 2]]
+    # The timeout of a process that gave up says nothing about its node.
+    intervals = [one for one in intervals if not one.group.shape.is_missed[one.event // 2]]
     counts = Counter(
-        (group.role, node) for group in {piece.group for piece in pieces} for node in group.nodes
+        (group.role, node)
+        for group in {interval.group for interval in intervals}
+        for node in group.nodes
     )
-    for key, same in _by_who(pieces).items():
+    for key, same in _by_peer_group(intervals).items():
         known = peers[key]
-        # Most pieces are so short, or so even, that no node can stand out.
+        # Skip intervals so short or so even that no node can stand out: most are.
         if known.count >= _PEERS_MIN and _is_much(known.max_s, known.median_s, least_s):
             found += _among_nodes(key, same, counts, least_s)
     return sorted(found, key=lambda one: -one.excess_s)
 
 
 def _among_nodes(
-    key: Who, pieces: Iterable[Piece], counts: Mapping[tuple[str, str], int], least_s: float
+    key: PeerGroup,
+    intervals: Iterable[Interval],
+    counts: Mapping[tuple[str, str], int],
+    least_s: float,
 ) -> Iterator[Outlier]:
     ranks: dict[str, list[tuple[float, int]]] = {}
-    for piece in pieces:
-        group = piece.group
-        for node, rank, seconds in zip(group.nodes, group.ranks, piece.seconds, strict=True):
+    for interval in intervals:
+        group = interval.group
+        for node, rank, seconds in zip(group.nodes, group.ranks, interval.seconds, strict=True):
             ranks.setdefault(node, []).append((seconds, rank))
     label, role = key
-    # What ails a node is felt by most of its ranks, also by those that noted nothing.
+    # A slow node slows most of its ranks. Nodes with too few ranks in this interval are left out.
     typical = {
         node: statistics.median_low(found)[0]
         for node, found in ranks.items()
@@ -137,11 +181,13 @@ def _among_nodes(
     if not typical:
         return
     base = base_of(label)
-    median = statistics.median(typical.values())
     logs = {node: math.log(max(0.0, seconds) + base) for node, seconds in typical.items()}
-    middle = statistics.median(logs.values())
+    # Of two nodes each is compared with the other, and their spread is not known at all.
+    middle_of = min if len(typical) == 2 else statistics.median
+    median, middle = middle_of(typical.values()), middle_of(logs.values())
+    deviations = [0.0] if len(typical) == 2 else [abs(one - middle) for one in logs.values()]
     spread = max(
-        _MAD_TO_SIGMA * statistics.median(abs(one - middle) for one in logs.values()),
+        _MAD_TO_SIGMA * statistics.median(deviations),
         _SPREAD_MIN,
         _SPREAD_MIN_TIMES_NODES / len(typical),
     )
@@ -152,7 +198,7 @@ def _among_nodes(
 
 
 def base_of(label: Label) -> float:
-    """What is added to seconds before they are divided by others."""
+    """Return the seconds to add to durations before ratios are taken."""
     return _SCHEDULING_BASE_S if label == SCHEDULING else _BASE_S
 
 
@@ -160,25 +206,25 @@ def _is_much(seconds: float, median: float, least_s: float) -> bool:
     return seconds - median >= least_s and seconds >= _RATIO_MIN * median
 
 
-def without_stragglers(peers: dict[Who, Peers]) -> Change:
-    """No process takes longer for anything than the median process."""
+def without_stragglers(peers: dict[PeerGroup, Peers]) -> Change:
+    """Return the change in which no process takes longer than the median for any interval."""
 
-    def change(piece: Piece) -> "array[float] | None":
-        median = peers[who(piece)].median_s
-        return array("d", [min(seconds, median) for seconds in piece.seconds])
+    def change(interval: Interval) -> "array[float] | None":
+        median = peers[peer_group(interval)].median_s
+        return array("d", [min(seconds, median) for seconds in interval.seconds])
 
     return change
 
 
-def as_its_peers(peers: dict[Who, Peers], nodes: frozenset[str]) -> Change:
-    """The named nodes take for nothing longer than the median process."""
+def as_its_peers(peers: dict[PeerGroup, Peers], nodes: frozenset[str]) -> Change:
+    """Return the change in which `nodes` take no longer than the median for any interval."""
 
-    def change(piece: Piece) -> "array[float] | None":
-        rows = _rows(piece.group, nodes)
+    def change(interval: Interval) -> "array[float] | None":
+        rows = _rows(interval.group, nodes)
         if not rows:
             return None
-        median = peers[who(piece)].median_s
-        changed = array("d", piece.seconds)
+        median = peers[peer_group(interval)].median_s
+        changed = array("d", interval.seconds)
         for row in rows:
             changed[row] = min(changed[row], median)
         return changed
@@ -187,22 +233,21 @@ def as_its_peers(peers: dict[Who, Peers], nodes: frozenset[str]) -> Change:
 
 
 def times_as_fast(name: str, factor: float) -> Change:
-    """Everything inside the stages of this name takes 1 / factor of its time, on all nodes."""
+    """Return the change that divides all time inside stages of this name by `factor`."""
 
-    def change(piece: Piece) -> "array[float] | None":
-        if not _is_within(piece, name):
+    def change(interval: Interval) -> "array[float] | None":
+        if not _is_within(interval, name):
             return None
-        return array("d", [seconds / factor for seconds in piece.seconds])
+        return array("d", [seconds / factor for seconds in interval.seconds])
 
     return change
 
 
-def _is_within(piece: Piece, name: str) -> bool:
-    """Whether a piece of time is spent in a stage of this name, or in one inside it."""
-    shape = piece.group.shape
-    span = piece.event // 2
-    # The time before a stage begins is its parent's.
-    span = span if piece.label.kind != "before" else shape.parents[span]
+def _is_within(interval: Interval, name: str) -> bool:
+    shape = interval.group.shape
+    span = interval.event // 2
+    # The time before a stage belongs to its parent.
+    span = span if interval.label.kind != "before" else shape.parents[span]
     while span >= 0:
         if shape.names[span] == name:
             return True
@@ -214,7 +259,7 @@ def _rows(group: Group, nodes: frozenset[str]) -> list[int]:
     return [row for row, node in enumerate(group.nodes) if node in nodes]
 
 
-# Names of the figures, as `bootseer.profile.collect` notes them.
+# Names of the figures, as `bootseer.timeline.figures` writes them.
 STEAL_S, THROTTLED_S = "cpu.steal_s", "cpu.throttled_s"
 CPU_S, IO_S, MEMORY_S = "psi.cpu_s", "psi.io_s", "psi.memory_s"
 RETRANSMITS, RECEIVED = "tcp.retransmits", "net.rx_bytes"
@@ -226,38 +271,44 @@ _EXPLAINED_MIN = 0.25
 _TIMES_MIN = 3.0
 _RETRANSMITS_MIN = 10
 _MOVED_MIN = 16 * 1024 * 1024
-# Modules are small: some thousand of them are a few megabytes.
+# Modules are small: a few thousand are some megabytes.
 _RECEIVED_MIN = 1024 * 1024
 
 
 class Cause(Struct, frozen=True):
-    """A cause in words, and the figures that speak for it."""
+    """Name of a cause, and its evidence in words."""
 
     name: str
     evidence: str = ""
 
 
 class Evidence:
-    """The figures of all stages of a start, by node."""
+    """Figures of a start's stages by node. Medians are computed once."""
 
     def __init__(self, graph: StartGraph) -> None:
         self._graph = graph
+        self._nodes = graph.nodes
+        self._counts = _process_counts(graph.groups)
         self._figures: dict[tuple[Label, str, str], tuple[dict[str, float], float]] = {}
 
     def of(self, outlier: Outlier, figure: str) -> tuple[float, float]:
-        """A figure of the outlier's stage: the median of its ranks, and that of all processes."""
+        """Return a figure of the outlier's stage: its node's median, and that of the others."""
         key = (outlier.label._replace(kind="in"), outlier.role, figure)
         if key not in self._figures:
             self._figures[key] = self._medians(outlier, figure)
-        by_node, all_nodes = self._figures[key]
-        return by_node.get(outlier.node, 0.0), all_nodes
+        by_node, median = self._figures[key]
+        if len(by_node) == 2 and len(self._nodes) == 2:
+            median = next(value for node, value in by_node.items() if node != outlier.node)
+        return by_node.get(outlier.node, 0.0), median
 
     def _medians(self, outlier: Outlier, figure: str) -> tuple[dict[str, float], float]:
-        """The median of each node's ranks, and that of all processes."""
         values: dict[str, list[float]] = {}
         for node, value in self._values(outlier, figure):
             values.setdefault(node, []).append(value)
         everything = [value for found in values.values() for value in found]
+        if outlier.label.name.startswith(_IMPORT):
+            # Quick imports are not written, and have no figures.
+            everything += [0.0] * (self._counts[outlier.role] - len(everything))
         by_node = {node: statistics.median(found) for node, found in values.items()}
         return by_node, statistics.median(everything) if everything else 0.0
 
@@ -279,12 +330,15 @@ def _span(group: Group, outlier: Outlier) -> int | None:
 
 
 def cause_of(outlier: Outlier, evidence: Evidence, waiting: Mapping[str, int]) -> Cause:
-    """The likeliest cause that a node lost time in a stage.
+    """Return the likeliest cause of an outlier.
 
-    `waiting` says how many nodes waited for a lease or a publication of each node.
+    `waiting` is the number of nodes that waited for a lease or a publication, by the node they
+    waited for.
     """
     if outlier.label == SCHEDULING:
         return Cause("late scheduling", f"began {outlier.excess_s:.1f} s after the median node")
+    if outlier.label.kind == "before":
+        return Cause("unknown")  # figures are of stages, not of the time between them
     lost = outlier.excess_s
 
     def more(figure: str) -> float:
@@ -294,7 +348,7 @@ def cause_of(outlier: Outlier, evidence: Evidence, waiting: Mapping[str, int]) -
     stolen = more(STEAL_S) + more(THROTTLED_S)
     if stolen >= _EXPLAINED_MIN * lost:
         return Cause("stolen CPU", f"{stolen:.1f} s stolen or throttled")
-    is_import = outlier.label.name.startswith("import ")
+    is_import = outlier.label.name.startswith(_IMPORT)
     received, peers_received = evidence.of(outlier, RECEIVED)
     if is_import and received >= max(_RECEIVED_MIN, _TIMES_MIN * peers_received):
         faults, _ = evidence.of(outlier, FAULTS)
@@ -316,7 +370,7 @@ def cause_of(outlier: Outlier, evidence: Evidence, waiting: Mapping[str, int]) -
         if (pressure := more(figure)) >= _EXPLAINED_MIN * lost:
             return Cause(name, f"{pressure:.1f} s more pressure than the median ({figure})")
     if not moved:
-        # Nobody counted what the stage itself moved.
+        # Without the stage's own byte count, take the node's received bytes.
         moved, peers_moved = received, peers_received
     if moved >= _MOVED_MIN and peers_moved:
         rate, usual = moved / outlier.seconds, peers_moved / max(outlier.peers_s, 0.001)

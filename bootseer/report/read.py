@@ -1,7 +1,7 @@
-"""Reads all timelines of a start into its graph, in several processes.
+"""Reading of a start's timelines into a `StartGraph`, in several forked processes.
 
-A process is a copy of this one that writes what it found into a pipe: it waits where nobody reads,
-so what is not wanted yet takes no memory, and it ends where the reader has.
+Each worker writes its results to a pipe and blocks while the pipe is full, so unread results take
+no memory; it is killed when the reader stops.
 """
 
 import contextlib
@@ -11,36 +11,46 @@ import gc
 import logging
 import os
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from typing import BinaryIO, Generic, NamedTuple, TypeVar, cast
 
 from bootseer.errors import BootseerError
 from bootseer.linux.processes import kill_child, may_fork
 from bootseer.report.graph import StartGraph, tracks_of
-from bootseer.report.others.placing import Placement
+from bootseer.report.others.placing import ForeignStages
 from bootseer.report.sources import StartFiles
 
 _log = logging.getLogger(__name__)
 _NODES_A_PART = 128
-# Of 4 million stages the graph takes a gigabyte. No start has many more.
+# A graph of 4 million stages takes a gigabyte. No start has many more.
 _STAGES_MAX = 12_000_000
 
 
 def read_graph(
-    files: StartFiles, process_count: int | None = None, others: Placement | None = None
+    files: StartFiles, process_count: int | None = None, others: ForeignStages | None = None
 ) -> StartGraph:
-    """The graph of a start, the same for any number of processes; `others` has what other programs
-    know of it. Raises: BootseerError."""
+    """Read a start into a graph.
+
+    Args:
+        files: The start's timelines.
+        process_count: Processes to use; the graph does not depend on it. Default: one per
+            processor.
+        others: Stages that other programs noted, to add to the nodes they belong to.
+
+    Raises: BootseerError.
+    """
     graph = StartGraph()
     parts = files.parts(_NODES_A_PART)
-    if not files.are_here:
-        process_count = 1
     # Seconds since 1970 as doubles would be off by microseconds.
     first = next((stages for part in parts for stages in part.nodes() if stages), None)
     if first is None:
         return graph
     read = functools.partial(_read_part, first[0].start_ns, others)
-    for number, part in enumerate(in_order(read, parts, process_count)):
+    for number, part in enumerate(_of_parts(read, files, parts, process_count)):
         graph.merge(part)
         if graph.stage_count > _STAGES_MAX and number + 1 < len(parts):
             _log.warning(
@@ -50,23 +60,27 @@ def read_graph(
                 _STAGES_MAX // 1_000_000,
             )
             break
-    for stages in others.never_began(graph.nodes, first[0]) if others else ():
+    for stages in others.pending_pods(graph.nodes, first[0]) if others else ():
         for track in tracks_of(stages, first[0].start_ns):
             graph.add(track)
     return graph
 
 
 def read_events(files: StartFiles, event: str) -> Iterator[str]:
-    """The bodies of the events of this name. Raises: BootseerError."""
+    """Yield the bodies of all events of this name."""
     parts = files.parts(_NODES_A_PART)
-    for found in in_order(lambda part: part.events(event), parts, None if files.are_here else 1):
+    for found in _of_parts(functools.partial(_events, event), files, parts):
         yield from found
 
 
-def _read_part(origin_ns: int, others: Placement | None, part: StartFiles) -> StartGraph:
+def _events(event: str, part: StartFiles) -> list[str]:
+    return part.events(event)
+
+
+def _read_part(origin_ns: int, others: ForeignStages | None, part: StartFiles) -> StartGraph:
     graph = StartGraph()
     for stages in part.nodes():
-        graph.add_node([*stages, *others.of(stages)] if others else stages, origin_ns)
+        graph.add_node([*stages, *others.for_node(stages)] if others else stages, origin_ns)
     return graph
 
 
@@ -77,7 +91,41 @@ _PIPE_BYTES = 1024 * 1024
 _LENGTH_BYTES = 8
 
 
-class _Answer(NamedTuple, Generic[R]):
+def _of_parts(
+    function: Callable[[StartFiles], R],
+    files: StartFiles,
+    parts: Sequence[StartFiles],
+    process_count: int | None = None,
+) -> Iterator[R]:
+    """Yield `function(part)` for each part; a pickled function, if files are in a store."""
+    count = min(process_count or len(os.sched_getaffinity(0)), len(parts))
+    if files.are_local or count < 2:
+        yield from in_order(function, parts, count)
+        return
+    # A store's client may have threads, with which this process cannot be forked: other processes
+    # are started, and get what this one fetches.
+    with ProcessPoolExecutor(count, get_context("spawn"), gc.disable) as pool:
+        ahead: deque[Future[R]] = deque()
+        try:
+            for part in parts:
+                ahead.append(pool.submit(function, part.fetched()))
+                if len(ahead) > count:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        except BrokenProcessPool as error:
+            raise BootseerError(_KILLED) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_KILLED = (
+    "a process that reads timelines was killed, perhaps for lack of memory; try again on a machine "
+    "with more"
+)
+
+
+class _WorkerResult(NamedTuple, Generic[R]):
     result: R | None
     error: Exception | None = None
 
@@ -85,10 +133,12 @@ class _Answer(NamedTuple, Generic[R]):
 def in_order(
     function: Callable[[T], R], things: Sequence[T], process_count: int | None = None
 ) -> Iterator[R]:
-    """`function` of each thing. In so many processes (default: as many as there are processors);
-    in this one where that is one, or where it has threads and cannot be copied.
+    """Yield `function(thing)` for each thing, computed in forked processes.
 
-    Raises: what `function` raises; BootseerError where a process was killed.
+    `process_count` defaults to the number of processors. With one, or if this process has threads
+    and cannot be forked, the calls are made here.
+
+    Raises: any exception of `function`; BootseerError if a process was killed.
     """
     count = min(process_count or len(os.sched_getaffinity(0)), len(things))
     if count < 2 or not may_fork():
@@ -96,7 +146,7 @@ def in_order(
         return
     pids: list[int] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(_end, pids)
+        stack.callback(_kill_all, pids)
         pipes: list[BinaryIO] = []
         for number in range(count):
             ours, theirs = os.pipe2(os.O_CLOEXEC)
@@ -106,50 +156,47 @@ def in_order(
                 pipes.append(stack.enter_context(os.fdopen(ours, "rb")))
                 pid = os.fork()
                 if pid == 0:
-                    # Else it would hold its own pipe open, and those of the others.
+                    # An inherited read end would keep the pipe open after the reader's death.
                     for pipe in pipes:
                         pipe.close()
-                    _answer(function, things[number::count], sink)
+                    _work(function, things[number::count], sink)
                 pids.append(pid)
         for number in range(len(things)):
-            answer: _Answer[R] = _read(pipes[number % count])
+            answer: _WorkerResult[R] = _next_result(pipes[number % count])
             if answer.error is not None:
                 raise answer.error
             yield cast(R, answer.result)
 
 
-def _answer(function: Callable[[T], R], things: Sequence[T], sink: BinaryIO) -> None:
+def _work(function: Callable[[T], R], things: Sequence[T], sink: BinaryIO) -> None:
     code = 1
     try:
-        # It makes millions of objects, none in a circle, and is soon over.
+        # The worker makes millions of objects, none in a cycle, and ends soon.
         gc.disable()
         for thing in things:
             try:
-                answer = _Answer(function(thing))
+                answer = _WorkerResult(function(thing))
             except Exception as error:
-                answer = _Answer(None, error)
+                answer = _WorkerResult(None, error)
             data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
             for part in (len(data).to_bytes(_LENGTH_BYTES), memoryview(data)):
                 while part:
                     part = part[sink.write(part) :]
         code = 0
     finally:
-        # All above this frame belongs to the process that was copied.
+        # The frames above belong to the parent and must not run here.
         os._exit(code)
 
 
-def _read(pipe: BinaryIO) -> _Answer[R]:
+def _next_result(pipe: BinaryIO) -> _WorkerResult[R]:
     length = int.from_bytes(pipe.read(_LENGTH_BYTES))
     data = pipe.read(length)
     if not length or len(data) < length:
-        raise BootseerError(
-            "a process that this one had started was killed, perhaps for want of memory; try again "
-            "where there is more"
-        )
-    found: _Answer[R] = pickle.loads(data)
+        raise BootseerError(_KILLED)
+    found: _WorkerResult[R] = pickle.loads(data)
     return found
 
 
-def _end(pids: Sequence[int]) -> None:
+def _kill_all(pids: Sequence[int]) -> None:
     for pid in pids:
         kill_child(pid)

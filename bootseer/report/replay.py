@@ -1,8 +1,8 @@
-"""Computes when each event of a start would have come had some pieces of time been others. Pure.
+"""Replay of a start: computes all event times for changed interval lengths. Pure (no I/O).
 
-The replay of the unchanged graph gives back the measured times; how far it does not is the error
-that is printed beside each what-if. Events are computed column by column, each group as far as the
-barrier that it waits at; a barrier is left when its last process has arrived.
+The replay of the unchanged graph reproduces the measured times; the remaining difference is printed
+as the error of the what-ifs. Events are computed column by column. Each group runs until a barrier
+that it must wait at, and goes on when the barrier's last process has arrived.
 """
 
 from array import array
@@ -23,7 +23,7 @@ from bootseer.timeline.otlp import READY, START
 
 
 class Arrivals:
-    """Who has arrived at which barrier, and which stages that others wait for have ended."""
+    """State of the barriers, and of the stages that other nodes wait for, during a replay."""
 
     def __init__(self, graph: StartGraph) -> None:
         self._graph = graph
@@ -32,7 +32,7 @@ class Arrivals:
             for key in keys:
                 self._missing[key] = self._missing.get(key, 0) + 1
         self._last: dict[str, tuple[float, float]] = {}
-        """The last arrival at each barrier: as measured, and in the replay."""
+        """Last arrival at each barrier, measured and replayed."""
         self._ended: dict[tuple[str, str], tuple[float, float]] = {}
         self._leaders = {
             (node, parent)
@@ -73,7 +73,7 @@ class Arrivals:
     def released(
         self, group: Group, span: int, arrived: Sequence[float], ready: Sequence[float]
     ) -> "tuple[array[float], array[float]] | None":
-        """When each process could go on, as measured and in the replay; None: not known yet."""
+        """Return when each process could go on, measured and replayed; None if not known yet."""
         if span in group.barriers:
             keys = group.barriers[span]
             if not self._gave_up and any(self._missing[key] for key in keys):
@@ -94,15 +94,14 @@ class Arrivals:
         return array("d", [one for one, _ in pairs]), array("d", [other for _, other in pairs])
 
 
-Change = Callable[["Piece"], "array[float] | None"]
-"""Gets one piece of time of the processes of a group; returns other seconds, or None to leave
-them."""
+Change = Callable[["Interval"], "array[float] | None"]
+"""Function from an interval to its changed seconds, or to None to keep them."""
 
 
-class Piece(NamedTuple):
-    """The time between an event and the one before it, in all processes of a group.
+class Interval(NamedTuple):
+    """Seconds between an event and the one before it, in each process of a group.
 
-    Time spent waiting for other processes is no piece: it is computed.
+    Time spent waiting for other processes is not an interval: the replay computes it.
     """
 
     label: Label
@@ -111,8 +110,8 @@ class Piece(NamedTuple):
     seconds: "array[float]"
 
 
-def pieces_of(graph: StartGraph) -> dict[tuple[Group, int], Piece]:
-    """All pieces of time of a start, by group and event."""
+def intervals_of(graph: StartGraph) -> dict[tuple[Group, int], Interval]:
+    """Return all intervals of a start by group and event."""
     found = {}
     for group in graph.groups:
         for step in group.shape.steps:
@@ -121,21 +120,21 @@ def pieces_of(graph: StartGraph) -> dict[tuple[Group, int], Piece]:
                 continue
             before = started(graph, group) if step.after == ORIGIN else group.times[step.after]
             seconds = _minus(group.times[step.event], before)
-            found[group, step.event] = Piece(step.label, group, step.event, seconds)
+            found[group, step.event] = Interval(step.label, group, step.event, seconds)
     return found
 
 
-class Replay:
-    """The times of all events of a start, as measured or as they would have been."""
+class StartReplay:
+    """Event times of a start, computed with or without a change of its intervals."""
 
     def __init__(
         self,
         graph: StartGraph,
-        pieces: Mapping[tuple[Group, int], Piece],
+        intervals: Mapping[tuple[Group, int], Interval],
         change: Change | None = None,
     ) -> None:
         self.graph = graph
-        self._pieces = pieces
+        self._intervals = intervals
         self._change = change
         self.times: dict[Group, list[array[float]]] = {}
         self._arrivals = Arrivals(graph)
@@ -143,12 +142,12 @@ class Replay:
         while running:
             blocked = {group: steps for group, steps in running.items() if next(steps, False)}
             if len(blocked) == len(running) and not self._arrivals.has_moved():
-                # Processes wait for each other in a circle, or for one that never arrived.
+                # Processes wait for each other in a cycle, or for one that never arrived.
                 self._arrivals.give_up()
             running = blocked
 
     def _run(self, group: Group) -> Iterator[bool]:
-        """Compute all events of a group; yields where it must wait for another one."""
+        """Compute all events of a group; yield True whenever it must wait for another group."""
         measured = group.times
         found: list[array[float]] = [array("d")] * len(measured)
         self.times[group] = found
@@ -159,12 +158,12 @@ class Replay:
                 start = started(self.graph, group, self.times)
             else:
                 start = found[step.after]
-            # What was measured against the one event before; against others it may wait.
+            # The interval was measured from `step.after`; in the replay others may end later.
             start = _latest(start, [found[event] for event in step.others])
             span, is_end = divmod(step.event, 2)
-            piece = self._pieces.get((group, step.event))
-            if piece is not None:
-                found[step.event] = _plus(start, self._changed(piece))
+            interval = self._intervals.get((group, step.event))
+            if interval is not None:
+                found[step.event] = _plus(start, self._changed(interval))
             else:
                 arrived = measured[step.after]
                 self._arrivals.arrive(group, span, arrived, start)
@@ -180,19 +179,22 @@ class Replay:
         needed = {(one[0].group, one[1]) for one in places if one is not None}
         return all(other in self.times and self.times[other][event] for other, event in needed)
 
-    def _changed(self, piece: Piece) -> "array[float]":
+    def _changed(self, interval: Interval) -> "array[float]":
         if self._change is None:
-            return piece.seconds
-        return self._change(piece) or piece.seconds
+            return interval.seconds
+        return self._change(interval) or interval.seconds
 
     def ready_s(self) -> float:
-        """As `ready_s` of the module, by the times of this replay."""
+        """Return the replayed time at which the last process was ready."""
         return ready_s(self.graph, self.times)
 
 
 def ready_spans(graph: StartGraph) -> list[tuple[Group, int]]:
-    """The spans that end a start: `ready` where a process said so; else all that the processes
-    below the launchers noted; else the launchers' starts of their command."""
+    """Return the spans whose last end is the end of the start.
+
+    These are the `ready` spans if there are any, else all spans of processes below the launchers,
+    else the launchers' `start` spans.
+    """
     if found := graph.spans(READY):
         return found
     below = [group for group in graph.groups if group.role not in (LAUNCHER, *BEFORE_LAUNCHER)]
@@ -204,7 +206,10 @@ def ready_spans(graph: StartGraph) -> list[tuple[Group, int]]:
 
 
 def ready_s(graph: StartGraph, times: "dict[Group, list[array[float]]] | None" = None) -> float:
-    """When the last of `ready_spans` ended, by the measured times or by others; 0 of no start."""
+    """Return when the last of `ready_spans` ended; 0 for an empty graph.
+
+    `times` are the event times by group; default: as measured.
+    """
     return max(
         (max(_columns(group, times)[end_of(span)]) for group, span in ready_spans(graph)),
         default=0.0,
@@ -216,7 +221,10 @@ def started(
     group: Group,
     times: "dict[Group, list[array[float]]] | None" = None,
 ) -> "array[float]":
-    """When each process of a group could begin, by the measured times or by others."""
+    """Return when each process of a group could begin: at its parent's last event before it.
+
+    `times` are the event times by group; default: as measured.
+    """
     return array(
         "d",
         [

@@ -1,4 +1,4 @@
-"""What a start asks of servers that all of its nodes share. Pure (no I/O)."""
+"""Load of a start on shared servers: requests, and bytes of the fan-out. Pure (no I/O)."""
 
 import math
 import statistics
@@ -11,38 +11,38 @@ from bootseer.report.graph import StartGraph
 from bootseer.timeline.otlp import START
 
 FANOUT = "fan-out"
-"""The stage that notes what nodes got from each other."""
+"""Stage that counts the bytes nodes got from each other."""
 _STAGES = (START, "image served", FANOUT)
-"""One process each: what others note lies within, or follows the start."""
+"""Stages whose counts are added up: one per process, so that nothing is counted twice."""
 
 
 class Requests(Struct, frozen=True):
-    """Requests of the nodes of a start to servers of one kind."""
+    """Requests of a start's nodes to servers of one kind."""
 
     kind: str
     """"namenode", "bucket" or "http"."""
     median_count: float
-    """Of a node."""
+    """Median over the nodes."""
     max_count: int
     max_node: str
 
 
 class FanOut(Struct, frozen=True):
-    """What the nodes of a start got from each other."""
+    """Bytes that the nodes of a start received by the fan-out."""
 
     node_count: int
     received_bytes: int
     store_bytes: int
-    """How much of that the store sent."""
+    """Bytes that came from the store, the rest from other nodes."""
 
     @property
     def copies(self) -> float:
-        """Return how often the store sent what a node received on average."""
+        """Bytes from the store, as a multiple of the bytes that a node received on average."""
         return self.store_bytes / (self.received_bytes / self.node_count)
 
 
 def requests_of(graph: StartGraph) -> tuple[Requests, ...]:
-    """Return the requests by kind, those of which there were any."""
+    """Return the requests of each kind that the start made."""
     found: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in KINDS}
     nodes = graph.nodes
     for stage in _STAGES:
@@ -64,7 +64,7 @@ def requests_of(graph: StartGraph) -> tuple[Requests, ...]:
 
 
 def fan_out_of(graph: StartGraph) -> FanOut | None:
-    """Return what nodes got from each other; None where they got nothing."""
+    """Return the bytes received by the fan-out, or None if there were none."""
     nodes, received, stored = 0, 0.0, 0.0
     for group, span in graph.spans(FANOUT):
         evidence = group.evidence[span]

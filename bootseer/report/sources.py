@@ -1,9 +1,10 @@
-"""Where the timelines of starts are: a folder, the store, or several of these at once.
+"""Sources of timelines: a folder, the store, or several of these merged.
 
-A `Folder` is a node's own or one that nodes share. In the store (`Stored`) there is one object per
-node and start, `starts/JOB/SUBMISSION-ATTEMPT/NAME.jsonl.zst` (docs/format/timeline.md); this
-module alone reads and names them. Anybody who may write to the store writes these: what is read is
-bounded, and other names are passed over. Any thread, but for `Merged`.
+A `TimelineFolder` belongs to one node or is shared by nodes. In the store (`StoredTimelines`) each
+node and start has one object, `starts/JOB/SUBMISSION-ATTEMPT/NAME.jsonl.zst`
+(docs/format/timeline.md); no other module names or reads these objects. Anybody with write access
+to the store may have put an object there, so reads are bounded and unknown names are skipped.
+Thread-safe, except for `MergedSources`.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zstandard
 from msgspec import Struct
@@ -30,38 +31,75 @@ from bootseer.timeline.otlp import Stage
 _log = logging.getLogger(__name__)
 
 BYTES_MAX = 64 * 1024 * 1024
-"""A timeline has a few lines per stage; a larger one is not one of ours."""
+"""Largest timeline that is read. Bootseer writes a few lines per stage, far less than this."""
 TOGETHER_BYTES_MAX = 8 * 1024**3
-"""Of one start: ten thousand nodes of eight ranks, each with fifty stages, have half of that."""
+"""Most bytes read of one start. 10,000 nodes of 8 ranks with 50 stages each need half of it."""
 _SUFFIX = ".jsonl"
-# A store is waited for, not worked for.
+# Reading from a store is waiting: more threads than processors shorten it.
 _READERS = 16
 
 
-class TimelineFile(Protocol):
-    """One timeline, where it lies."""
+class TimelineFile(Struct, frozen=True):
+    """Timeline in a folder or in the store."""
+
+    name: str
+    """File name without suffix: `TIME-PID-NODE-RANK`."""
+    content: "Path | StoredObject | bytes"
+    """Place of the lines, or an object that was fetched, or lines that were made (`is_packed`)."""
+    modified_ns: int = 0
+    size_bytes: int = 0
+    """Size in the folder or store, where it may be compressed."""
+    is_packed: bool = False
+    """Whether `content` is the bytes of an object."""
 
     @property
-    def name(self) -> str:
-        """`TIME-PID-NODE-RANK`."""
-        ...
+    def is_remote(self) -> bool:
+        """Whether a read waits for a network, so that several threads should read at once."""
+        return isinstance(self.content, StoredObject)
 
-    @property
-    def modified_ns(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int:
-        """As it lies there."""
-        ...
-
-    @property
-    def is_far(self) -> bool:
-        """Whether several are read at once, by threads, since each is waited for."""
-        ...
+    def fetch(self) -> "TimelineFile":
+        """Return the timeline with a remote object in memory; empty, with a warning, if gone."""
+        if not isinstance(self.content, StoredObject):
+            return self
+        store, key = self.content
+        try:
+            data = store.read(key, 0, OBJECT_BYTES_MAX + 1)
+        except NotFoundError as error:
+            _log.warning("warning: %s/%s is left out: %s", store.url, key, error)
+            return replace(self, content=b"")
+        return replace(self, content=data, is_packed=True)
 
     def read(self) -> bytes:
-        """Its lines; nothing where it is too large to be one of ours. Raises: BootseerError."""
-        ...
+        """Return the timeline's lines; empty if it is damaged or larger than `BYTES_MAX`."""
+        if isinstance(self.content, StoredObject):
+            return self.fetch().read()
+        if isinstance(self.content, Path):
+            return _read_file(self.content)
+        try:
+            return unpack(self.content) if self.is_packed else self.content
+        except CorruptError as error:
+            _log.warning("warning: the timeline %s is left out: %s", self.name, error)
+            return b""
+
+
+class StoredObject(NamedTuple):
+    """Object of a store."""
+
+    store: Store
+    key: str
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        # The file may have been replaced by a pipe since it was listed.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(BYTES_MAX + 1)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise from_oserror(error, f"read the timeline {path}") from error
+    return data if len(data) <= BYTES_MAX else b""
 
 
 class StartFiles(Struct, frozen=True):
@@ -69,31 +107,34 @@ class StartFiles(Struct, frozen=True):
 
     attempt: int
     submission: str
-    """Empty where nothing tells it; then later starts of one attempt are in the same folder."""
+    """Empty if unknown; later starts of the same attempt then share the folder."""
     files: tuple[TimelineFile, ...]
 
     @property
     def name(self) -> str:
-        """As `--compare` takes it."""
+        """Name of the start, SUBMISSION:ATTEMPT, as `--compare` takes it."""
         return f"{self.submission}:{self.attempt}"
 
     @property
     def began(self) -> str:
-        """UTC, as `20261123T000000Z`, of the newest file."""
-        return max(map(_when, self.files))[0]
+        """Begin of the newest file in UTC, such as `20261123T000000Z`."""
+        return max(map(_creation, self.files))[0]
 
     @property
     def modified_ns(self) -> int:
-        """When the last line was written."""
+        """Time of the last write, in ns since 1970."""
         return max(file.modified_ns for file in self.files)
 
     @property
-    def are_here(self) -> bool:
-        """Whether any process can read them: not through a connection that this one has."""
-        return all(isinstance(file, _File) for file in self.files)
+    def are_local(self) -> bool:
+        """Whether a forked process can read all files; a store's connection cannot be shared."""
+        return not any(file.is_remote for file in self.files)
 
     def bounded(self) -> "StartFiles":
-        """The same without what is too large to be read; a warning says how much that is."""
+        """Return the start without files beyond the size limits; log a warning if any is left out.
+
+        Smaller files are kept first.
+        """
         by_size = sorted(self.files, key=lambda file: file.size_bytes)
         sums = itertools.accumulate(file.size_bytes for file in by_size)
         kept = {
@@ -116,7 +157,7 @@ class StartFiles(Struct, frozen=True):
         return replace(self, files=tuple(file for file in self.files if id(file) in kept))
 
     def parts(self, node_count: int) -> "list[StartFiles]":
-        """The same start in parts of so many nodes."""
+        """Split the start into parts of `node_count` nodes each."""
         nodes = list(self._by_node())
         return [
             replace(self, files=tuple(itertools.chain(*nodes[first : first + node_count])))
@@ -124,86 +165,66 @@ class StartFiles(Struct, frozen=True):
         ]
 
     def nodes(self) -> Iterator[list[Stage]]:
-        """The stages of each node, one node at a time. Raises: BootseerError."""
+        """Yield the stages of one node after the other."""
         nodes = self._by_node()
         contents = _contents([file for files in nodes for file in files])
         for files in nodes:
             yield [stage for _ in files for stage in decode(next(contents))]
 
     def _by_node(self) -> Collection[list[TimelineFile]]:
-        """A later file of a node and rank replaces the earlier one; where no submission tells
-        starts apart, it begins another start."""
+        """Return the files of each node, the newest of each rank only.
+
+        Without a submission, a second file of a rank marks the begin of another start, and the
+        files before it are dropped.
+        """
         chosen: dict[tuple[str, str], TimelineFile] = {}
-        for file in sorted(self.files, key=_when):
-            place = place_of(file)
-            if place in chosen and not self.submission:
+        for file in sorted(self.files, key=_creation):
+            writer = node_and_rank(file)
+            if writer in chosen and not self.submission:
                 chosen.clear()
-            chosen[place] = file
+            chosen[writer] = file
         by_node: dict[str, list[TimelineFile]] = {}
         for (node, _), file in chosen.items():
             by_node.setdefault(node, []).append(file)
         return by_node.values()
 
+    def fetched(self) -> "StartFiles":
+        """Return the start with its remote files in memory, so that any process can read them."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            return replace(self, files=tuple(pool.map(TimelineFile.fetch, self.files)))
+
     def stages(self) -> list[Stage]:
-        """The stages of all nodes. Raises: BootseerError."""
+        """Return the stages of all nodes."""
         return [stage for node in self.nodes() for stage in node]
 
     def events(self, event: str) -> list[str]:
-        """The bodies of the events of this name. Raises: BootseerError."""
+        """Return the bodies of all events of this name."""
         return [body for data in _contents(self.files) for body in decode_events(data, event)]
 
 
 class Source(Protocol):
-    """Where timelines are."""
+    """A folder or store that holds timelines."""
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Path or URL for messages."""
         ...
 
     def starts(self, job: str) -> Iterable[StartFiles]:
-        """The starts of a job, in any order. Raises: BootseerError."""
+        """Return the starts of a job, in any order."""
         ...
 
 
-class _File(Struct, frozen=True):
-    path: Path
-    modified_ns: int
-    size_bytes: int
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
-    @property
-    def is_far(self) -> bool:
-        return False
-
-    def read(self) -> bytes:
-        try:
-            # Whoever writes to the folder may have put a pipe there since it was listed.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "rb") as file:
-                data = file.read(BYTES_MAX + 1)
-        except FileNotFoundError:
-            return b""
-        except OSError as error:
-            raise from_oserror(error, f"read the timeline {self.path}") from error
-        return data if len(data) <= BYTES_MAX else b""
-
-
-class Folder(Struct, frozen=True):
-    """A `timeline_dir`."""
+class TimelineFolder(Struct, frozen=True):
+    """Timelines below a `timeline_dir`."""
 
     path: Path
 
     @property
     def where(self) -> str:
-        """For messages."""
         return str(self.path)
 
     def starts(self, job: str) -> Iterator[StartFiles]:
-        """Raises: PermissionDeniedError."""
         folder = self.path / job
         try:
             for attempt in folder.iterdir() if folder.is_dir() else ():
@@ -218,20 +239,21 @@ class Folder(Struct, frozen=True):
             raise from_oserror(error, f"list the timelines in {folder}") from error
 
 
-class Merged:
-    """Several sources. A timeline that two of them have is read from the first. One that fails is
-    left out, with a warning, where another one has something. For one thread."""
+class MergedSources:
+    """Several sources as one. Not thread-safe.
+
+    A timeline in two sources is read from the first. A source that fails after another one had
+    results is left out from then on, with a warning.
+    """
 
     def __init__(self, *sources: Source) -> None:
         self.sources = list(sources)
 
     @property
     def where(self) -> str:
-        """For messages."""
         return " or ".join(source.where for source in self.sources)
 
     def starts(self, job: str) -> Iterator[StartFiles]:
-        """Raises: BootseerError."""
         found: dict[tuple[int, str], dict[str, TimelineFile]] = {}
         for source in tuple(self.sources):
             try:
@@ -251,20 +273,20 @@ class Merged:
 
 
 def list_starts(source: Source, job: str) -> list[StartFiles]:
-    """The starts of a job, the newest first. Raises: BootseerError."""
+    """Return the starts of a job, the newest first."""
     if not is_name(job):
-        return []  # a path, for example: no job is called so
+        return []  # for example a path, which is not a valid job name
     return sorted(source.starts(job), key=_newest, reverse=True)
 
 
 def _newest(start: StartFiles) -> tuple[tuple[str, int], int, str]:
-    return max(map(_when, start.files)), start.attempt, start.submission
+    return max(map(_creation, start.files)), start.attempt, start.submission
 
 
 def find_start(
     source: Source, job: str, attempt: int | None = None, submission: str | None = None
 ) -> StartFiles:
-    """The newest start of `job`, or the newest one that has this attempt and this submission.
+    """Return the newest start of `job` with this attempt and submission; None matches any.
 
     Raises: NotFoundError; BootseerError.
     """
@@ -282,7 +304,10 @@ def find_start(
 def read_start(
     source: Source, job: str, attempt: int | None = None, submission: str | None = None
 ) -> list[Stage]:
-    """The stages of the start that `find_start` finds. Raises: as it does."""
+    """Return the stages of the start that `find_start` finds.
+
+    Raises: NotFoundError; BootseerError.
+    """
     return find_start(source, job, attempt, submission).stages()
 
 
@@ -292,12 +317,14 @@ def _timelines(folder: Path) -> tuple[TimelineFile, ...]:
         for entry in os.scandir(folder)
         if entry.name.endswith(_SUFFIX) and entry.is_file()
     ]
-    return tuple(_File(path, status.st_mtime_ns, status.st_size) for path, status in found)
+    return tuple(
+        TimelineFile(path.stem, path, status.st_mtime_ns, status.st_size) for path, status in found
+    )
 
 
 def _contents(files: Sequence[TimelineFile]) -> Iterator[bytes]:
-    """What is in each, in order; a few that are far away are read ahead. Raises: BootseerError."""
-    if not any(file.is_far for file in files):
+    """Yield the content of each file, in order; read remote ones ahead with `_READERS` threads."""
+    if not any(file.is_remote for file in files):
         yield from (file.read() for file in files)
         return
     with ThreadPoolExecutor(_READERS) as pool:
@@ -310,22 +337,21 @@ def _contents(files: Sequence[TimelineFile]) -> Iterator[bytes]:
             yield ahead.popleft().result()
 
 
-def _when(file: TimelineFile) -> tuple[str, int]:
-    """Sorts timelines: their names begin with the second of their start."""
+def _creation(file: TimelineFile) -> tuple[str, int]:
     return file.name.partition("-")[0], file.modified_ns
 
 
-def place_of(file: TimelineFile) -> tuple[str, str]:
-    """Node and rank, from `TIME-PID-NODE-RANK`."""
+def node_and_rank(file: TimelineFile) -> tuple[str, str]:
+    """Return node and rank of a timeline, from its name `TIME-PID-NODE-RANK`."""
     node, _, rank = file.name.split("-", 2)[-1].rpartition("-")
     return node, rank
 
 
 FOLDER = "starts/"
 OBJECT_BYTES_MAX = 16 * 1024 * 1024
-"""Of an object as it is stored: a node's timelines of `BYTES_MAX` become a tenth of that."""
+"""Largest compressed object: timelines shrink to about a tenth of `BYTES_MAX`."""
 STARTS_MAX = 1000
-"""Of a job; `store gc` leaves far fewer."""
+"""Most starts listed for a job; `store gc` leaves far fewer."""
 _STORED_SUFFIX = ".jsonl.zst"
 _LEVEL = 9
 _WINDOW_BYTES_MAX = 8 * 1024 * 1024
@@ -336,87 +362,69 @@ _NAME = re.compile(rf"([0-9]{{8}}T[0-9]{{6}}Z-[0-9]{{1,10}}-{_WORD}-{_RANK})\.js
 
 
 def key_of(job: str, submission: str, attempt: int, name: str) -> str:
-    """Where the timeline of a node lies. `name`: of its first file, `TIME-PID-NODE-RANK`."""
+    """Return the key of a node's timeline; `name` is that of its first file, without suffix."""
     return f"{FOLDER}{job}/{submission}-{attempt}/{name}{_STORED_SUFFIX}"
 
 
 def start_of(key: str) -> tuple[str, str] | None:
-    """Job and start that the object at a key belongs to; None where it is not in a start's
-    folder."""
+    """Return the job and start of an object's key, or None if the key is not a timeline's."""
     parts = key.split("/")
     return (parts[1], parts[2]) if len(parts) == 4 and key.startswith(FOLDER) else None
 
 
 def pack(data: bytes) -> bytes:
-    """The object that holds these lines. Raises: CorruptError where it would be too large."""
+    """Compress lines to an object.
+
+    Raises: CorruptError if the lines or the object are too large.
+    """
     packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
     if len(data) > BYTES_MAX or len(packed) > OBJECT_BYTES_MAX:
-        raise CorruptError(f"{len(data)} bytes are too many for the timeline of a start")
+        raise CorruptError(f"{len(data)} bytes are too many for a timeline")
     return packed
 
 
 def unpack(packed: bytes) -> bytes:
-    """The lines in an object. Raises: CorruptError where it is none, or too large for one."""
+    """Return the lines in an object.
+
+    Raises: CorruptError if the object is damaged, not zstd, or too large.
+    """
     if len(packed) > OBJECT_BYTES_MAX:
-        raise CorruptError("it is too large for the timeline of a start")
+        raise CorruptError("the object is too large for a timeline")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
     try:
         with decompressor.stream_reader(BytesIO(packed)) as stream:
             data = stream.read(BYTES_MAX + 1)
-        # The reader takes a frame that is cut off for one that ends there.
+        # The reader does not notice that a frame was cut off.
         declared_bytes = zstandard.frame_content_size(packed)
     except zstandard.ZstdError as error:
-        raise CorruptError(f"it is no timeline: {error}") from error
+        raise CorruptError(f"the object is not a timeline: {error}") from error
     if len(data) > BYTES_MAX:
-        raise CorruptError("it holds more than the timeline of a start")
+        raise CorruptError("the object holds more than a timeline may")
     if declared_bytes >= 0 and len(data) != declared_bytes:
-        raise CorruptError(f"it is cut off: {len(data)} of {declared_bytes} bytes are there")
+        raise CorruptError(f"the object is cut off: it has {len(data)} of {declared_bytes} bytes")
     return data
 
 
-class _Object(Struct, frozen=True):
-    store: Store
-    key: str
-    modified_ns: int
-    size_bytes: int
-
-    @property
-    def is_far(self) -> bool:
-        return True
-
-    @property
-    def name(self) -> str:
-        return self.key.rpartition("/")[2].removesuffix(_STORED_SUFFIX)
-
-    def read(self) -> bytes:
-        """Nothing of an object that is gone, or is none of ours: others are worth reading."""
-        try:
-            return unpack(self.store.read(self.key, 0, OBJECT_BYTES_MAX + 1))
-        except (NotFoundError, CorruptError) as error:
-            _log.warning("warning: %s/%s is left out: %s", self.store.url, self.key, error)
-            return b""
-
-
-class Stored(Struct, frozen=True):
-    """The timelines that nodes have put into a store."""
+class StoredTimelines(Struct, frozen=True):
+    """Timelines that nodes have published to a store."""
 
     store: Store
 
     @property
     def where(self) -> str:
-        """For messages."""
         return self.store.url
 
     def starts(self, job: str) -> Sequence[StartFiles]:
-        """Raises: UnavailableError, DeadlineError, PermissionDeniedError."""
-        found: dict[str, list[_Object]] = {}
+        found: dict[str, list[TimelineFile]] = {}
         for info in self.store.list(f"{FOLDER}{job}/"):
             _, _, start, *rest = info.path.split("/")
             if len(rest) != 1 or not _START.fullmatch(start) or not _NAME.fullmatch(rest[0]):
                 continue
             if info.size_bytes <= OBJECT_BYTES_MAX and (start in found or len(found) < STARTS_MAX):
-                one = _Object(self.store, info.path, info.modified_ns, info.size_bytes)
-                found.setdefault(start, []).append(one)
+                name = rest[0].removesuffix(_STORED_SUFFIX)
+                place = StoredObject(self.store, info.path)
+                file = TimelineFile(name, place, info.modified_ns, info.size_bytes)
+                found.setdefault(start, []).append(file)
         starts = []
         for name, files in found.items():
             submission, _, attempt = name.rpartition("-")

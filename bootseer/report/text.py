@@ -1,12 +1,12 @@
-"""An explained start as lines for a terminal: one screen, however many nodes. Pure (no I/O)."""
+"""Explanation of a start as lines for a terminal: one screen for any number of nodes. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from bootseer.report.explain import Analysis
 from bootseer.report.graph import LAUNCHER
-from bootseer.report.path import Segment
+from bootseer.report.path import PathSegment
 
-# What takes less of the critical path than this is summed up.
+# Segments with a smaller share of the critical path are summed up.
 _SHARE_MIN = 0.02
 _PATH_MAX = 12
 _BLAME_MAX = 5
@@ -16,12 +16,13 @@ _LATE_MIN_S = 0.1
 _MISSED_MAX = 5
 _NAMED_MAX = 8
 _SERVERS = {"namenode": "NameNode", "bucket": "bucket", "http": "registry or web server"}
-# Less is shown in GPU-seconds: two decimals of an hour would be "0.00".
+# Smaller figures are shown in GPU-seconds: two decimals of an hour would be "0.00".
 _GPU_HOURS_MIN = 0.1
 
 
 def explain(analysis: Analysis) -> Iterator[str]:
-    """Critical path, who held whom, stragglers with causes, and what it would have been."""
+    """Yield the critical path, the barriers, the stragglers with causes, and the what-ifs."""
+    yield from _delay(analysis)
     yield from _section("Who never came", _missed(analysis))
     yield from _path(analysis)
     yield from _section("Who held the others", _blame(analysis))
@@ -33,7 +34,7 @@ def explain(analysis: Analysis) -> Iterator[str]:
 
 
 def headline(analysis: Analysis) -> str:
-    """How long it took until the last process was ready."""
+    """Return one sentence: the time until the last process was ready."""
     if analysis.is_ready:
         if not analysis.before_s:
             return f"ready after {analysis.ready_s:.1f} s"
@@ -43,6 +44,16 @@ def headline(analysis: Analysis) -> str:
         "not ready: no process took an optimizer step or called bootseer.ready(); the last stage "
         f"noted ended after {analysis.ready_s:.1f} s"
     )
+
+
+def _delay(analysis: Analysis) -> Iterator[str]:
+    if (one := analysis.delay) is not None:
+        why = f"{one.cause.name}: {one.cause.evidence}" if one.cause.evidence else one.cause.name
+        yield ""
+        yield (
+            f"held by {_process(one.node, one.rank)} in {one.stage}: {one.seconds:.1f} s, "
+            f"{_gpu_time(one.gpu_hours)} ({why})"
+        )
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -61,15 +72,15 @@ def _path(analysis: Analysis) -> Iterator[str]:
     yield from _section("Critical path", lines)
 
 
-def _shortened(analysis: Analysis) -> tuple[list[Segment], float]:
-    """The segments worth a line, in order, and the seconds of the others."""
+def _shortened(analysis: Analysis) -> tuple[list[PathSegment], float]:
+    """Return the segments worth a line, in order, and the seconds of all others."""
     least = _SHARE_MIN * analysis.ready_s
     worth = sorted(analysis.path, key=lambda one: -one.seconds)[:_PATH_MAX]
     shown = [one for one in analysis.path if one in worth and one.seconds >= least]
     return shown, sum(one.seconds for one in analysis.path) - sum(one.seconds for one in shown)
 
 
-def _of(segment: Segment) -> str:
+def _of(segment: PathSegment) -> str:
     role = "" if segment.role == LAUNCHER else f" ({segment.role})"
     return f"{segment.label} on {_process(segment.node, segment.rank)}{role}"
 
@@ -104,12 +115,12 @@ def _blame(analysis: Analysis) -> Iterator[str]:
     causes = {one.node: one.cause for one in analysis.stragglers}
     held = [one for one in analysis.blame if one.late_s >= _LATE_MIN_S]
     for one in sorted(held, key=lambda one: -one.late_s)[:_BLAME_MAX]:
-        lost = ", ".join(f"{label} {seconds:.1f} s" for label, seconds in one.lost[:_LOST_MAX])
+        where = ", ".join(f"{lost.label} {lost.seconds:.1f} s" for lost in one.lost[:_LOST_MAX])
         cause = causes.get(one.node)
         why = f"; {cause.name}: {cause.evidence}" if cause and cause.evidence else ""
         yield (
             f"{one.barrier}: {_process(one.node, one.rank)} came {one.late_s:.1f} s after the "
-            f"median" + (f" (lost in {lost}{why})" if lost else "")
+            f"median" + (f" (lost in {where}{why})" if where else "")
         )
 
 
@@ -157,8 +168,16 @@ def _gpu_time(hours: float) -> str:
 
 
 def _clocks(analysis: Analysis) -> Iterator[str]:
-    off = {node: shift for node, shift in analysis.clocks.shift_s.items() if abs(shift) >= 1}
-    if off:
+    shifts = analysis.clocks.shift_s
+    off = {node: shift for node, shift in shifts.items() if abs(shift) >= 1}
+    if off and len(shifts) == 2:
+        first, second = sorted(shifts, key=lambda node: shifts[node])
+        yield ""
+        yield (
+            f"the clock of {first} is {shifts[second] - shifts[first]:.0f} s ahead of that of "
+            f"{second}; corrected at barriers"
+        )
+    elif off:
         worst = max(off, key=lambda node: abs(off[node]))
         yield ""
         yield (

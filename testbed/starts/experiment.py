@@ -16,7 +16,7 @@ from typing import Self
 
 from bootseer.report.explain import StartModel
 from bootseer.report.read import read_graph
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.sources import TimelineFolder, find_start
 from testbed.paths import REPOSITORY
 from testbed.starts.nodes import NamespaceNode, Nodes
 from testbed.waiting import pause
@@ -126,7 +126,7 @@ class Experiment:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        files = find_start(Folder(self._folder / "timelines"), "j")
+        files = find_start(TimelineFolder(self._folder / "timelines"), "j")
         return StartModel(read_graph(files, 0))
 
     def _run(self, node: NamespaceNode) -> "subprocess.Popen[bytes]":

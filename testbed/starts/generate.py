@@ -15,7 +15,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from bootseer.report.graph import Span, Track
+from bootseer.report.graph import Track, TrackSpan
 
 Cause = Literal[
     "slow disk",
@@ -183,7 +183,7 @@ class _Node:
         mounted = self.stage("checkpoint mount", _CHECKPOINT_S, begin + 0.05, net=0.7)
         set_up = self.stage("environment", _ENVIRONMENT_S, image.end_s + 0.05, net=0.5, size=5e8)
         self.launched = max(set_up.end_s, mounted.end_s) + 0.05
-        self.spans = [Span("start", begin, self.launched), mounted, image, set_up]
+        self.spans = [TrackSpan("start", begin, self.launched), mounted, image, set_up]
         self.ranks = [_Rank(self, rank) for rank in range(recipe.rank_count)]
 
     def _slower(self, cause: Cause) -> float:
@@ -205,7 +205,7 @@ class _Node:
         size: float = 0.0,
         share: float = 1.0,
         parent: int = 0,
-    ) -> Span:
+    ) -> TrackSpan:
         """A stage of which these shares of the time wait for disk, network and processor."""
         base = typical_s * self.noise(share)
         noisy, unkind = self.random.uniform, self.recipe.unkind
@@ -245,7 +245,7 @@ class _Node:
                 counted = seconds if parent == 0 else seconds / self.recipe.rank_count
                 self.lost_s[cause] = self.lost_s.get(cause, 0.0) + counted
         end = begin + base + sum(extra.values())
-        return Span(name, begin, end, parent, evidence=evidence)
+        return TrackSpan(name, begin, end, parent, evidence=evidence)
 
     def tracks(self) -> Iterator[Track]:
         yield Track(self.name, [_moved(span, self._ahead_s) for span in self.spans])
@@ -263,7 +263,7 @@ class _Rank:
     def __init__(self, node: _Node, number: int) -> None:
         self.node = node
         self.number = number
-        self.spans: list[Span] = []
+        self.spans: list[TrackSpan] = []
         self.now = node.launched + 0.05 * node.noise()
 
     def work_until(self, barrier: str) -> None:
@@ -300,12 +300,12 @@ class _Rank:
         latency = 0.3 if barrier == "init_process_group" else 0.02
         latency += _STEP_S if barrier == "first step" else 0.0
         self.now = last + latency + 0.001 * abs(self.node.random.gauss(0, 1))
-        self.spans.append(Span(barrier, self._arrived, self.now, barrier=f"{barrier}:world"))
+        self.spans.append(TrackSpan(barrier, self._arrived, self.now, barrier=f"{barrier}:world"))
         if barrier == "first step":
-            self.spans.append(Span("ready", self.now, self.now))
+            self.spans.append(TrackSpan("ready", self.now, self.now))
 
 
-def _moved(span: Span, seconds: float) -> Span:
+def _moved(span: TrackSpan, seconds: float) -> TrackSpan:
     if not seconds:
         return span
     return replace(span, begin_s=span.begin_s + seconds, end_s=span.end_s + seconds)

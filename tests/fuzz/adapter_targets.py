@@ -13,8 +13,8 @@ from bootseer.report.explain import StartModel, break_down
 from bootseer.report.export import analysis_document
 from bootseer.report.graph import StartGraph
 from bootseer.report.others.kubernetes import WithPods
-from bootseer.report.others.placing import ADAPTERS, Placement
-from bootseer.report.sources import Folder
+from bootseer.report.others.placing import ADAPTERS, ForeignStages
+from bootseer.report.sources import TimelineFolder
 from bootseer.timeline import otlp
 from tests.fuzz.harness import Target
 from tests.fuzz.mutations import mutated, mutated_json_bytes
@@ -60,7 +60,7 @@ def _target(adapter: str, *inputs: st.SearchStrategy[bytes]) -> Target:
     def read(data: bytes) -> None:
         known = ADAPTERS[adapter](data)
         graph = StartGraph()
-        graph.add_node([*_own(), *Placement({adapter: known}).of(_own())], 0)
+        graph.add_node([*_own(), *ForeignStages({adapter: known}).for_node(_own())], 0)
         analysis = StartModel(graph).analyse()
         found = [msgspec.to_builtins(break_down(graph)), analysis_document(analysis)]
         json.dumps(found, allow_nan=False)
@@ -85,7 +85,7 @@ def _pods() -> dict[str, Any]:
 
 
 def _read_pods(data: bytes) -> None:
-    for start in WithPods(Folder(_SAMPLES), data).starts("llm"):
+    for start in WithPods(TimelineFolder(_SAMPLES), data).starts("llm"):
         graph = StartGraph()
         for stages in start.nodes():
             graph.add_node(stages, 0)

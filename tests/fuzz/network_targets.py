@@ -13,8 +13,7 @@ from bootseer.errors import BootseerError, CorruptError, InvalidInputError, Unkn
 from bootseer.fuse.kernel import wire
 from bootseer.fuse.kernel.dispatch import Answer, Dispatcher
 from bootseer.fuse.kernel.operations import Caller, Operations
-from bootseer.kubernetes.webhook.plan import Cluster
-from bootseer.kubernetes.webhook.review import answer
+from bootseer.kubernetes.webhook.plan import Cluster, answer
 from bootseer.prefetch.sources import documents
 from bootseer.registry.documents import parse_index, parse_object
 from bootseer.registry.hosts import parse_hosts

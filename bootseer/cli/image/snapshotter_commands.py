@@ -91,15 +91,15 @@ def snapshotter(
     content = content.absolute() if content else root.parent / CONTENT_FOLDER
     image_mounts = None
     if containerd is not None:
-        from bootseer.kubernetes.image_mounts import ImageMounts
+        from bootseer.kubernetes.pod_stages import ImageMountStages
 
-        image_mounts = ImageMounts(settings, containerd.absolute())
+        image_mounts = ImageMountStages(settings, containerd.absolute())
     core = Snapshotter(
         settings,
         root,
         content,
         linger_s=linger_s,
-        on_mount=image_mounts.take if image_mounts else None,
+        on_mount=image_mounts.add if image_mounts else None,
     )
 
     def start() -> None:

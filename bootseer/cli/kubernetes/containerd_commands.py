@@ -12,8 +12,8 @@ from bootseer.cli.output import current_settings
 from bootseer.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from bootseer.kubernetes.installer.daemon import Daemon
-    from bootseer.kubernetes.installer.install import Change
+    from bootseer.kubernetes.containerd_config import InstallChange
+    from bootseer.kubernetes.containerd_process import ContainerdDaemon
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -52,7 +52,7 @@ def install(socket: Path, restart: str) -> None:
     containerd is restarted only where it runs without them. What it had is left as it is, and the
     runtime class is a copy of its default runtime.
     """
-    from bootseer.kubernetes.installer import install as installer
+    from bootseer.kubernetes import containerd_config as installer
 
     machine = platform.machine()
     on = f"linux/{_ARCHITECTURES.get(machine, machine)}"
@@ -66,10 +66,10 @@ def remove(
     socket: Path, restart: str, unless_daemonset: str | None, patience_s: float | None
 ) -> None:
     """Take away what `install` has added, to the byte, and have containerd forget it."""
-    from bootseer.kubernetes.cri import runtime_handlers
-    from bootseer.kubernetes.installer import install as installer
-    from bootseer.kubernetes.installer.block import NAME
-    from bootseer.kubernetes.removal import await_removal
+    from bootseer.kubernetes import containerd_config as installer
+    from bootseer.kubernetes.containerd import runtime_handlers
+    from bootseer.kubernetes.containerd_process import NAME
+    from bootseer.kubernetes.mount_host import await_removal
 
     def has_pods() -> bool:
         return NAME in runtime_handlers(socket)
@@ -91,17 +91,17 @@ def status(socket: Path, restart: str) -> None:
     click.echo(f"containerd runs with the snapshotter at {plugin}")
 
 
-def _daemon(socket: Path, restart: str) -> "Daemon":
-    from bootseer.kubernetes.installer.daemon import Daemon
+def _daemon(socket: Path, restart: str) -> "ContainerdDaemon":
+    from bootseer.kubernetes.containerd_process import ContainerdDaemon
 
-    return Daemon(socket, restart)
+    return ContainerdDaemon(socket, restart)
 
 
 def _address() -> str:
     return str(current_settings().run_dir / "snapshotter.sock")
 
 
-def _say(change: "Change", what: str) -> None:
+def _say(change: "InstallChange", what: str) -> None:
     changed = "now " if change.is_file_changed else ""
     done = "restarted" if change.is_restarted else "not restarted"
     click.echo(f"{change.file} {changed}{what}; containerd was {done}", err=True)

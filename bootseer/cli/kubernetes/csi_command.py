@@ -56,10 +56,8 @@ def csi(
         raise UnsupportedError(
             f"the driver needs the Python module {error.name}: pip install 'bootseer[kubernetes]'"
         ) from error
-    from bootseer.kubernetes.csi.driver import NAME, Driver
-    from bootseer.kubernetes.csi.records import Records
-    from bootseer.kubernetes.csi.service import handlers_of
-    from bootseer.kubernetes.csi.wire import IDENTITY, MESSAGES
+    from bootseer.kubernetes.csi.driver import NAME, Driver, VolumeRecords
+    from bootseer.kubernetes.csi.service import IDENTITY, MESSAGES, handlers_of
 
     kubelet_dir = kubelet_dir.absolute()
     endpoint = (endpoint or kubelet_dir / "plugins" / NAME / "csi.sock").absolute()
@@ -68,9 +66,9 @@ def csi(
         ask(endpoint, f"/{IDENTITY}/Probe", MESSAGES["ProbeRequest"](), MESSAGES["ProbeResponse"])
         return
     if patience_s is not None:
-        from bootseer.kubernetes.removal import await_removal
+        from bootseer.kubernetes.mount_host import await_removal
 
-        records = Records(current_settings().run_dir / "volumes")
+        records = VolumeRecords(current_settings().run_dir / "volumes")
         await_removal(
             unless_daemonset, "volumes", lambda: any(True for _ in records.all()), patience_s
         )

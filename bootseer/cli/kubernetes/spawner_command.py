@@ -39,7 +39,7 @@ def spawner(address: Path, grace_s: float, check: bool) -> None:
         if not answers(address):
             raise UnavailableError(f"no spawner answers on {address}")
         return
-    from bootseer.kubernetes.spawner import Spawner
+    from bootseer.kubernetes.mount_host import Spawner
 
     if os.geteuid() != 0:
         raise UnsupportedError("servers of mounts for other containers need root")

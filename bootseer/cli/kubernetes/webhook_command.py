@@ -40,8 +40,7 @@ def webhook(port: int, namespace: str | None, name: str, account: Path) -> None:
     Makes its own certificate, and tells the API server of it. See docs/kubernetes-annotations.md.
     """
     try:
-        from bootseer.kubernetes.webhook.cluster import ASK_S
-        from bootseer.kubernetes.webhook.process import serve
+        from bootseer.kubernetes.webhook.server import ASK_S, serve
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"the webhook needs the Python module {error.name}: pip install 'bootseer[kubernetes]'"

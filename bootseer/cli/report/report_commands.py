@@ -25,9 +25,9 @@ from bootseer.cli.report.report_output import (
 )
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.report.export import to_rows, to_trace
-from bootseer.report.others.known import Known
+from bootseer.report.others.foreign_stage import ForeignStage
 from bootseer.report.others.kubernetes import WithPods
-from bootseer.report.others.placing import ADAPTERS, Placement, ask_slurm, read_other
+from bootseer.report.others.placing import ADAPTERS, ForeignStages, ask_slurm, read_other
 from bootseer.report.page import imports_of, to_page
 from bootseer.report.read import read_events
 from bootseer.report.sources import Source, StartFiles, find_start, list_starts
@@ -167,14 +167,14 @@ def _other_of(option: str) -> _Other:
     return _Other(kind, name)
 
 
-def _others(files: StartFiles, read: Sequence[_Other]) -> Placement:
+def _others(files: StartFiles, read: Sequence[_Other]) -> ForeignStages:
     """What other programs know: Slurm is asked, where nobody gives its answer."""
-    known: dict[str, list[Known]] = {}
+    known: dict[str, list[ForeignStage]] = {}
     for one in read:
         known.setdefault(one.kind, []).extend(ADAPTERS[one.kind](one.data))
     if "slurm" not in known:
         known["slurm"] = [*ask_slurm(files.submission)]
-    return Placement(known)
+    return ForeignStages(known)
 
 
 def _other(source: Source, job: str, start: Explained, name: str) -> Listed:

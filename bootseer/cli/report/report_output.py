@@ -18,12 +18,19 @@ from bootseer.report.explain import (
     Summary,
     break_down,
     compare_starts,
-    look_back,
+    history_of,
 )
 from bootseer.report.export import analysis_document
-from bootseer.report.others.placing import Placement
+from bootseer.report.others.placing import ForeignStages
 from bootseer.report.read import in_order, read_graph
-from bootseer.report.sources import Folder, Merged, Source, StartFiles, Stored, list_starts
+from bootseer.report.sources import (
+    MergedSources,
+    Source,
+    StartFiles,
+    StoredTimelines,
+    TimelineFolder,
+    list_starts,
+)
 from bootseer.report.text import explain, headline
 from bootseer.settings.config import Settings
 from bootseer.store import open_own_store
@@ -49,9 +56,9 @@ class _ConfiguredStore(Struct, frozen=True, dict=True):
         return public_url(self.settings.store_url)
 
     @cached_property
-    def _stored(self) -> Stored:
+    def _stored(self) -> StoredTimelines:
         deadline_s = min(self.settings.deadline_s, _DEADLINE_S)
-        return Stored(open_own_store(self.settings, deadline_s=deadline_s))
+        return StoredTimelines(open_own_store(self.settings, deadline_s=deadline_s))
 
     def starts(self, job: str) -> Iterable[StartFiles]:
         return self._stored.starts(job)
@@ -60,10 +67,10 @@ class _ConfiguredStore(Struct, frozen=True, dict=True):
 def current_timelines() -> Source:
     """Where the command that is running finds timelines."""
     settings = current_settings()
-    folder = Folder(settings.timeline_dir)
+    folder = TimelineFolder(settings.timeline_dir)
     # Beside an image in a registry there are none.
     is_registry = settings.store_url.startswith("oci:")
-    return folder if is_registry else Merged(folder, _ConfiguredStore(settings))
+    return folder if is_registry else MergedSources(folder, _ConfiguredStore(settings))
 
 
 class Explained(Struct, dict=True):
@@ -93,7 +100,7 @@ def listed(files: StartFiles) -> Listed | None:
     return Listed(files, StartModel(graph).summary) if graph.heading is not None else None
 
 
-def explained(files: StartFiles, others: Placement | None = None) -> Explained | None:
+def explained(files: StartFiles, others: ForeignStages | None = None) -> Explained | None:
     """The start of these files, with what other programs know of it; None where they hold no
     stage."""
     files = files.bounded()
@@ -145,8 +152,11 @@ def title_of(start: Explained) -> str:
     parts += [f"attempt {breakdown.attempt}", f"{breakdown.node_count} node(s)"]
     if breakdown.rank_count > breakdown.node_count:
         parts.append(f"{breakdown.rank_count} ranks")
-    if breakdown.restart_count:
-        parts.append(f"workers restarted {breakdown.restart_count} time(s) since: not shown")
+    if failure := breakdown.failure:
+        where = f"{failure.node}/{failure.rank} failed in {failure.stage}"
+        parts.append(f"workers restarted {breakdown.restart_count} time(s), since {where}")
+    elif breakdown.restart_count:
+        parts.append(f"workers restarted {breakdown.restart_count} time(s) later: not shown")
     return ", ".join(parts)
 
 
@@ -190,7 +200,7 @@ def show_starts(source: Source, job: str, history: bool, as_json: bool) -> None:
     found = [start for one in files if (start := listed(one)) is not None]
     if not found:
         raise NotFoundError(f"no timeline of job {job!r} in {source.where}")
-    looked = look_back([start.summary for start in reversed(found)])
+    looked = history_of([start.summary for start in reversed(found)])
     if as_json:
         starts = [
             {

@@ -17,7 +17,7 @@ from bootseer.cli.output import (
 )
 from bootseer.cli.report.report_output import current_timelines, explained
 from bootseer.errors import NotFoundError
-from bootseer.report.explain import Progress, progress
+from bootseer.report.explain import StartProgress, progress
 from bootseer.report.graph import node_of
 from bootseer.report.sources import Source, find_start, list_starts
 from bootseer.timeline.otlp import START, Stage
@@ -96,7 +96,9 @@ def _earlier(source: Source, job: str) -> Sequence[float]:
     return [model.measured_s for model in models if model.is_ready]
 
 
-def _end(found: Progress, stages: Sequence[Stage], silent_s: float, silent_max_s: float) -> str:
+def _end(
+    found: StartProgress, stages: Sequence[Stage], silent_s: float, silent_max_s: float
+) -> str:
     """Return why there is nothing more to follow; empty while there is."""
     is_open = any(stage.open_count for stage in found.stages)
     failed = next((stage for stage in stages if stage.name == START and stage.failed), None)
@@ -110,7 +112,7 @@ def _end(found: Progress, stages: Sequence[Stage], silent_s: float, silent_max_s
     return ""
 
 
-def _lines(job: str, found: Progress) -> list[str]:
+def _lines(job: str, found: StartProgress) -> list[str]:
     expected = f", expected {found.expected_s:.0f} s" if found.expected_s is not None else ""
     lines = [
         f"job {job}: {found.elapsed_s:.0f} s{expected}; {found.node_count} node(s), "

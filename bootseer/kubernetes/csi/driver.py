@@ -1,11 +1,14 @@
-"""What a kubelet asks of the driver. The gRPC service only translates to and from this.
+"""CSI driver of a node: publishes volumes, keeps a record of each, and repairs those that break.
 
-Alone decides the order of the steps, and what happens to volumes whose server died. All that must
-outlive this process is in records, in mounts, and in servers, which are other processes. Locks are
-taken in this order: that of a target, that of a checkpoint folder. Thread-safe.
+Everything that must outlive this process is in records, in mounts, or in servers, which are other
+processes. A record is a file, written before anything is mounted for its volume and removed after
+everything is unmounted. Records do not outlive a reboot: nothing is mounted then, and the kubelet
+publishes again the volumes that it needs. Locks are taken in this order: target, checkpoint
+directory. Thread-safe.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -13,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+from bootseer.base.documents import Form
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -23,45 +27,114 @@ from bootseer.errors import (
     InvalidInputError,
     NotFoundError,
     UnavailableError,
+    from_oserror,
 )
-from bootseer.kubernetes.csi.attributes import (
-    CheckpointVolume,
-    check_secrets,
-    parse_volume,
-)
-from bootseer.kubernetes.csi.binding import (
+from bootseer.kubernetes.csi.attributes import CheckpointVolume, Volume, check_secrets, parse_volume
+from bootseer.kubernetes.csi.volumes import (
+    CheckpointServers,
+    VolumeTrees,
     bind,
     checked_target,
     free_target,
     make_target,
     minor_at,
+    tree_key,
     usage_of,
 )
-from bootseer.kubernetes.csi.checkpoints import Checkpoints
-from bootseer.kubernetes.csi.records import Record, Records
-from bootseer.kubernetes.csi.trees import Trees
-from bootseer.kubernetes.pod_start import of_volume
-from bootseer.kubernetes.timelines import noted
+from bootseer.kubernetes.pod_stages import pod_timeline, start_of_volume
+from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
+from bootseer.prefetch.snapshotter.snapshot import TreeKey
 from bootseer.served.processes import SPAWNER
 from bootseer.served.spawner import answers
 from bootseer.settings.config import Settings
+
+
+class VolumeRecord(Struct, frozen=True):
+    """Record of a published volume."""
+
+    volume_id: str
+    target: str
+    """Path that the kubelet binds into the pod's containers."""
+    volume: Volume
+    is_read_only: bool
+    backing: str = field(default="", name="behind")
+    """Mount point of the checkpoint server, or digest of the tree; empty until it is known."""
+    workload: str = ""
+    has_secrets: bool = False
+    """Whether the volume needs the pod's secrets, which are not kept: it cannot be repaired."""
+    device_minor: int = 0
+    """Minor device number of the server's mount that is bound to the target."""
+
+    @property
+    def tree_key(self) -> TreeKey:
+        """Key of the volume's served tree."""
+        return tree_key(self.volume, self.backing, self.workload)
+
+
+_FORM: Form[VolumeRecord] = Form(
+    type=VolumeRecord,
+    what="a record of a published volume",
+    kind="bootseer-volume",
+    versions=(1,),
+    size_max=256 * 1024,
+    kind_member="record",
+)
+
+
+class VolumeRecords:
+    """Records of volumes, one file each in a private directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = private_directory(folder)
+
+    def read(self, target: str) -> VolumeRecord | None:
+        """Return the record of the volume at `target`, or None."""
+        return read_private_file(self._path(target), _FORM)
+
+    def write(self, record: VolumeRecord) -> None:
+        """Write or replace the record of a target."""
+        try:
+            write_private_file(self._path(record.target), _FORM.encode(record))
+        except OSError as error:
+            raise from_oserror(
+                error, f"write the record of the volume at {record.target}"
+            ) from error
+
+    def remove(self, target: str) -> None:
+        """Remove the record of a target. Idempotent."""
+        try:
+            self._path(target).unlink(missing_ok=True)
+        except OSError as error:
+            raise from_oserror(error, f"remove the record of the volume at {target}") from error
+
+    def all(self) -> Iterator[VolumeRecord]:
+        """Yield every record; skip unreadable ones."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._folder.iterdir():
+                record = read_private_file(path, _FORM)
+                if record is not None and path == self._path(record.target):
+                    yield record
+
+    def _path(self, target: str) -> Path:
+        return self._folder / f"{hashlib.sha256(target.encode()).hexdigest()}.json"
+
 
 _log = logging.getLogger(__name__)
 
 NAME = "csi.bootseer.io"
 _LOCK_S = 5.0
-"""A call that waits longer for another one of its volume is refused: a kubelet tries again."""
+"""Longest wait for another call of the same volume; then the call fails and the kubelet retries."""
 _PUBLISHES_MAX = 12
-"""At once, each in a thread of the gRPC server for as long as a registry or a storage takes. It has
-16: taking volumes off, statistics and probes never wait for them."""
-_LOOK_S = 10.0
+"""Most publishes at a time. Each holds one of the gRPC server's 16 threads while a registry or a
+storage answers; the others stay free for unpublishing, statistics and probes."""
+_REPAIR_EVERY_S = 10.0
 _LINGER_S = 60.0
 _END_S = 5.0
 _ID_CHARS_MAX = 1024
 
 
-class Request(Struct, frozen=True):
-    """A volume that a kubelet wants to have published."""
+class PublishRequest(Struct, frozen=True):
+    """Kubelet's request to publish a volume."""
 
     volume_id: str
     target: str
@@ -70,8 +143,8 @@ class Request(Struct, frozen=True):
     is_read_only: bool
 
 
-class Usage(Struct, frozen=True):
-    """How full a volume is, or what is wrong with it."""
+class VolumeUsage(Struct, frozen=True):
+    """Size and free space of a volume, or a problem."""
 
     available_bytes: int = 0
     total_bytes: int = 0
@@ -84,7 +157,12 @@ class Driver:
     """The volumes of one node."""
 
     def __init__(self, settings: Settings, kubelet_dir: Path, sources: Sequence[str]) -> None:
-        """`sources`: URLs below which checkpoint folders may lie; none: every remote one.
+        """Make the driver of a node.
+
+        Args:
+            settings: Settings of the node.
+            kubelet_dir: The kubelet's root directory.
+            sources: URLs below which checkpoint folders may be. Empty: any remote URL.
 
         Raises: BootseerError.
         """
@@ -92,42 +170,43 @@ class Driver:
         self._kubelet_dir = kubelet_dir
         self._sources = tuple(sources)
         folder = kubelet_dir / "plugins" / NAME
-        # What is mounted again for a pod that a restart of the machine has ended stays for ever:
-        # Kubernetes 1.20 has forgotten inline volumes then, and such a pod would never go.
-        self._records = Records(settings.run_dir / "volumes")
-        self._trees = Trees(settings, folder)
-        self._checkpoints = Checkpoints(settings, folder / "checkpoints")
-        # Each lives as long as a call uses it.
+        # run_dir is cleared at boot. A volume mounted again for a pod from before a reboot would
+        # stay forever: Kubernetes 1.20 forgets inline volumes at a reboot.
+        self._records = VolumeRecords(settings.run_dir / "volumes")
+        self._trees = VolumeTrees(settings, folder)
+        self._checkpoints = CheckpointServers(settings, folder / "checkpoints")
         self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._publishes = threading.BoundedSemaphore(_PUBLISHES_MAX)
         self._closing = threading.Event()
-        self._mender = threading.Thread(target=self._mend_until_closed, name="mend", daemon=True)
+        self._repairer = threading.Thread(
+            target=self._repair_until_closed, name="repair", daemon=True
+        )
 
     def start(self) -> None:
-        """Begin to look after published volumes."""
-        self._mender.start()
+        """Start the thread that repairs volumes."""
+        self._repairer.start()
 
     def close(self) -> None:
-        """End, leaving every volume to its pod and to the next driver."""
+        """Stop that thread. Volumes stay mounted, for their pods and the next driver."""
         self._closing.set()
-        if self._mender.is_alive():
-            self._mender.join(_END_S)
+        if self._repairer.is_alive():
+            self._repairer.join(_END_S)
 
     # ---- operations -----------------------------------------------------------------------------
 
-    def publish(self, request: Request) -> None:
-        """Have a volume at its target; nothing to do where it is there already.
+    def publish(self, request: PublishRequest) -> None:
+        """Mount a volume at its target. Idempotent. After an error nothing is mounted.
 
-        Raises: InvalidInputError, PermissionDeniedError for what may not be asked;
-        AlreadyExistsError where another volume is there; NotFoundError, UnavailableError and other
-        BootseerErrors where it cannot be had now. Nothing is mounted then.
+        Raises: InvalidInputError, PermissionDeniedError if the volume is not allowed;
+            AlreadyExistsError if another volume is at the target; NotFoundError, UnavailableError
+            and other BootseerErrors if the volume cannot be mounted now.
         """
         _check_id(request.volume_id)
         target = checked_target(self._kubelet_dir, request.target)
         volume = parse_volume(request.context, self._sources)
         secrets = check_secrets(volume, request.secrets)
-        record = Record(
+        record = VolumeRecord(
             request.volume_id,
             request.target,
             volume,
@@ -140,7 +219,7 @@ class Driver:
         with self._admitted(), self._locked(request.target):
             before = self._records.read(request.target)
             if before is not None:
-                if replace(before, behind="", device_minor=0) != record:
+                if replace(before, backing="", device_minor=0) != record:
                     raise AlreadyExistsError(
                         f"another volume, {before.volume_id}, is published at {target}"
                     )
@@ -148,17 +227,19 @@ class Driver:
                     return
             kind = type(volume).__name__.removesuffix("Volume").lower()
             with (
-                # The folder of a target has the volume's name in the pod.
-                noted(self.settings, of_volume(request.context), target.parent.name) as timeline,
+                # The directory of a target is named after the volume in the pod.
+                pod_timeline(
+                    self.settings, start_of_volume(request.context), target.parent.name
+                ) as timeline,
                 timeline.span(f"{kind} volume") if timeline else contextlib.nullcontext(),
             ):
                 self._publish(record, target, secrets, before)
 
     def unpublish(self, volume_id: str, target: str) -> None:
-        """Take a volume off its target; nothing to do where it is not there.
+        """Unmount a volume from its target. Idempotent. After an error the volume stays mounted.
 
-        Raises: InvalidInputError; UnavailableError, BusyError while files are being written to it
-        or it is in use: it stays then.
+        Raises: InvalidInputError; UnavailableError, BusyError while files are being written or
+            the volume is in use.
         """
         _check_id(volume_id)
         path = checked_target(self._kubelet_dir, target)
@@ -168,37 +249,37 @@ class Driver:
                 free_target(path)
                 self._records.remove(target)
                 return
-            directory = Path(record.behind) if record.behind else None
+            directory = Path(record.backing) if record.backing else None
             if directory is not None:
-                self._checkpoints.await_written(directory, is_shared=self._others(record))
-            with self._locked(record.behind):
+                self._checkpoints.await_written(directory, is_shared=self._is_shared(record))
+            with self._locked(record.backing):
                 free_target(path)
-                if directory is not None and not self._others(record):
-                    # Before the record goes: the kubelet asks again where this fails.
-                    self._end(directory, record)
+                if directory is not None and not self._is_shared(record):
+                    # If this fails, the record stays and the kubelet asks again.
+                    try:
+                        self._checkpoints.unmount(directory)
+                    except CorruptError:
+                        # Reported once: the kubelet's next call must succeed.
+                        self._records.remove(target)
+                        raise
                 self._records.remove(target)
 
-    def _end(self, directory: Path, record: Record) -> None:
-        try:
-            self._checkpoints.unmount(directory)
-        except CorruptError:
-            # Told once; the kubelet's next call finds nothing left to be done.
-            self._records.remove(record.target)
-            raise
+    def usage(self, volume_id: str, target: str) -> VolumeUsage:
+        """Return the size and free space of a volume.
 
-    def usage(self, volume_id: str, target: str) -> Usage:
-        """How full the volume is. Raises: NotFoundError where it is not published there."""
+        Raises: NotFoundError if the volume is not published at `target`.
+        """
         path = Path(target)
         record = self._records.read(target)
         if record is None or record.volume_id != volume_id:
             raise NotFoundError(f"no volume {volume_id[:200]!r} is published at {target[:200]}")
         if minor_at(path) is None:
-            return Usage(problem=f"nothing is mounted at {target} now")
+            return VolumeUsage(problem=f"nothing is mounted at {target} now")
         try:
             found = usage_of(path)
         except BootseerError as error:
-            return Usage(problem=str(error))
-        return Usage(
+            return VolumeUsage(problem=str(error))
+        return VolumeUsage(
             found.f_bavail * found.f_frsize,
             found.f_blocks * found.f_frsize,
             found.f_favail,
@@ -208,19 +289,26 @@ class Driver:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _publish(
-        self, record: Record, target: Path, secrets: Mapping[str, str], before: Record | None
+        self,
+        record: VolumeRecord,
+        target: Path,
+        secrets: Mapping[str, str],
+        before: VolumeRecord | None,
     ) -> None:
-        """Mount a volume, or on top of what a server that died has left, which shows an error and
-        not a folder of the node's disk until then. The caller holds the target's lock."""
+        """Mount a volume. The caller holds the target's lock.
+
+        If `before` is given, its dead mount stays below the new one: until then the pod gets errors
+        and never sees a directory of the node's disk.
+        """
         if before is None:
-            # What a killed driver left.
+            # A killed driver may have left a mount.
             free_target(target)
         try:
             volume = record.volume
             if isinstance(volume, CheckpointVolume):
                 directory = self._checkpoints.directory_of(volume, secrets)
-                record = replace(record, behind=str(directory))
-                with self._locked(record.behind):
+                record = replace(record, backing=str(directory))
+                with self._locked(record.backing):
                     self._records.write(record)
                     minor = self._checkpoints.mount(volume, directory, secrets)
                     make_target(target)
@@ -228,10 +316,10 @@ class Driver:
             else:
                 found = self._trees.find(volume)
                 try:
-                    record = replace(record, behind=found.digest)
+                    record = replace(record, backing=found.digest)
                     self._records.write(record)
                     make_target(target)
-                    minor = self._trees.show(record, found, target)
+                    minor = self._trees.show(record.tree_key, volume, found, target)
                 finally:
                     found.release()
             self._records.write(replace(record, device_minor=minor))
@@ -244,22 +332,23 @@ class Driver:
                     self._records.write(before)
             raise
 
-    def _is_served(self, record: Record) -> bool:
+    def _is_served(self, record: VolumeRecord) -> bool:
         if isinstance(record.volume, CheckpointVolume):
-            minor = self._checkpoints.minor(Path(record.behind)) if record.behind else None
-            return minor is not None and minor == record.device_minor
-        return self._trees.is_served(record)
+            minor = self._checkpoints.minor(Path(record.backing)) if record.backing else None
+        else:
+            minor = self._trees.minor(record.tree_key)
+        return minor is not None and minor == record.device_minor
 
-    def _others(self, record: Record) -> bool:
-        """Whether other volumes use the checkpoint folder of this one."""
+    def _is_shared(self, record: VolumeRecord) -> bool:
+        """Return whether other volumes use the checkpoint directory of this one."""
         return any(
-            one.behind == record.behind and one.target != record.target
+            one.backing == record.backing and one.target != record.target
             for one in self._records.all()
         )
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
-        """One of the publishes that may be under way. Raises: UnavailableError, at once."""
+        """Count the block as a publish; fail at once if there are `_PUBLISHES_MAX` already."""
         if not self._publishes.acquire(blocking=False):
             raise UnavailableError(
                 f"{_PUBLISHES_MAX} other volumes are being published on this node; try again"
@@ -274,61 +363,63 @@ class Driver:
         with self._lock:
             lock = self._locks.setdefault(name, threading.Lock())
         if not lock.acquire(timeout=_LOCK_S):
-            raise UnavailableError(f"another call is at work on {name[:200]}; try again")
+            raise UnavailableError(f"another call is working on {name[:200]}; try again")
         try:
             yield
         finally:
             lock.release()
 
-    # ---- what dies ------------------------------------------------------------------------------
+    # ---- repair ---------------------------------------------------------------------------------
 
-    def _mend_until_closed(self) -> None:
+    def _repair_until_closed(self) -> None:
         while True:
             try:
-                self.mend()
+                self.repair()
             except Exception:
-                _log.exception("cannot look after the volumes")
-            if self._closing.wait(_LOOK_S):
+                _log.exception("cannot check the volumes")
+            if self._closing.wait(_REPAIR_EVERY_S):
                 return
 
-    def mend(self) -> None:
-        """Forget volumes whose pods are gone, mount those anew whose servers died, and end servers
-        that no volume uses."""
+    def repair(self) -> None:
+        """Check all volumes once.
+
+        Volumes of deleted pods lose their record, volumes whose server died are mounted again, and
+        servers that no volume uses are ended.
+        """
         spawner = os.environ.get(SPAWNER)
         if spawner and not answers(Path(spawner)):
-            # It is being replaced, or removed: servers that were started here would end with us.
+            # Without the spawner, servers would be children of this process and end with it.
             return
         for record in list(self._records.all()):
             try:
                 with self._locked(record.target):
-                    self._mend(record)
+                    self._repair(record)
             except (BootseerError, OSError) as error:
-                _log.warning("the volume %s is not well: %s", record.target, error)
+                _log.warning("the volume %s has a problem: %s", record.target, error)
             except Exception:
-                # The volumes behind it are to be looked after all the same.
                 _log.exception("unexpected error with the volume %s", record.target)
         records = list(self._records.all())
-        self._trees.retire(records, _LINGER_S)
-        for directory in self._checkpoints.unused({Path(one.behind) for one in records}):
+        self._trees.retire(frozenset(one.tree_key for one in records), _LINGER_S)
+        for directory in self._checkpoints.unused({Path(one.backing) for one in records}):
             with contextlib.suppress(BootseerError), self._locked(str(directory)):
-                if not any(one.behind == str(directory) for one in self._records.all()):
+                if not any(one.backing == str(directory) for one in self._records.all()):
                     self._checkpoints.unmount(directory)
 
-    def _mend(self, record: Record) -> None:
+    def _repair(self, record: VolumeRecord) -> None:
         if self._records.read(record.target) != record:
             return
         target = Path(record.target)
-        # The pod's folder of this volume is made before, and removed after, by the kubelet.
+        # The kubelet makes the target's directory before publishing and removes it afterwards.
         if not target.parent.is_dir():
-            _log.info("forgetting the volume %s, whose pod is gone", record.target)
+            _log.info("the pod of volume %s is gone", record.target)
             self._records.remove(record.target)
         elif record.device_minor and not self._is_served(record):
             if record.has_secrets:
-                raise UnavailableError("its server died, and its secrets are nowhere kept")
-            _log.warning("mounting the volume %s anew, whose server died", record.target)
+                raise UnavailableError("its server died, and its secrets were not kept")
+            _log.warning("mounting the volume %s again: its server died", record.target)
             self._publish(record, target, {}, record)
 
 
 def _check_id(volume_id: str) -> None:
     if not volume_id or len(volume_id) > _ID_CHARS_MAX:
-        raise InvalidInputError("the call names no volume, or none that could be")
+        raise InvalidInputError("the call has no volume id, or one that is too long")

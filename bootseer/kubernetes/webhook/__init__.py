@@ -1,4 +1,4 @@
-"""The mutating webhook: annotations of a pod become its runtime class, volumes and variables.
+"""Mutating admission webhook: annotations of a pod become a runtime class, volumes and variables.
 
-pods, identity, plan and review are pure; cluster, credentials, server and process are the edge.
+`pods` (model) and `plan` are pure; `certificate` and `server` do I/O.
 """

@@ -1,12 +1,12 @@
-"""The webhook's certificate: how it is made, renewed, and told to the API server.
+"""Certificate of the webhook: made, renewed, and registered with the API server.
 
-There is no certificate authority. The certificate signs itself, and the API server is told to trust
-exactly it (`caBundle`), so that no key that could sign for others exists anywhere. After a renewal
-the certificate before it is trusted too, for replicas that have not seen the new one.
+There is no certificate authority. The certificate is self-signed, and the webhook's configuration
+(`caBundle`) trusts exactly this one, so no key exists that could sign for others. After a renewal
+the previous certificate stays trusted, for replicas that have not read the new one yet.
 
-Key and certificate lie in a Secret, which whoever renews them replaces only as it was read. The API
-server is told of a certificate before a replica serves with it: at the look before, so that every
-API server has noticed. For one thread.
+Key and certificate are in a Secret, which is replaced only if its resourceVersion is unchanged. A
+replica serves with a new certificate one refresh after the configuration trusts it, so that every
+API server has seen the change. Not thread-safe.
 """
 
 import base64
@@ -22,33 +22,33 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from msgspec import Struct
 
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.errors import NotFoundError
 from bootseer.kubernetes.api import Api
 
 _log = logging.getLogger(__name__)
 
 VALIDITY = datetime.timedelta(days=90)
 WEBHOOK = "pods.bootseer.io"
-"""The configuration's entry that must be there."""
+"""Entry that the webhook configuration must have."""
 _EARLIER = datetime.timedelta(hours=1)
-"""Clocks of other machines may be behind."""
+"""Time by which a certificate is valid earlier: other machines' clocks may be behind."""
 _TRUSTED_MAX = 2
 _FIELDS = {"trusted": "ca.crt", "certificate": "tls.crt", "key": "tls.key"}
 
 
 class Pair(Struct, frozen=True, kw_only=True):
-    """A certificate and its key, in PEM."""
+    """Certificate and key in PEM."""
 
     trusted: bytes
-    """What API servers are told to trust: this certificate, then the one before it."""
+    """Content of `caBundle`: this certificate and the previous one."""
     certificate: bytes
     key: bytes
 
 
 def make_pair(names: Sequence[str], now: datetime.datetime, before: Pair | None = None) -> Pair:
-    """Return a new pair for a server with these DNS names. `before` is the one that it replaces."""
+    """Return a new pair for a server with these DNS names, to replace the pair `before`."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # Names are in the extension, which has no limit of 64 characters.
+    # The DNS names are in the extension, since a common name has at most 64 characters.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bootseer webhook")])
     made = (
         x509.CertificateBuilder()
@@ -79,7 +79,7 @@ def make_pair(names: Sequence[str], now: datetime.datetime, before: Pair | None 
 
 
 def problem_of(pair: Pair, names: Sequence[str], now: datetime.datetime) -> str:
-    """Return why a pair cannot be used, or "" where it can."""
+    """Return why a pair cannot be used, or "" if it can."""
     try:
         trusted = x509.load_pem_x509_certificates(pair.trusted)
         certificate = x509.load_pem_x509_certificate(pair.certificate)
@@ -87,21 +87,21 @@ def problem_of(pair: Pair, names: Sequence[str], now: datetime.datetime) -> str:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         found = extension.value.get_values_for_type(x509.DNSName)
     except (ValueError, TypeError, x509.ExtensionNotFound) as error:
-        return f"it cannot be read ({type(error).__name__})"
+        return f"the pair cannot be read ({type(error).__name__})"
     if trusted[0] != certificate:
-        return "it is not what API servers are told to trust"
+        return "the certificate is not the trusted one"
     if key.public_key() != certificate.public_key():
-        return "its key is another one's"
+        return "the key belongs to another certificate"
     if not set(names) <= set(found):
-        return "it is for another name"
-    # Not whether it is valid already: a replica whose clock is behind would make another one.
+        return "the certificate is for another name"
+    # not_valid_before is not checked: a replica whose clock is behind would replace the pair.
     if now >= certificate.not_valid_after_utc:
-        return "it is too old"
+        return "the certificate has expired"
     return ""
 
 
 def is_due(pair: Pair, now: datetime.datetime) -> bool:
-    """Return whether a usable pair is to be renewed: after two thirds of its time."""
+    """Return whether a usable pair must be renewed: two thirds of its lifetime have passed."""
     certificate = x509.load_pem_x509_certificate(pair.certificate)
     whole = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return now >= certificate.not_valid_before_utc + whole * 2 / 3
@@ -125,7 +125,7 @@ def _now() -> datetime.datetime:
 
 
 class Certificate:
-    """The certificate that one replica serves with."""
+    """Certificate of one replica."""
 
     def __init__(
         self,
@@ -136,8 +136,15 @@ class Certificate:
         use: Callable[[Pair], None],
         clock: Callable[[], datetime.datetime] = _now,
     ) -> None:
-        """`name` is that of Service, Secret and configuration. `use` is given each pair to serve
-        with."""
+        """Prepare the certificate.
+
+        Args:
+            api: Client of the API server.
+            namespace: Namespace of the Service and the Secret.
+            name: Name of the Service, the Secret and the webhook configuration.
+            use: Called with each pair to serve with.
+            clock: Returns the time; for tests.
+        """
         self._api = api
         self._secret = f"/api/v1/namespaces/{namespace}/secrets/{name}"
         self._configuration = (
@@ -148,33 +155,25 @@ class Certificate:
         self._clock = clock
         self._used: Pair | None = None
         self.is_ready = False
-        """Whether API servers trust what this replica serves with."""
+        """Whether API servers trust the certificate that this replica serves with."""
 
-    def serve_alone(self) -> None:
-        """Serve with a pair that nobody else knows: for the kubelet's probes, until there is
-        another."""
+    def serve_untrusted(self) -> None:
+        """Serve with a new pair that API servers do not trust, for the kubelet's probes."""
         self._use(make_pair(self._names, self._clock()))
 
-    def look(self) -> None:
-        """Renew what is to be renewed, and serve with what the Secret has.
+    def refresh(self) -> None:
+        """Renew the pair in the Secret if it is due, register it, and serve with it.
 
-        Raises: BootseerError. What was served stays.
+        Raises: BootseerError. The served pair stays then.
         """
         pair = self._stored_pair()
-        was_told = self._tell(pair)
-        if pair != self._used and (was_told or self._used is None):
+        was_registered = self._register(pair)
+        if pair != self._used and (was_registered or self._used is None):
             self._use(pair)
             self._used = pair
             _log.info("serving with the certificate in %s", self._secret)
-        # Before the first of these it is told, and after a renewal the earlier one is trusted.
+        # The first pair is registered by now, and after a renewal the previous one stays trusted.
         self.is_ready = self._used is not None
-
-    def look_quietly(self) -> None:
-        """Look, and only log what fails."""
-        try:
-            self.look()
-        except BootseerError as error:
-            _log.warning("%s", error)
 
     def _stored_pair(self) -> Pair:
         secret = self._api.get(self._secret)
@@ -185,20 +184,20 @@ class Certificate:
             )
         now = self._clock()
         found = _pair_of(secret)
-        problem = problem_of(found, self._names, now) if found else "it has none yet"
+        problem = problem_of(found, self._names, now) if found else "the Secret is empty"
         if found and not problem and not is_due(found, now):
             return found
-        _log.info("making a certificate for %s: %s", self._secret, problem or "it ends soon")
+        _log.info("making a certificate for %s: %s", self._secret, problem or "it expires soon")
         pair = make_pair(self._names, now, found if found and not problem else None)
         secret["data"] = {**(secret.get("data") or {}), **_data_of(pair)}
-        # Another replica may have been first: what it has made is found at the next look.
+        # If another replica was first, the next refresh finds its pair.
         self._api.replace(self._secret, secret)
         return pair
 
-    def _tell(self, pair: Pair) -> bool:
-        """Tell the API server what to trust, and return whether it knew that already.
+    def _register(self, pair: Pair) -> bool:
+        """Put the pair into the webhook configuration; return whether it was there already.
 
-        Raises: BusyError where somebody has changed the configuration since; BootseerError.
+        Raises: BusyError if the configuration has changed meanwhile; BootseerError.
         """
         configuration = self._api.get(self._configuration) or {}
         hooks = configuration.get("webhooks")
@@ -212,16 +211,16 @@ class Certificate:
                 f"there is no webhook {WEBHOOK} at {self._configuration}; install the chart again"
             )
         bundle = base64.b64encode(pair.trusted).decode()
-        untold = [
+        changes = [
             {"op": "add", "path": f"/webhooks/{place}/clientConfig/caBundle", "value": bundle}
             for place, hook in entries
             if (hook.get("clientConfig") or {}).get("caBundle") != bundle
         ]
-        if untold:
+        if changes:
             version = configuration["metadata"]["resourceVersion"]
             unchanged = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
-            self._api.patch(self._configuration, [unchanged, *untold])
-        return not untold
+            self._api.patch(self._configuration, [unchanged, *changes])
+        return not changes
 
 
 def _pair_of(secret: dict[str, Any]) -> Pair | None:

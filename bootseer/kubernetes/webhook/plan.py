@@ -1,25 +1,37 @@
-"""What the webhook changes in a pod: pod and cluster in, JSON patch (RFC 6902) and warnings out.
+"""Plan of the webhook: from a pod and the cluster to a JSON patch (RFC 6902) and warnings. Pure.
 
-Pure (no I/O). A patch only adds: what a pod says itself stays. Planned again for the patched pod
-(another webhook may have changed it meanwhile), the patch is empty. What cannot be done is a
-warning, and the pod starts without it.
+A patch only adds; whatever the pod sets itself stays. For a pod that is already patched the patch
+is empty, since API servers call webhooks again after other webhooks. If a request of the pod cannot
+be met, the pod starts without it and gets a warning.
 """
 
+import base64
 import hashlib
+import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bootseer.base.redact import redact
-from bootseer.errors import InvalidInputError
+from bootseer.errors import CorruptError, InvalidInputError
 from bootseer.fanout.hostlist import expand_hosts
 from bootseer.fanout.keys import new_secret
 from bootseer.fanout.membership import node_count
-from bootseer.kubernetes.webhook.identity import JOB_SET, Identity, identity_of, tells_rank
-from bootseer.kubernetes.webhook.pods import Container, Owner, Pod
+from bootseer.kubernetes.webhook.pods import (
+    JOB_SET,
+    POD,
+    REVIEW,
+    OwnerReference,
+    Pod,
+    PodContainer,
+    StartIdentity,
+    has_rank,
+    identity_of,
+)
 from bootseer.settings.config import FANOUT_KEY
 from bootseer.settings.values import is_name
 
@@ -28,23 +40,23 @@ ENVIRONMENT = "bootseer.io/environment"
 CHECKPOINT = "bootseer.io/checkpoint"
 FANOUT = "bootseer.io/fanout"
 ANNOTATIONS = (REPLAY, ENVIRONMENT, CHECKPOINT, FANOUT)
-"""Pods that have none of these are not looked at."""
+"""Annotations that the webhook handles; pods without any are not changed."""
 REQUIRED = "required"
-"""The value of the label CHECKPOINT of pods that start with their folder of checkpoints or not at
-all: API servers select pods by labels, and not by annotations."""
+"""Value of the label CHECKPOINT of pods that must not start without their checkpoint folder. It is
+a label because API servers select pods by labels, not by annotations."""
 WARNINGS = "bootseer.io/warnings"
-"""The annotation for warnings: whoever creates a pod is told, but that is mostly a controller."""
+"""Annotation for warnings: the response's own warnings reach only the controller."""
 DRIVER = "csi.bootseer.io"
 RUNTIME_CLASS = "bootseer"
 HANDLER = "io.containerd.cri.runtime-handler"
-"""A kubelet does not tell containerd the class when it pulls (containerd 1.7 and later)."""
+"""Annotation that names the runtime when a kubelet pulls an image (containerd 1.7 and later)."""
 MIRROR = "kubernetes.io/config.mirror"
 
 _WARNINGS_MAX = 8
 _ANNOTATIONS_BYTES_MAX = 256 * 1024
-"""Of all annotations of an object (apimachinery, TotalAnnotationSizeLimitB)."""
+"""Largest total size of an object's annotations (apimachinery, TotalAnnotationSizeLimitB)."""
 _ROOM_BYTES = 1024
-# Two slashes at the beginning are a name of its own to `normpath`.
+# Two slashes at the beginning are refused: `normpath` keeps them.
 _PATH = re.compile(r"/(?!/)[^\0-\x1f\x7f:]{1,1000}")
 _TAKEN = re.compile(r"/(?:proc|sys|dev|etc)(?:/.*)?|/(?:bin|lib|sbin|usr|var|run)?")
 _START = ("job", "submission", "attempt", "rank")
@@ -54,27 +66,28 @@ _KEY = "key"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\0-\x1f\x7f]{1,1000}")
 
 Operation = dict[str, Any]
-"""One operation of a JSON patch."""
+"""Operation of a JSON patch."""
 
 
 class Cluster(Struct, frozen=True, kw_only=True):
-    """What the cluster has of Bootseer, and what its pods are told."""
+    """Parts of Bootseer that the cluster has."""
 
     has_driver: bool
+    """Whether the CSI driver is installed."""
     handler: str
-    """What the runtime class stands for in containerd's configuration; empty: there is no class."""
+    """containerd runtime of the runtime class; empty if there is no runtime class."""
     store_url: str = ""
-    """The store that pods are told of; empty: none."""
+    """Store to set in the pods' environment; empty for none."""
 
 
 class KeySecret(Struct, frozen=True):
-    """Secret with the key of a submission's fan-out, which goes when its owner does."""
+    """Secret with the key of a submission's fan-out. It is deleted with its owner."""
 
     name: str
-    owner: Owner
+    owner: OwnerReference
 
     def document(self) -> dict[str, Any]:
-        """Return the object, with a new key. It is never changed afterwards."""
+        """Return the immutable Secret object, with a new key."""
         owner = self.owner
         reference = {
             "apiVersion": owner.api_version,
@@ -92,23 +105,23 @@ class KeySecret(Struct, frozen=True):
         }
 
 
-class Plan(Struct, frozen=True):
-    """What is done about a pod."""
+class PodPlan(Struct, frozen=True):
+    """Changes of a pod."""
 
     patch: tuple[Operation, ...] = ()
     warnings: tuple[str, ...] = ()
     has_checkpoint: bool = False
-    """Whether every container gets the folder of checkpoints that the pod asks for."""
+    """Whether every container gets the checkpoint folder that the pod requests."""
     secret: KeySecret | None = None
-    """A Secret that the pod names, and that is made where there is none."""
+    """Secret that the pod refers to, to be made unless it exists."""
 
 
 _Warnings = dict[str, str]
-"""What cannot be done, in order, and the kind of the volume that is left out for it, if one is."""
+"""Warnings in order, each with the kind of the volume that is left out because of it, or ""."""
 
 
 class _Volume(Struct, frozen=True, kw_only=True):
-    """A volume that a pod is given."""
+    """Volume to add to a pod."""
 
     name: str
     path: str
@@ -123,17 +136,17 @@ class _Volume(Struct, frozen=True, kw_only=True):
 
 
 def is_annotated(pod: Pod) -> bool:
-    """Whether a pod asks for anything."""
-    is_asked = any(_asked(pod, name) for name in ANNOTATIONS)
-    return is_asked and MIRROR not in pod.metadata.annotations
+    """Return whether a pod has a request that the webhook handles."""
+    is_requested = any(_requested(pod, name) for name in ANNOTATIONS)
+    return is_requested and MIRROR not in pod.metadata.annotations
 
 
-def plan(pod: Pod, cluster: Cluster) -> Plan:
-    """What to do about a pod that is about to be created."""
+def plan(pod: Pod, cluster: Cluster) -> PodPlan:
+    """Return the changes of a pod that is about to be created."""
     if not is_annotated(pod):
-        return Plan()
+        return PodPlan()
     if pod.spec.os.name == "windows" or pod.spec.node_selector.get("kubernetes.io/os") == "windows":
-        return Plan(warnings=("bootseer: the pod is for Windows; it starts as it is",))
+        return PodPlan(warnings=("bootseer: the pod is for Windows; it starts as it is",))
     warnings: _Warnings = {}
     label = pod.metadata.labels.get(CHECKPOINT, REQUIRED)
     if label != REQUIRED:
@@ -146,31 +159,31 @@ def plan(pod: Pod, cluster: Cluster) -> Plan:
         *_volume_patch(pod, volumes),
         *_containers(pod, _variables(identity, cluster), volumes, secret, warnings),
     ]
-    said = list(warnings)[:_WARNINGS_MAX]
-    noted = "; ".join(said)
-    if noted and pod.metadata.annotations.get(WARNINGS) != noted and _has_room(pod, noted):
-        patch.append(_annotate(WARNINGS, noted))
-    has_checkpoint = bool(_asked(pod, CHECKPOINT)) and "checkpoint" not in warnings.values()
-    return Plan(tuple(patch), tuple(f"bootseer: {one}" for one in said), has_checkpoint, secret)
+    shown = list(warnings)[:_WARNINGS_MAX]
+    text = "; ".join(shown)
+    if text and pod.metadata.annotations.get(WARNINGS) != text and _has_room(pod, text):
+        patch.append(_annotate(WARNINGS, text))
+    has_checkpoint = bool(_requested(pod, CHECKPOINT)) and "checkpoint" not in warnings.values()
+    return PodPlan(tuple(patch), tuple(f"bootseer: {one}" for one in shown), has_checkpoint, secret)
 
 
 def _replay(pod: Pod, cluster: Cluster, warnings: _Warnings) -> Iterator[Operation]:
     annotations, spec = pod.metadata.annotations, pod.spec
-    asked = _asked(pod, REPLAY)
-    if not asked:
+    requested = _requested(pod, REPLAY)
+    if not requested:
         return
-    if asked != "auto":
-        warnings[f"{REPLAY} is {asked[:40]!r}, which is neither auto nor off"] = ""
+    if requested != "auto":
+        warnings[f"{REPLAY} is {requested[:40]!r}, which is neither auto nor off"] = ""
     elif spec.runtime_class_name not in ("", RUNTIME_CLASS):
         name = spec.runtime_class_name
-        warnings[f"not replayed: the pod has the runtime class {name!r} already"] = ""
+        warnings[f"not replayed: the pod already sets runtimeClassName {name!r}"] = ""
     elif not cluster.handler:
         warnings[f"not replayed: this cluster has no runtime class {RUNTIME_CLASS!r}"] = ""
     elif not spec.host_users:
         why = "in a user namespace (hostUsers: false) containerd copies the whole image"
         warnings[f"not replayed: {why}"] = ""
     elif annotations.get(HANDLER, cluster.handler) != cluster.handler:
-        warnings[f"not replayed: the pod has another {HANDLER} already"] = ""
+        warnings[f"not replayed: the pod already sets another {HANDLER}"] = ""
     elif not _has_room(pod, cluster.handler):
         warnings["not replayed: the pod's annotations have no room for one more"] = ""
     else:
@@ -181,15 +194,15 @@ def _replay(pod: Pod, cluster: Cluster, warnings: _Warnings) -> Iterator[Operati
 
 
 def _volumes(
-    pod: Pod, cluster: Cluster, identity: Identity, warnings: _Warnings
+    pod: Pod, cluster: Cluster, identity: StartIdentity, warnings: _Warnings
 ) -> Iterator[_Volume]:
-    """The volumes that a pod asks for and can be given."""
+    """Yield the volumes that a pod requests and can get."""
     annotations = pod.metadata.annotations
-    # By these the driver notes on the start's timeline how long it took.
+    # The driver writes the volume's stage to the timeline of this start.
     start = {name: text for name in _START if (text := getattr(identity, name))}
-    asked: list[_Volume] = []
-    if _asked(pod, ENVIRONMENT):
-        asked.append(
+    requested: list[_Volume] = []
+    if _requested(pod, ENVIRONMENT):
+        requested.append(
             _Volume(
                 name="bootseer-environment",
                 path=annotations.get(f"{ENVIRONMENT}-path") or "/opt/environment",
@@ -201,8 +214,8 @@ def _volumes(
                 },
             )
         )
-    if _asked(pod, CHECKPOINT):
-        asked.append(
+    if _requested(pod, CHECKPOINT):
+        requested.append(
             _Volume(
                 name="bootseer-checkpoint",
                 path=annotations.get(f"{CHECKPOINT}-path") or "/mnt/checkpoints",
@@ -210,10 +223,10 @@ def _volumes(
                 attributes={"kind": "checkpoint", "source": annotations[CHECKPOINT], **start},
             )
         )
-    for volume in asked:
+    for volume in requested:
         problem, kind = _problem(pod, volume), volume.attributes["kind"]
-        if volume.path in (one.path for one in asked if one is not volume):
-            problem = f"environment and checkpoint folder have one path, {volume.path!r}"
+        if volume.path in (one.path for one in requested if one is not volume):
+            problem = f"environment and checkpoint folder have the same path, {volume.path!r}"
         if problem:
             warnings[f"no {kind}: {problem}"] = kind
         elif cluster.has_driver:
@@ -221,36 +234,35 @@ def _volumes(
         elif volume.is_read_only:
             warnings[f"no {kind}: this cluster has no CSI driver {DRIVER}"] = kind
         else:
-            # Without its folder a trainer would begin at step 0, and save to the node's disk.
+            # Without the folder a trainer would begin at step 0 and save to the node's disk.
             why = f"this cluster has no CSI driver {DRIVER}"
             warnings[f"{why}: the pod waits for its checkpoint folder"] = ""
             yield volume
 
 
-def _secret(pod: Pod, identity: Identity, warnings: _Warnings) -> KeySecret | None:
-    """Return the Secret for the fan-out that a pod asks for; None without."""
-    asked = _asked(pod, FANOUT)
-    if not asked:
+def _secret(pod: Pod, identity: StartIdentity, warnings: _Warnings) -> KeySecret | None:
+    """Return the Secret for the fan-out that a pod requests, or None."""
+    requested = _requested(pod, FANOUT)
+    if not requested:
         return None
     owner = identity.owner
-    if asked != "auto":
+    if requested != "auto":
         try:
-            expand_hosts(asked, f"the annotation {FANOUT}")
+            expand_hosts(requested, f"the annotation {FANOUT}")
         except InvalidInputError as error:
             warnings[f"no fan-out: {error}"] = ""
             return None
     if not (identity.submission and owner.api_version and owner.kind and owner.name and owner.uid):
-        warnings["no fan-out: the pod has no owner, whose pods could feed each other"] = ""
+        warnings["no fan-out: the pod has no owner, such as a Job"] = ""
         return None
     digest = hashlib.sha256(f"{identity.job}\0{identity.submission}".encode()).hexdigest()
     return KeySecret(f"bootseer-fanout-{digest[:16]}", owner)
 
 
-def _fanout_variables(pod: Pod, container: Container, secret: KeySecret) -> list[dict[str, Any]]:
-    """Return what a container is told of the fan-out: the key, and its hosts where it could not
-    tell them by itself."""
+def _fanout_variables(pod: Pod, container: PodContainer, secret: KeySecret) -> list[dict[str, Any]]:
+    """Return a container's variables for the fan-out: the key, and hosts it cannot find itself."""
     key = {"name": secret.name, "key": _KEY, "optional": True}
-    hosts = _asked(pod, FANOUT)
+    hosts = _requested(pod, FANOUT)
     if hosts == "auto":
         hosts = _hosts_of_job_set(pod, container)
     return [
@@ -259,9 +271,12 @@ def _fanout_variables(pod: Pod, container: Container, secret: KeySecret) -> list
     ]
 
 
-def _hosts_of_job_set(pod: Pod, container: Container) -> str:
-    """Return the host list of a JobSet's replicated Job of several Jobs, whose pods have two
-    numbers in their names; empty for other pods, and where their number is not told."""
+def _hosts_of_job_set(pod: Pod, container: PodContainer) -> str:
+    """Return the host list of a replicated Job with several Jobs in a JobSet.
+
+    Its pods have two numbers in their names. Empty for other pods, and if the number of nodes is
+    unknown.
+    """
     labels = pod.metadata.labels
     name, job, jobs = (
         labels.get(f"{JOB_SET}/{one}", "")
@@ -278,31 +293,31 @@ def _hosts_of_job_set(pod: Pod, container: Container) -> str:
     return hosts if _HOSTS.fullmatch(hosts) else ""
 
 
-def _asked(pod: Pod, name: str) -> str:
-    """What an annotation asks for; empty where it asks for nothing."""
+def _requested(pod: Pod, name: str) -> str:
+    """Return the value of an annotation, or "" if it is missing or "off"."""
     text = pod.metadata.annotations.get(name, "")
     return "" if text == "off" else text
 
 
 def _problem(pod: Pod, volume: _Volume) -> str:
-    """Why a pod cannot have the volume; empty where it can."""
+    """Return why a pod cannot have the volume, or "" if it can."""
     path, source = volume.path, volume.attributes.get("source")
     if source is not None and not _URL.fullmatch(source):
-        return f"{redact(source)[:80]!r} is no URL"
+        return f"{redact(source)[:80]!r} is not a URL"
     if source is not None and "::" in source:
-        return f"{redact(source)[:80]!r} is a chain of URLs (::), and no folder"
+        return f"{redact(source)[:80]!r} is a chain of URLs (::), not a folder"
     if source is None and not is_name(volume.attributes["environment"]):
-        return f"{volume.attributes['environment'][:80]!r} is no name of a snapshot"
+        return f"{volume.attributes['environment'][:80]!r} is not the name of a snapshot"
     if not _PATH.fullmatch(path) or path != posixpath.normpath(path) or _TAKEN.fullmatch(path):
-        return f"{path[:80]!r} is no path that a folder can be mounted at"
+        return f"{path[:80]!r} is not a path that a folder can be mounted at"
     named = [one for one in pod.spec.volumes if one.get("name") == volume.name]
-    if named and not _is_ours(named[0], volume):
-        return f"the pod has another volume of the name {volume.name!r}"
+    if named and not _is_same(named[0], volume):
+        return f"the pod has another volume called {volume.name!r}"
     return ""
 
 
-def _is_ours(named: Mapping[str, Any], volume: _Volume) -> bool:
-    """Whether it shows the same. Which start that is of another webhook may have changed since."""
+def _is_same(named: Mapping[str, Any], volume: _Volume) -> bool:
+    """Return whether a pod's volume equals `volume`, whichever start its attributes name."""
     csi = named.get("csi")
     attributes = csi.get("volumeAttributes") if isinstance(csi, dict) else None
     if not isinstance(attributes, dict) or named["csi"].get("driver") != DRIVER:
@@ -319,7 +334,7 @@ def _volume_patch(pod: Pod, volumes: list[_Volume]) -> Iterator[Operation]:
 
 def _containers(
     pod: Pod,
-    told: list[dict[str, Any]],
+    variables: list[dict[str, Any]],
     volumes: list[_Volume],
     secret: KeySecret | None,
     warnings: _Warnings,
@@ -329,17 +344,17 @@ def _containers(
         for place, container in enumerate(containers):
             at = f"/spec/{kind}/{place}"
             own = {variable.name for variable in container.env}
-            left = own | ({"BOOTSEER_RANK"} if tells_rank(own) else set())
-            # What a ConfigMap says would be weaker than what is said here.
-            left |= {"BOOTSEER_STORE"} if container.env_from else set()
+            left_out = own | ({"BOOTSEER_RANK"} if has_rank(own) else set())
+            # A value set here would win over one from a ConfigMap.
+            left_out |= {"BOOTSEER_STORE"} if container.env_from else set()
             more = [] if secret is None else _fanout_variables(pod, container, secret)
-            new = [one for one in (*told, *more) if one["name"] not in left]
+            new = [one for one in (*variables, *more) if one["name"] not in left_out]
             yield from _append(f"{at}/env", bool(container.env), new)
             mounts = list(_mounts(container, volumes, warnings))
             yield from _append(f"{at}/volumeMounts", bool(container.volume_mounts), mounts)
 
 
-def _variables(identity: Identity, cluster: Cluster) -> list[dict[str, Any]]:
+def _variables(identity: StartIdentity, cluster: Cluster) -> list[dict[str, Any]]:
     plain = {
         "BOOTSEER_JOB": identity.job,
         "BOOTSEER_SUBMISSION": identity.submission,
@@ -351,7 +366,7 @@ def _variables(identity: Identity, cluster: Cluster) -> list[dict[str, Any]]:
     if not identity.submission:
         fields["BOOTSEER_SUBMISSION"] = "metadata.uid"
     return [
-        # A kubelet puts the values of other variables in the place of $(NAME); $$ is a $.
+        # A kubelet expands $(NAME) and turns $$ into $.
         *({"name": key, "value": text.replace("$", "$$")} for key, text in plain.items() if text),
         *(
             {"name": key, "valueFrom": {"fieldRef": {"fieldPath": field}}}
@@ -361,7 +376,7 @@ def _variables(identity: Identity, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _mounts(
-    container: Container, volumes: list[_Volume], warnings: _Warnings
+    container: PodContainer, volumes: list[_Volume], warnings: _Warnings
 ) -> Iterator[dict[str, Any]]:
     taken = {posixpath.normpath(one.mount_path): one.name for one in container.volume_mounts}
     taken |= {posixpath.normpath(one.device_path): "" for one in container.volume_devices}
@@ -378,14 +393,14 @@ def _mounts(
 
 
 def _has_room(pod: Pod, more: str) -> bool:
-    """Whether the API takes two more annotations with such a value."""
+    """Return whether the API server accepts two more annotations with this value."""
     texts = (more, *pod.metadata.annotations, *pod.metadata.annotations.values())
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     return size + _ROOM_BYTES <= _ANNOTATIONS_BYTES_MAX
 
 
 def _append(path: str, is_there: bool, items: list[dict[str, Any]]) -> Iterator[Operation]:
-    """Items at the end of a list, which is made where it is missing, null or empty."""
+    """Yield operations that append to a list, which is replaced if missing, null or empty."""
     if not is_there:
         if items:
             yield {"op": "add", "path": path, "value": items}
@@ -397,3 +412,78 @@ def _append(path: str, is_there: bool, items: list[dict[str, Any]]) -> Iterator[
 def _annotate(name: str, value: str) -> Operation:
     escaped = name.replace("~", "~0").replace("/", "~1")
     return {"op": "add", "path": f"/metadata/annotations/{escaped}", "value": value}
+
+
+_POD_BYTES_MAX = 1024 * 1024
+"""Largest pod that is changed: etcd stores 1.5 MiB, and a patch must not make a pod too large."""
+
+
+def answer(
+    body: bytes, cluster: Callable[[], Cluster], ensure_secret: Callable[[str, KeySecret], str]
+) -> bytes:
+    """Return the AdmissionReview that answers a request.
+
+    A pod is refused only if its label requires a checkpoint folder that it cannot get.
+
+    Args:
+        body: The request's AdmissionReview.
+        cluster: Returns the cluster's state; called only for annotated pods.
+        ensure_secret: Makes a Secret in a namespace; returns the reason if it cannot, else "".
+
+    Raises: CorruptError if `body` is not an AdmissionReview.
+    """
+    review = REVIEW.decode(body, "the request's body")
+    request = review.request
+    planned, refusal = PodPlan(), ""
+    if request.operation == "CREATE":
+        planned = _planned(request.object, len(body), cluster)
+        refusal = _refusal(request.object, planned)
+        secret = None if refusal or request.is_dry_run else planned.secret
+        if secret is not None and (problem := ensure_secret(request.namespace, secret)):
+            # The pod refers to the Secret as optional, so it starts without.
+            warnings = (
+                *planned.warnings,
+                f"bootseer: the key of the fan-out is in the store: {problem}",
+            )
+            planned = replace(planned, warnings=warnings)
+    response: dict[str, Any] = {"uid": request.uid, "allowed": not refusal}
+    if refusal:
+        response["status"] = {"code": 403, "message": refusal}
+    elif planned.patch:
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(json.dumps(planned.patch).encode()).decode()
+    if planned.warnings:
+        response["warnings"] = planned.warnings
+    document = {"apiVersion": review.api_version, "kind": "AdmissionReview", "response": response}
+    return json.dumps(document).encode()
+
+
+def _planned(document: Any, size_bytes: int, cluster: Callable[[], Cluster]) -> PodPlan:
+    # Pods without our annotations are not even decoded.
+    if _words(document, "annotations").keys().isdisjoint(ANNOTATIONS):
+        return PodPlan()
+    if size_bytes > _POD_BYTES_MAX:
+        return PodPlan(
+            warnings=("bootseer: the pod is too large for a change; it starts as it is",)
+        )
+    try:
+        pod = POD.convert(document, "the request's object")
+    except CorruptError as error:
+        return PodPlan(warnings=(f"bootseer: {error}; it starts as it is",))
+    return plan(pod, cluster()) if is_annotated(pod) else PodPlan()
+
+
+def _refusal(document: Any, planned: PodPlan) -> str:
+    """Return why a pod must not start, or "" if it may."""
+    is_required = _words(document, "labels").get(CHECKPOINT) == REQUIRED
+    if not is_required or planned.has_checkpoint or MIRROR in _words(document, "annotations"):
+        return ""
+    why = "; ".join(planned.warnings) or f"it has no annotation {CHECKPOINT}"
+    return f"the pod's label {CHECKPOINT} is {REQUIRED}, and it cannot get the folder: {why}"
+
+
+def _words(document: Any, name: str) -> dict[str, Any]:
+    """Return the labels or annotations of an unchecked object."""
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    words = metadata.get(name) if isinstance(metadata, dict) else None
+    return words if isinstance(words, dict) else {}

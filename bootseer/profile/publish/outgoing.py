@@ -5,7 +5,7 @@ is redacted, and what is no line of JSON is left out. Functions only.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,10 @@ import msgspec
 
 from bootseer.base.redact import redact
 from bootseer.report.sources import BYTES_MAX
+from bootseer.timeline.otlp import START_EVENT
 
 _LINE_BYTES_MAX = 1024 * 1024
+_SPANS_A_LINE = 200
 _redact = lru_cache(4096)(redact)
 
 
@@ -49,8 +51,43 @@ def _opener(path: str, flags: int) -> int:
 
 
 def encode(lines: Iterable[Line]) -> bytes:
-    """The lines as a timeline has them."""
-    return b"".join(msgspec.json.encode(line.document) + b"\n" for line in lines)
+    """Return the lines of a timeline, with the spans of one writer in one line.
+
+    Begins of stages that have ended are left out: the end repeats all that they say.
+    """
+    spans: dict[bytes, list[Any]] = {}
+    others: list[Line] = []
+    ended: set[str] = set()
+    for line in lines:
+        match line.document:
+            case {
+                "resourceSpans": [
+                    {
+                        "resource": resource,
+                        "scopeSpans": [{"scope": {"name": "bootseer"}, "spans": [span]}],
+                    }
+                ]
+            } if isinstance(span, dict):
+                ended.add(str(span.get("spanId")))
+                spans.setdefault(msgspec.json.encode(resource), []).append(span)
+            case _:
+                others.append(line)
+    requests: list[Any] = [line.document for line in others if not _is_begin_of(line, ended)]
+    for writer, found in spans.items():
+        resource = msgspec.Raw(writer)
+        for first in range(0, len(found), _SPANS_A_LINE):
+            scope = {"scope": {"name": "bootseer"}, "spans": found[first : first + _SPANS_A_LINE]}
+            requests.append({"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]})
+    return b"".join(msgspec.json.encode(request) + b"\n" for request in requests)
+
+
+def _is_begin_of(line: Line, ended: Collection[str]) -> bool:
+    match line.document:
+        case {
+            "resourceLogs": [{"scopeLogs": [{"logRecords": [{"eventName": name, "spanId": id}]}]}]
+        }:
+            return name == START_EVENT and str(id) in ended
+    return False
 
 
 def _document(text: bytes) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
-"""What other programs know of a start: schedulers, kubelets, NCCL.
+"""Stages that other programs know: Slurm, Kubernetes, NCCL, and any that writes OTLP.
 
-There is a parser for each format (bytes in, stages out; pure), and one way to put these stages
-beside our own.
+Public: one pure parser per format, from bytes to `ForeignStage`, or CorruptError;
+`placing.ForeignStages` assigns them to nodes; `placing.ask_slurm` runs Slurm's commands.
+May import `report.graph`, `report.decoding`, `report.sources` and what `report` imports.
 """

@@ -1,12 +1,12 @@
-"""What Kubernetes knows of pods: `kubectl get pods,events --output json`. Pure (no I/O).
+"""Parser of `kubectl get pods,events --output json`. Pure (no I/O).
 
-Events are of core/v1 and of events.k8s.io/v1; both name the pod, the kubelet's the node, too. Times
-are of the clocks of scheduler and node, most in whole seconds. Pods, where they are given, say when
+Events are of core/v1 or events.k8s.io/v1. Both name the pod, and a kubelet's events also the node.
+Times are by the clocks of scheduler and node, mostly in whole seconds. Pods, if included, tell when
 they were created.
 
-A pod of an image that knows nothing of Bootseer notes nothing. The variables that the webhook gave
-its containers say which start it is of, and the kubelet when its first container ran and the pod
-was ready. `WithPods` makes timelines of that; where a pod has one itself, that counts.
+A pod whose image lacks Bootseer writes no timeline. The variables that the webhook set in its
+containers identify the start, and the pod's status says when its first container ran and when it
+was ready: `WithPods` makes a timeline from both, for pods that have none of their own.
 """
 
 import re
@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.documents import parse
 from bootseer.report.graph import CONTROL_PLANE, KUBELET
-from bootseer.report.others.known import SIZE_MAX, STAGES_MAX, Known, clean, instant
-from bootseer.report.sources import Source, StartFiles, TimelineFile, place_of
+from bootseer.report.others.foreign_stage import SIZE_MAX, STAGES_MAX, ForeignStage, clean, instant
+from bootseer.report.sources import Source, StartFiles, TimelineFile, node_and_rank
 from bootseer.settings.config import launcher_rank
 from bootseer.settings.values import is_name
 from bootseer.timeline.otlp import (
@@ -42,7 +41,7 @@ _REASONS = ("FailedScheduling", "Scheduled", "Pulling", "Pulled", "Created", "St
 
 
 class _Pod:
-    """What is known of one pod."""
+    """Facts about one pod, collected from its object and its events."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
@@ -51,14 +50,11 @@ class _Pod:
         self.owner = ""
         self.created_ns: int | None = None
         self.events: list[tuple[int, int, str, str, str]] = []
-        """When, its place in the order of reasons, reason, container, message."""
+        """Time, position of the reason in `_REASONS`, reason, container, message."""
 
 
-def parse_kubernetes(data: bytes) -> list[Known]:
-    """The stages of each pod from its creation until its last container started.
-
-    Raises: CorruptError.
-    """
+def parse_kubernetes(data: bytes) -> list[ForeignStage]:
+    """Return the stages of each pod from its creation until its last container started."""
     document = parse(data, "the output of kubectl", SIZE_MAX, is_foreign=True)
     pods: dict[str, _Pod] = {}
     for item in items(document):
@@ -66,7 +62,7 @@ def parse_kubernetes(data: bytes) -> list[Known]:
             _take_pod(item, pods)
         else:
             _take_event(item, pods)
-    found: list[Known] = []
+    found: list[ForeignStage] = []
     for pod in pods.values():
         found += _stages(pod)
         if len(found) >= STAGES_MAX:
@@ -75,7 +71,7 @@ def parse_kubernetes(data: bytes) -> list[Known]:
 
 
 def items(document: Any) -> Iterator[dict[str, Any]]:
-    """The objects of a list, or the one that is there alone."""
+    """Yield the objects of a Kubernetes list, or the document itself if it is a single object."""
     if not isinstance(document, dict):
         return
     found = document.get("items", [document])
@@ -83,7 +79,7 @@ def items(document: Any) -> Iterator[dict[str, Any]]:
 
 
 def member(value: Any, *names: str) -> Any:
-    """What lies below these names; None where one of them is missing."""
+    """Return the nested member at these names, or None if one is missing."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
@@ -133,14 +129,14 @@ def _take_event(item: dict[str, Any], pods: dict[str, _Pod]) -> None:
     pod.events.append((when, _REASONS.index(reason), reason, clean(field), message))
 
 
-def _stages(pod: _Pod) -> Iterator[Known]:
-    """From one event to the next, in whichever order the containers of the pod came."""
+def _stages(pod: _Pod) -> Iterator[ForeignStage]:
+    """Yield a stage for each interval between two events of the pod."""
     before_ns, before, before_container = pod.created_ns, "Submitted", ""
     for when, _, reason, container, message in sorted(_once(pod.events), key=_order):
-        # The scheduler's microseconds may be later than the kubelet's whole second.
+        # The scheduler's microseconds may lie after the kubelet's whole second.
         when = max(when, before_ns or when)
         if reason == "FailedScheduling":
-            # The scheduler tried in vain: the pod waits, since it was created or tried first.
+            # The pod has been waiting since its creation, or since the first failed attempt.
             before_ns = before_ns if before_ns is not None else when
             continue
         name, role, clock = _name(reason, before, before_container)
@@ -161,7 +157,7 @@ def _stages(pod: _Pod) -> Iterator[Known]:
 
 
 def _name(reason: str, before: str, before_container: str) -> tuple[str, str, str]:
-    """The stage that an event ends, whose it is, and whose clock said so."""
+    """Return the stage that an event ends, its role, and its clock."""
     if reason == "Scheduled":
         return "pod scheduling", CONTROL_PLANE, _SCHEDULER_CLOCK
     container = _CONTAINER.match(before_container)
@@ -177,7 +173,7 @@ def _name(reason: str, before: str, before_container: str) -> tuple[str, str, st
 
 
 def _pulled_ns(message: str) -> int:
-    """How long a pull took, as its kubelet says more exactly than by times; 0 where it does not."""
+    """Return a pull's duration from the kubelet's message, which is more exact; 0 if missing."""
     found = _PULLED_IN.search(message)
     if found is None:
         return 0
@@ -187,7 +183,7 @@ def _pulled_ns(message: str) -> int:
 
 
 def _order(event: tuple[int, int, str, str, str]) -> tuple[int, int, int]:
-    """Of events in one second: those of the scheduler, then of init containers, then of others."""
+    """Return the sort key: events of one second by scheduler, init containers, other containers."""
     when, place, reason, container, _ = event
     if reason in ("Scheduled", "FailedScheduling"):
         return when // 10**9, 0, place
@@ -195,7 +191,7 @@ def _order(event: tuple[int, int, str, str, str]) -> tuple[int, int, int]:
 
 
 def _once(events: list[tuple[int, int, str, str, str]]) -> list[tuple[int, int, str, str, str]]:
-    """The first of each reason and container: later ones are of containers that were restarted."""
+    """Keep the first event of each reason and container; later ones belong to restarts."""
     first: dict[tuple[str, str], tuple[int, int, str, str, str]] = {}
     for event in sorted(events):
         known = first.setdefault(event[2:4], event)
@@ -206,8 +202,8 @@ def _once(events: list[tuple[int, int, str, str, str]]) -> list[tuple[int, int, 
 
 def _known(
     pod: _Pod, name: str, role: str, begin: int, end: int | None, clock: str, more: dict[str, Any]
-) -> Known:
-    return Known(
+) -> ForeignStage:
+    return ForeignStage(
         name=name,
         role=role,
         begin_ns=begin,
@@ -223,67 +219,49 @@ def _known(
 _NS = 10**9
 
 
-class _PodFile(Struct, frozen=True):
-    """The timeline that a pod would have."""
-
-    name: str
-    data: bytes
-    modified_ns: int = 0
-    is_far: bool = False
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data)
-
-    def read(self) -> bytes:
-        return self.data
-
-
 class WithPods:
-    """Timelines, and pods that have none."""
+    """Source that adds timelines made from pods to those of another source."""
 
     def __init__(self, source: Source, data: bytes) -> None:
-        """`data`: the output of `kubectl get pods --output json`. Raises: CorruptError."""
+        """Parse `data`, the output of `kubectl get pods --output json`."""
         self._source = source
         self._starts: dict[tuple[str, int, str], dict[tuple[str, str], TimelineFile]] = {}
         for item in items(parse(data, "the output of kubectl", SIZE_MAX, is_foreign=True)):
             found = _of_pod(item) if item.get("kind") == "Pod" else None
             if found is not None:
                 start, file = found
-                # Of pods that came one after the other the last one counts.
-                known = self._starts.setdefault(start, {}).setdefault(place_of(file), file)
+                # If pods replaced each other, the last one counts.
+                known = self._starts.setdefault(start, {}).setdefault(node_and_rank(file), file)
                 if file.name > known.name:
-                    self._starts[start][place_of(file)] = file
+                    self._starts[start][node_and_rank(file)] = file
 
     @property
     def where(self) -> str:
-        """For messages."""
-        return f"{self._source.where}, and no such pod"
+        return f"{self._source.where} and the pods"
 
     def starts(self, job: str) -> Iterator[StartFiles]:
-        """Raises: BootseerError."""
-        left = {key[1:]: dict(pods) for key, pods in self._starts.items() if key[0] == job}
+        remaining = {key[1:]: dict(pods) for key, pods in self._starts.items() if key[0] == job}
         for start in self._source.starts(job):
-            pods = left.pop((start.attempt, start.submission), {})
-            own = {place_of(file) for file in start.files}
+            pods = remaining.pop((start.attempt, start.submission), {})
+            own = {node_and_rank(file) for file in start.files}
             more = [file for place, file in pods.items() if place not in own]
             yield replace(start, files=(*start.files, *more))
-        for (attempt, submission), pods in left.items():
+        for (attempt, submission), pods in remaining.items():
             yield StartFiles(attempt, submission, tuple(pods.values()))
 
 
 def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] | None:
-    """Which start a pod is of, and its timeline; None where it is of none, or has not started."""
+    """Return a pod's start and timeline, or None if it has no start or has not started yet."""
     metadata, status = item.get("metadata"), item.get("status")
-    told = _variables(item)
-    job = told.get("BOOTSEER_JOB", "")
+    variables = _variables(item)
+    job = variables.get("BOOTSEER_JOB", "")
     # A pod without an owner is a submission by itself.
-    submission = told.get("BOOTSEER_SUBMISSION") or clean(member(metadata, "uid"))
-    node, rank = clean(member(item, "spec", "nodeName")), _number(launcher_rank(told))
+    submission = variables.get("BOOTSEER_SUBMISSION") or clean(member(metadata, "uid"))
+    node, rank = clean(member(item, "spec", "nodeName")), _number(launcher_rank(variables))
     began_ns = _began_ns(status)
     if not is_name(job) or not is_name(submission) or not is_name(node) or began_ns is None:
         return None
-    attempt = _number(told.get("BOOTSEER_ATTEMPT", ""))
+    attempt = _number(variables.get("BOOTSEER_ATTEMPT", ""))
     resource: dict[str, Value] = {
         "service.name": "bootseer",
         "bootseer.job": job,
@@ -300,11 +278,11 @@ def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] |
     restart_count = max(
         (one for one in _states(status, "restartCount") if type(one) is int), default=0
     )
-    again = f"its container was started again {restart_count} times" if restart_count else ""
+    restarts = f"the container was restarted {restart_count} times" if restart_count else ""
 
     def stage(name: str, begin_ns: int, end_ns: int | None) -> bytes:
         span_id = trace_id_of(f"{name} {node} {rank}", attempt, submission)[:16]
-        message = again if name == START else ""
+        message = restarts if name == START else ""
         found = Stage(name, trace_id, span_id, "", begin_ns, end_ns, False, message, {}, resource)
         return encode_start(found) if end_ns is None else encode_end(found)
 
@@ -313,21 +291,21 @@ def _of_pod(item: dict[str, Any]) -> tuple[tuple[str, int, str], TimelineFile] |
         lines.append(stage(READY, ready_ns, ready_ns))
     when = datetime.fromtimestamp(began_ns // _NS, UTC)
     name = f"{when:%Y%m%dT%H%M%SZ}-0-{node}-{rank}"
-    return (job, attempt, submission), _PodFile(name, b"".join(lines))
+    return (job, attempt, submission), TimelineFile(name, b"".join(lines))
 
 
 def _variables(item: dict[str, Any]) -> dict[str, str]:
-    """What the pod's first container is told in so many words."""
+    """Return the literal environment variables of the pod's first container."""
     containers = member(item, "spec", "containers")
     first = containers[0] if isinstance(containers, list) and containers else None
     listed = member(first, "env")
-    told = {
+    variables = {
         clean(one.get("name")): clean(one.get("value"))
         for one in (listed if isinstance(listed, list) else ())
         if isinstance(one, dict)
     }
     index = member(item, "metadata", "annotations", "batch.kubernetes.io/job-completion-index")
-    return {"JOB_COMPLETION_INDEX": clean(index), **told}
+    return {"JOB_COMPLETION_INDEX": clean(index), **variables}
 
 
 def _number(text: str) -> int:
@@ -335,7 +313,7 @@ def _number(text: str) -> int:
 
 
 def _began_ns(status: Any) -> int | None:
-    """When the first of its containers that are no init containers began to run."""
+    """Return when the pod's first container began to run; init containers do not count."""
     times = [
         instant(found)
         for state in ("running", "terminated")
@@ -345,14 +323,16 @@ def _began_ns(status: Any) -> int | None:
 
 
 def _states(status: Any, *names: str) -> list[Any]:
-    """What the kubelet says of each of its containers that are no init containers."""
+    """Return a member of each container's status; init containers do not count."""
     listed = member(status, "containerStatuses")
     return [member(one, *names) for one in (listed if isinstance(listed, list) else ())]
 
 
 def _ready_ns(status: Any, began_ns: int) -> int | None:
-    """When its readiness probe succeeded; for one that has ended, when it began: no more is known.
-    None where it is not ready."""
+    """Return when the pod became ready, or None if it is not ready.
+
+    For a pod that has ended nothing but its begin is known, which is returned.
+    """
     if member(status, "phase") in ("Succeeded", "Failed"):
         return began_ns
     listed = member(status, "conditions")

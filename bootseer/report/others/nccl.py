@@ -1,13 +1,13 @@
-"""NCCL's own breakdown of its initialisation, from a log with `NCCL_DEBUG=INFO`. Pure (no I/O).
+"""Parser of NCCL's initialisation times in logs with `NCCL_DEBUG=INFO`. Pure (no I/O).
 
-The line is of `ncclCommInitRankFunc` in NCCL's src/init.cc (2.21 and later): "Init timings - NAME:
-rank R nranks N total T (kernels K, alloc A, bootstrap B, ...)". It has no time of day, and its rank
-is that in the communicator; the largest communicator of a process tells its rank in the job.
+The line is printed by `ncclCommInitRankFunc` in NCCL's src/init.cc (2.21 and later): "Init timings
+- NAME: rank R nranks N total T (kernels K, alloc A, bootstrap B, ...)". It has no time of day, and
+its rank is the one in the communicator; a process's rank in the job is that in its largest one.
 """
 
 import re
 
-from bootseer.report.others.known import STAGES_MAX, Known, lines
+from bootseer.report.others.foreign_stage import STAGES_MAX, ForeignStage, lines
 
 ROLE = "NCCL"
 _LINE = re.compile(
@@ -17,8 +17,8 @@ _LINE = re.compile(
 _PART = re.compile(r"(\w{1,32}) (\d{1,6}\.\d{1,9})")
 
 
-def parse_nccl(data: bytes) -> list[Known]:
-    """The initialisation of each communicator, in the order of each process."""
+def parse_nccl(data: bytes) -> list[ForeignStage]:
+    """Return the initialisation of each communicator, in log order for each process."""
     by_process: dict[str, list[tuple[int, int, float, tuple[tuple[str, float], ...]]]] = {}
     count = 0
     for line in lines(data):
@@ -36,7 +36,7 @@ def parse_nccl(data: bytes) -> list[Known]:
         _, rank = max((size, -rank) for size, rank, _, _ in communicators)
         for number, (size, _, total, parts) in enumerate(communicators):
             found.append(
-                Known(
+                ForeignStage(
                     name="NCCL init",
                     role=ROLE,
                     begin_ns=None,

@@ -1,9 +1,9 @@
-"""Puts what other programs know of a start on the nodes and processes that it belongs to.
+"""Assignment of other programs' stages to the nodes and processes of a start.
 
-A pod or a submission belongs to the launcher that began after it, and next; a span to the start
-that has its trace, or to the node that it names while this start went on; NCCL's breakdown to the
-barrier of its rank that took at least as long. The rest is of other starts. `ADAPTERS` has the
-parsers, and `ask_slurm` asks Slurm's own commands.
+A pod or a submission belongs to the next launcher that began after it; a span to the start that has
+its trace id, or to the node that it names if the start was under way; NCCL's times to the next
+barrier of the rank that took at least as long. All other stages belong to other starts. `ADAPTERS`
+has the parsers, and `ask_slurm` runs Slurm's commands.
 """
 
 import logging
@@ -23,7 +23,7 @@ from bootseer.report.graph import (
     node_of,
     rank_of,
 )
-from bootseer.report.others.known import SIZE_MAX, Known
+from bootseer.report.others.foreign_stage import SIZE_MAX, ForeignStage
 from bootseer.report.others.kubernetes import parse_kubernetes
 from bootseer.report.others.nccl import parse_nccl
 from bootseer.report.others.slurm import FIELDS, parse_slurm
@@ -37,22 +37,22 @@ _NS = 10**9
 _OF_SUBMISSION = "/"
 # Schedulers note whole seconds, by clocks of their own.
 _SLACK_NS = 2 * _NS
-# What ended so long before a launcher began did not lead to it.
+# A pod or queue time that ended longer before the launcher belongs to another start.
 _GAP_MAX_NS = 3600 * _NS
 # NCCL rounds each of its parts to a hundredth of a second.
 _ROUNDED_NS = _NS // 10
 
 
-class Placement:
-    """The stages of other programs, handed out node by node."""
+class ForeignStages:
+    """Index of other programs' stages, looked up node by node."""
 
-    def __init__(self, known: Mapping[str, Iterable[Known]]) -> None:
-        """`known` has what each adapter found."""
-        self._units: dict[tuple[str, str], list[Known]] = {}
-        self._nccl: dict[int, list[tuple[str, Known]]] = {}
-        self._beside: dict[str, list[tuple[str, Known]]] = {}
-        self._below: dict[tuple[str, str], list[tuple[str, Known]]] = {}
-        spans: list[tuple[str, Known]] = []
+    def __init__(self, known: Mapping[str, Iterable[ForeignStage]]) -> None:
+        """Index the stages, given by the name of their adapter."""
+        self._units: dict[tuple[str, str], list[ForeignStage]] = {}
+        self._nccl: dict[int, list[tuple[str, ForeignStage]]] = {}
+        self._beside: dict[str, list[tuple[str, ForeignStage]]] = {}
+        self._below: dict[tuple[str, str], list[tuple[str, ForeignStage]]] = {}
+        spans: list[tuple[str, ForeignStage]] = []
         for adapter, found in known.items():
             for one in found:
                 if one.begin_ns is None:
@@ -76,13 +76,15 @@ class Placement:
     def __bool__(self) -> bool:
         return bool(self._units or self._nccl or self._below)
 
-    def of(self, stages: Sequence[Stage]) -> list[Stage]:
-        """What others know of the node that has these stages."""
-        return [*self._led_to(stages), *self._seen(stages), *self._initialised(stages)]
+    def for_node(self, stages: Sequence[Stage]) -> list[Stage]:
+        """Return the other programs' stages for the node that has these stages."""
+        return [*self._before_launcher(stages), *self._spans(stages), *self._nccl_parts(stages)]
 
-    def never_began(self, nodes: Iterable[str], like: Stage) -> Iterator[list[Stage]]:
-        """What is known of pods that have not started yet, of one owner with one of a node among
-        `nodes`. `like` is a stage of the start."""
+    def pending_pods(self, nodes: Iterable[str], like: Stage) -> Iterator[list[Stage]]:
+        """Yield the stages of each pod that has not started yet.
+
+        Its owner must also own a pod of one of `nodes`. `like` is any stage of the start.
+        """
         seen = {key for node in nodes for key in self._units_of.get(_short(node), ())}
         families = {(key[0], one.family) for key in seen for one in self._units[key][:1]}
         for key, found in self._units.items():
@@ -91,17 +93,17 @@ class Placement:
                 node = next(iter(found[-1].nodes), "?")
                 yield [_stage(key[0], one, like, node) for one in found]
 
-    def _led_to(self, stages: Sequence[Stage]) -> Iterator[Stage]:
-        """What the launcher of a node waited for, of each adapter the latest unit."""
-        # A node's daemons have mounted for the pod before.
+    def _before_launcher(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """Yield the stages of the latest unit before the node's launcher, for each adapter."""
+        # Daemons of the node may have mounted volumes for the pod before its launcher began.
         launchers = [stage for stage in stages if stage.name == START] or stages
         began = min(stage.start_ns for stage in launchers)
         node = node_of(stages[0])
         submission = str(stages[0].resource.get("bootseer.submission", ""))
-        # A pod that a stage was noted for is known by name, whatever the clocks say.
+        # A stage may name its pod, which then counts whatever the clocks say.
         pods = {stage.resource.get("k8s.pod.uid") for stage in stages}
         latest: dict[str, tuple[int, str]] = {}
-        # What names neither node nor submission is of the only node.
+        # Units without a node belong to the submission; without both, to a start of one node.
         wide = {_OF_SUBMISSION + submission, _OF_SUBMISSION}
         for adapter, unit in self._candidates(self._units_of, [_short(node), *wide]):
             found = self._units[adapter, unit]
@@ -114,8 +116,8 @@ class Placement:
             for one in self._units[adapter, unit]:
                 yield _stage(adapter, one, stages[0], node)
 
-    def _seen(self, stages: Sequence[Stage]) -> Iterator[Stage]:
-        """What other programs did on a node meanwhile."""
+    def _spans(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """Yield the spans of other programs on the node, or below a span of the node."""
         node = node_of(stages[0])
         began = min(stage.start_ns for stage in stages)
         ended = max(stage.end_ns or stage.start_ns for stage in stages)
@@ -132,8 +134,8 @@ class Placement:
         for key in keys:
             yield from index.get(key, ())
 
-    def _initialised(self, stages: Sequence[Stage]) -> Iterator[Stage]:
-        """The communicators of each rank, each within a barrier of its own, up to its end."""
+    def _nccl_parts(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """Yield NCCL's times of each rank; each communicator ends with a barrier of its own."""
         barriers: dict[int, list[Stage]] = {}
         for stage in sorted(stages, key=lambda one: one.start_ns):
             if BARRIER in stage.attributes and stage.end_ns is not None:
@@ -151,7 +153,7 @@ def _length(stage: Stage) -> int:
     return (stage.end_ns or stage.start_ns) - stage.start_ns
 
 
-def _parts(adapter: str, one: Known, barrier: Stage) -> Iterator[Stage]:
+def _parts(adapter: str, one: ForeignStage, barrier: Stage) -> Iterator[Stage]:
     process = str(barrier.resource.get(PROCESS, ""))
     resource: dict[str, Value] = {
         "host.name": node_of(barrier),
@@ -176,7 +178,7 @@ def _parts(adapter: str, one: Known, barrier: Stage) -> Iterator[Stage]:
         )
 
 
-def _stage(adapter: str, one: Known, beside: Stage, node: str) -> Stage:
+def _stage(adapter: str, one: ForeignStage, beside: Stage, node: str) -> Stage:
     process = one.role if one.role in BEFORE_LAUNCHER else f"{adapter} {one.role} {one.process}"
     resource: dict[str, Value] = {
         "host.name": node,
@@ -200,31 +202,30 @@ def _stage(adapter: str, one: Known, beside: Stage, node: str) -> Stage:
     )
 
 
-def _outermost(spans: Sequence[Known]) -> dict[tuple[str, str], tuple[str, str]]:
-    """The parent of the outermost span of the same file that each span lies within."""
+def _outermost(spans: Sequence[ForeignStage]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return, for each span, the parent of its outermost enclosing span in the same file."""
     parents = {(one.trace_id, one.span_id): one.parent_id for one in spans if one.span_id}
     found: dict[tuple[str, str], tuple[str, str]] = {}
     for start in parents:
-        way: dict[tuple[str, str], None] = {}
+        chain: dict[tuple[str, str], None] = {}
         at = start
-        while at in parents and at not in found and at not in way:
-            way[at] = None
+        while at in parents and at not in found and at not in chain:
+            chain[at] = None
             at = at[0], parents[at]
-        found.update(dict.fromkeys(way, found.get(at, at)))
+        found.update(dict.fromkeys(chain, found.get(at, at)))
     return found
 
 
 def _short(name: str) -> str:
-    """A node's name without its domain; addresses have dots, too."""
+    """Return a node's name without its domain; an IP address is returned as it is."""
     first = name.partition(".")[0]
     return name if first.isdecimal() else first
 
 
 _log = logging.getLogger(__name__)
 
-Adapter = Callable[[bytes], Sequence[Known]]
-"""Gets what another program wrote; returns the stages in it. Raises CorruptError where that is of
-another format altogether."""
+Adapter = Callable[[bytes], Sequence[ForeignStage]]
+"""Parser of another program's output. Raises CorruptError if the format is a different one."""
 
 ADAPTERS: Mapping[str, Adapter] = {
     "slurm": parse_slurm,
@@ -232,15 +233,18 @@ ADAPTERS: Mapping[str, Adapter] = {
     "nccl": parse_nccl,
     "otlp": parse_spans,
 }
-"""The adapters by the name that `bootseer report --with` takes."""
+"""Adapters by the name that `bootseer report --with` takes."""
 
 _SLURM_JOB = re.compile(r"\d{1,10}(?:_\d{1,10})?")
 ASKING_S = 5.0
-"""What a busy slurmdbd is given: a report without its answer is better than one that waits."""
+"""Deadline of a Slurm command: a report without queue times is better than one that waits."""
 
 
 def read_other(path: Path) -> bytes:
-    """What another program wrote. Raises: InvalidInputError, NotFoundError."""
+    """Read another program's output from a file.
+
+    Raises: InvalidInputError if the file is too large; NotFoundError.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(SIZE_MAX + 1)
@@ -253,9 +257,8 @@ def read_other(path: Path) -> bytes:
     return data
 
 
-def ask_slurm(submission: str) -> Sequence[Known]:
-    """What the Slurm of this machine knows of a job; nothing where it has none, does not know the
-    job, or does not answer in time."""
+def ask_slurm(submission: str) -> Sequence[ForeignStage]:
+    """Ask this machine's Slurm for a job; return nothing if there is no Slurm, job or answer."""
     if not _SLURM_JOB.fullmatch(submission):
         return ()
     for command in (
@@ -275,10 +278,10 @@ def ask_slurm(submission: str) -> Sequence[Known]:
             )
             found = parse_slurm(done.stdout[:SIZE_MAX]) if done.returncode == 0 else []
         except subprocess.TimeoutExpired:
-            _log.info("no queue times of job %s: %s does not answer", submission, command[0])
+            _log.info("no queue times for job %s: %s did not answer", submission, command[0])
             return ()
         except (OSError, CorruptError) as error:
-            _log.info("no queue times of job %s: %s: %s", submission, command[0], error)
+            _log.info("no queue times for job %s: %s: %s", submission, command[0], error)
             continue
         if found:
             return found

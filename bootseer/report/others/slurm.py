@@ -1,7 +1,7 @@
-"""What Slurm knows of a job: `sacct` as JSON or as a table, `scontrol show job`. Pure (no I/O).
+"""Parser of Slurm's `sacct` (JSON or table) and `scontrol show job`. Pure (no I/O).
 
-A requeued job has a record for each attempt (`sacct --duplicates`), each with the time at which it
-was queued again. Times are slurmctld's, in whole seconds.
+A requeued job has a record per attempt (`sacct --duplicates`), with the time at which it was queued
+again. Times are by slurmctld's clock, in whole seconds.
 """
 
 import re
@@ -10,19 +10,26 @@ from typing import Any
 
 from bootseer.base.documents import parse
 from bootseer.report.graph import CONTROL_PLANE
-from bootseer.report.others.known import SIZE_MAX, STAGES_MAX, Known, clean, instant, lines
+from bootseer.report.others.foreign_stage import (
+    SIZE_MAX,
+    STAGES_MAX,
+    ForeignStage,
+    clean,
+    instant,
+    lines,
+)
 
 FIELDS = "JobID,State,Submit,Eligible,Start,End"
-"""The columns of `sacct --parsable2` that are read, and State and End for people."""
+"""Columns to ask `sacct --parsable2` for. State and End are for people and are not read."""
 _PAIR = re.compile(r"(\w+)=(\S*)")
 _WHERE = "the output of Slurm"
 
 _Record = tuple[str, Any, Any, Any]
-"""Job, and when it was submitted, eligible and started."""
+"""Job, and the times at which it was submitted, eligible and started."""
 
 
-def parse_slurm(data: bytes) -> list[Known]:
-    """The times that each attempt of each job was held and queued. Raises: CorruptError."""
+def parse_slurm(data: bytes) -> list[ForeignStage]:
+    """Return the stages `held` and `queued` of each attempt of each job."""
     head = data.lstrip()[:1]
     if head == b"{":
         records = _of_json(parse(data, _WHERE, SIZE_MAX, is_foreign=True))
@@ -30,7 +37,7 @@ def parse_slurm(data: bytes) -> list[Known]:
         records = _of_scontrol(data)
     else:
         records = _of_table(data)
-    found: list[Known] = []
+    found: list[ForeignStage] = []
     for number, record in enumerate(records):
         found += _stages(number, *record)
         if len(found) >= STAGES_MAX:
@@ -38,7 +45,7 @@ def parse_slurm(data: bytes) -> list[Known]:
     return found
 
 
-def _stages(number: int, job: str, *times: Any) -> Iterator[Known]:
+def _stages(number: int, job: str, *times: Any) -> Iterator[ForeignStage]:
     submitted, eligible, started = map(instant, times)
     if submitted is None or not job:
         return
@@ -50,8 +57,8 @@ def _stages(number: int, job: str, *times: Any) -> Iterator[Known]:
         yield _known("queued", held_until, end, job, number)
 
 
-def _known(name: str, begin: int, end: int | None, job: str, number: int) -> Known:
-    return Known(
+def _known(name: str, begin: int, end: int | None, job: str, number: int) -> ForeignStage:
+    return ForeignStage(
         name=name,
         role=CONTROL_PLANE,
         begin_ns=begin,
@@ -74,7 +81,7 @@ def _of_json(document: Any) -> Iterator[_Record]:
 
 
 def _job_id(job: dict[str, Any]) -> str:
-    """As `SLURM_JOB_ID` has it; of an array's task and a heterogeneous job as the timeline does."""
+    """Return the submission that a timeline of the job has: ARRAY_TASK for a task of an array."""
     array, het = job.get("array"), job.get("het")
     if isinstance(array, dict) and _number(array.get("job_id")):
         return f"{_number(array['job_id'])}_{_number(array.get('task_id'))}"
@@ -84,7 +91,7 @@ def _job_id(job: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> int:
-    """A number, which newer releases of Slurm wrap in an object."""
+    """Return a number, which newer releases of Slurm wrap in an object; 0 if there is none."""
     if isinstance(value, dict):
         value = value.get("number")
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0
@@ -99,7 +106,7 @@ def _of_table(data: bytes) -> Iterator[_Record]:
             continue
         row = dict(zip(columns, cells, strict=False))
         job = clean(row.get("JobID"))
-        # Steps (12.0, 12.batch) are no jobs, and the first of a heterogeneous job names it (12+0).
+        # Skip job steps (12.0, 12.batch), and all components of a heterogeneous job but 12+0.
         if "." not in job and not re.search(r"\+[1-9]", job):
             yield job.partition("+")[0], row.get("Submit"), row.get("Eligible"), row.get("Start")
 
@@ -107,12 +114,12 @@ def _of_table(data: bytes) -> Iterator[_Record]:
 def _of_scontrol(data: bytes) -> Iterator[_Record]:
     text = data.decode("utf-8", "replace")
     for job in re.split(r"(?:^|(?<=\n))(?=JobId=)", text):
-        # The first of each name: later ones may be in the job's command or comment.
+        # The first pair of each name counts: later ones may be in the job's command or comment.
         found = dict(reversed(_PAIR.findall(job[:8192])))
         if found.get("ArrayTaskId", "").isdecimal():
             found["JobId"] = f"{found.get('ArrayJobId')}_{found['ArrayTaskId']}"
         if "JobId" in found:
-            # Of a job that waits it is when Slurm expects it to start.
+            # For a pending job, StartTime is only an estimate.
             started = found.get("StartTime") if found.get("JobState") != "PENDING" else None
             submitted, eligible = found.get("SubmitTime"), found.get("EligibleTime")
             yield clean(found["JobId"]), submitted, eligible, started

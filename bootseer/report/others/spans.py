@@ -1,10 +1,10 @@
-"""Spans and events of other programs in OTLP/JSON, as the Collector writes it. Pure (no I/O).
+"""Parser of spans and events in OTLP/JSON, as the OpenTelemetry Collector writes it. Pure (no I/O).
 
-A file has one request, or one on each line. What Bootseer itself has written is left out.
+A file is one export request, or has one per line. Stages that Bootseer wrote are skipped.
 """
 
 from bootseer.report.decoding import decode_any
-from bootseer.report.others.known import STAGES_MAX, Known, clean
+from bootseer.report.others.foreign_stage import STAGES_MAX, ForeignStage, clean
 from bootseer.timeline.otlp import Stage
 
 _OURS = "bootseer"
@@ -12,16 +12,16 @@ _NODE = ("host.name", "k8s.node.name", "k8s.pod.name")
 _PROCESS = ("service.instance.id", "process.pid")
 
 
-def parse_spans(data: bytes) -> list[Known]:
-    """Each span, and each log record that is an event."""
+def parse_spans(data: bytes) -> list[ForeignStage]:
+    """Return each span, and each log record that is an event."""
     stages = (stage for stage in decode_any(data) if stage.resource.get("service.name") != _OURS)
     return [_known(stage) for stage, _ in zip(stages, range(STAGES_MAX), strict=False)]
 
 
-def _known(stage: Stage) -> Known:
+def _known(stage: Stage) -> ForeignStage:
     resource = stage.resource
     end_ns = stage.end_ns
-    return Known(
+    return ForeignStage(
         name=clean(stage.name),
         role=clean(resource.get("service.name")) or "OTLP",
         begin_ns=stage.start_ns,

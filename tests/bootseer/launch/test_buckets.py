@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.report.sources import Stored, list_starts
+from bootseer.report.sources import StoredTimelines, list_starts
 from bootseer.store import open_store
 from testbed import waiting
 from testbed.node import Node, attribute, node_at
@@ -100,7 +100,7 @@ def test_timelines(nodes: tuple[Node, Node]) -> None:
         assert done.returncode == 0, done.stderr
         node.wait_clean()
     with open_store(nodes[0].store) as store:
-        starts = list_starts(Stored(store), "job")
+        starts = list_starts(StoredTimelines(store), "job")
         stages = [stage.name for start in starts for stage in start.stages() if stage.end_ns]
     assert stages.count("load") == 2
     shown = nodes[1].run("report", "job", "--json")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bootseer.cli import cli
 from bootseer.report.explain import StartModel
 from bootseer.report.export import Slice, share_out, to_trace
-from bootseer.report.graph import Span, StartGraph, Track
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.graph import StartGraph, Track, TrackSpan
+from bootseer.report.sources import TimelineFolder, find_start
 from bootseer.timeline import Timeline
 from testbed.starts.generate import Recipe, node_name, tracks
 from testbed.starts.timelines import write_timelines
@@ -63,7 +63,10 @@ def test_every_stage_is_on_a_track_of_its_process() -> None:
 
 
 def test_figures_and_open_stages() -> None:
-    spans = [Span("start", 0, 2, evidence={"psi.io_s": 0.5}), Span("hangs", 1, 2, 0, is_open=True)]
+    spans = [
+        TrackSpan("start", 0, 2, evidence={"psi.io_s": 0.5}),
+        TrackSpan("hangs", 1, 2, 0, is_open=True),
+    ]
     found = {one["name"]: one for one in _trace([Track("a", spans)]) if one["ph"] != "M"}
     assert found["start"]["args"] == {"psi.io_s": 0.5}
     assert found["hangs"]["ph"] == "B"
@@ -82,7 +85,7 @@ def test_rows_have_every_stage_and_the_imports(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    stages = find_start(Folder(tmp_path), "j").stages()
+    stages = find_start(TimelineFolder(tmp_path), "j").stages()
     assert sum(row["kind"] == "stage" for row in rows) == len(stages)
     seconds = sum(row["seconds"] or 0 for row in rows)
     assert round(seconds, 3) == round(

@@ -9,32 +9,32 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bootseer.report.explain import StartModel
-from bootseer.report.graph import LAUNCHER, Shape, Span, StartGraph, Track, begin_of, end_of
+from bootseer.report.graph import LAUNCHER, Shape, StartGraph, Track, TrackSpan, begin_of, end_of
 from bootseer.report.peers import as_its_peers
-from bootseer.report.replay import Replay, pieces_of
+from bootseer.report.replay import StartReplay, intervals_of
 from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
 
 
-def _replay(*found: Track) -> Replay:
+def _replay(*found: Track) -> StartReplay:
     graph = StartGraph()
     for track in found:
         graph.add(track)
-    return Replay(graph, pieces_of(graph))
+    return StartReplay(graph, intervals_of(graph))
 
 
-def _pieces(model: StartModel) -> dict[str, list[float]]:
+def _intervals(model: StartModel) -> dict[str, list[float]]:
     return {
-        str(piece.label): [round(seconds, 6) for seconds in piece.seconds]
-        for piece in model.pieces.values()
+        str(interval.label): [round(seconds, 6) for seconds in interval.seconds]
+        for interval in model.intervals.values()
     }
 
 
 def test_a_stage_waits_for_all_that_had_ended_when_it_began() -> None:
     spans = [
-        Span("start", 0, 10),
-        Span("mount", 1, 5, parent=0),
-        Span("image", 1, 6, parent=0),
-        Span("environment", 7, 9, parent=0),
+        TrackSpan("start", 0, 10),
+        TrackSpan("mount", 1, 5, parent=0),
+        TrackSpan("image", 1, 6, parent=0),
+        TrackSpan("environment", 7, 9, parent=0),
     ]
     steps = {step.event: step for step in Shape(spans).steps}
     environment = steps[begin_of(3)]
@@ -45,17 +45,17 @@ def test_a_stage_waits_for_all_that_had_ended_when_it_began() -> None:
 
 def test_what_overlapped_overlaps_when_one_of_them_is_slower() -> None:
     spans = [
-        Span("start", 0, 10),
-        Span("mount", 1, 5, parent=0),
-        Span("image", 1, 6, parent=0),
-        Span("environment", 7, 9, parent=0),
+        TrackSpan("start", 0, 10),
+        TrackSpan("mount", 1, 5, parent=0),
+        TrackSpan("image", 1, 6, parent=0),
+        TrackSpan("environment", 7, 9, parent=0),
     ]
     model = StartModel(StartGraph([Track("a", spans)]))
 
     def slower(name: str, seconds: float) -> float:
         return model.what_if(
             "",
-            lambda piece: array("d", [seconds]) if str(piece.label) == name else None,
+            lambda interval: array("d", [seconds]) if str(interval.label) == name else None,
         ).ready_s
 
     assert slower("mount", 4.9) == pytest.approx(10)
@@ -71,17 +71,17 @@ def _processes(draw: st.DrawFn) -> list[Track]:
     times = st.integers(0, 50).map(float)
     found = []
     for node in range(draw(st.integers(1, 3))):
-        spans: list[Span] = []
+        spans: list[TrackSpan] = []
         for _ in range(draw(st.integers(1, 6))):
             begin, end = sorted((draw(times), draw(times)))
-            spans.append(Span(draw(st.sampled_from("abc")), begin, end))
+            spans.append(TrackSpan(draw(st.sampled_from("abc")), begin, end))
         spans.sort(key=lambda span: (span.begin_s, -span.end_s))
         nested = [
-            Span(span.name, span.begin_s, span.end_s, draw(st.integers(-1, number - 1)))
+            TrackSpan(span.name, span.begin_s, span.end_s, draw(st.integers(-1, number - 1)))
             for number, span in enumerate(spans)
         ]
         met = max(span.end_s for span in spans)
-        nested.append(Span("meet", met, 60.0 + draw(st.integers(0, 2)), barrier="all"))
+        nested.append(TrackSpan("meet", met, 60.0 + draw(st.integers(0, 2)), barrier="all"))
         found.append(Track(f"node{node}", nested))
     return found
 
@@ -95,12 +95,14 @@ def test_the_replay_of_the_unchanged_start_gives_the_measured_times(found: list[
 
 
 def test_ranks_begin_after_what_started_them() -> None:
-    launcher = Track("a", [Span("start", 0, 4)])
-    agent = Track("a", [Span("import torch", 5, 6), Span("spawn", 7, 7.5)], "torchrun", process="p")
-    rank = Track("a", [Span("work", 8, 9)], "train.py", 0, "q", "p")
+    launcher = Track("a", [TrackSpan("start", 0, 4)])
+    agent = Track(
+        "a", [TrackSpan("import torch", 5, 6), TrackSpan("spawn", 7, 7.5)], "torchrun", process="p"
+    )
+    rank = Track("a", [TrackSpan("work", 8, 9)], "train.py", 0, "q", "p")
     model = StartModel(StartGraph([launcher, agent, rank]))
-    assert _pieces(model)["before work"] == [0.5]
-    assert _pieces(model)["before import torch"] == [1.0]
+    assert _intervals(model)["before work"] == [0.5]
+    assert _intervals(model)["before import torch"] == [1.0]
     assert model.analyse().replay_error_s == pytest.approx(0)
     path = [(one.role, str(one.label)) for one in model.analyse().path]
     assert path == [
@@ -117,13 +119,15 @@ def test_ranks_begin_after_what_started_them() -> None:
 def test_a_node_that_waited_for_anothers_set_up_is_not_the_slow_one() -> None:
     def waiting(node: str) -> Track:
         spans = [
-            Span("start", 0, 31),
-            Span("environment", 1, 30.5, parent=0),
-            Span("wait", 1.5, 30, parent=1, waited_for="holder"),
+            TrackSpan("start", 0, 31),
+            TrackSpan("environment", 1, 30.5, parent=0),
+            TrackSpan("wait", 1.5, 30, parent=1, waited_for="holder"),
         ]
         return Track(node, spans)
 
-    holder = Track("holder", [Span("start", 0, 30.5), Span("environment", 1, 29.5, parent=0)])
+    holder = Track(
+        "holder", [TrackSpan("start", 0, 30.5), TrackSpan("environment", 1, 29.5, parent=0)]
+    )
     model = StartModel(StartGraph([holder, *map(waiting, "abcdefg")]))
     analysis = model.analyse()
     assert [(one.node, str(one.label)) for one in analysis.path][:2] == [
@@ -133,9 +137,9 @@ def test_a_node_that_waited_for_anothers_set_up_is_not_the_slow_one() -> None:
     assert analysis.replay_error_s == pytest.approx(0)
     quick = model.what_if(
         "",
-        lambda piece: (
+        lambda interval: (
             array("d", [2.0])
-            if piece.group.nodes[0] == "holder" and piece.label.kind == "in"
+            if interval.group.nodes[0] == "holder" and interval.label.kind == "in"
             else None
         ),
     )
@@ -145,15 +149,17 @@ def test_a_node_that_waited_for_anothers_set_up_is_not_the_slow_one() -> None:
 def test_processes_that_wait_for_each_other_in_a_circle_are_replayed_as_measured() -> None:
     def both(node: str, *order: str) -> Track:
         first, second = order
-        return Track(node, [Span("m", 1, 2, barrier=first), Span("n", 3, 4, barrier=second)])
+        return Track(
+            node, [TrackSpan("m", 1, 2, barrier=first), TrackSpan("n", 3, 4, barrier=second)]
+        )
 
     replay = _replay(both("a", "x", "y"), both("b", "y", "x"))
     assert replay.ready_s() == pytest.approx(4)
 
 
 def test_a_critical_path_ends_where_timelines_go_in_a_circle() -> None:
-    inside = [Span("m", 1, 4, barrier="x"), Span("m", 2, 4, parent=0, barrier="x")]
-    waiting = [Span("environment", 1, 9), Span("wait", 2, 8, parent=0)]
+    inside = [TrackSpan("m", 1, 4, barrier="x"), TrackSpan("m", 2, 4, parent=0, barrier="x")]
+    waiting = [TrackSpan("environment", 1, 9), TrackSpan("wait", 2, 8, parent=0)]
 
     def waits(node: str, other: str) -> Track:
         spans = [waiting[0], replace(waiting[1], waited_for=other)]
@@ -176,7 +182,7 @@ def test_clocks_an_hour_apart_are_brought_together_at_barriers() -> None:
 
 
 def test_a_node_that_met_nobody_is_named() -> None:
-    alone = Track("alone", [Span("start", 0, 5)])
+    alone = Track("alone", [TrackSpan("start", 0, 5)])
     clocks = StartModel(StartGraph([*tracks(Recipe(3, 1)), alone])).clocks
     assert clocks.apart == ("alone",)
 
@@ -202,7 +208,7 @@ def test_one_slow_rank_makes_no_slow_node() -> None:
         if track.rank != 4:
             return track
         begin_s, seconds = track.spans[0].begin_s, 35.0 if track.node == node_name(3) else 0.1
-        noted = Span("import pandas", begin_s - 40, begin_s - 40 + seconds)
+        noted = TrackSpan("import pandas", begin_s - 40, begin_s - 40 + seconds)
         return replace(track, spans=[noted, *track.spans])
 
     found = map(noting, tracks(Recipe(50, 8)))
@@ -237,7 +243,7 @@ def test_blame_names_the_last_at_each_barrier_and_its_slow_stage() -> None:
     late = Fault(node_name(1), "late scheduling")
     disk = Fault(node_name(4), "slow disk", 3.0)
     blame = StartModel(StartGraph(tracks(Recipe(8, 2, (late, disk))))).analyse().blame
-    assert [(one.barrier, one.node, str(one.lost[0][0])) for one in blame[:2]] == [
+    assert [(one.barrier, one.node, str(one.lost[0].label)) for one in blame[:2]] == [
         ("init_process_group:world", node_name(1), "scheduling"),
         ("first collective:world", node_name(4), "load checkpoint"),
     ]
@@ -271,8 +277,8 @@ def test_a_cause_is_named_for_a_quarter_of_the_lost_time(
         Track(
             node_name(number),
             [
-                Span("start", 0.0, 10.0 + lost_s * (number == 0)),
-                Span(
+                TrackSpan("start", 0.0, 10.0 + lost_s * (number == 0)),
+                TrackSpan(
                     "load",
                     0.0,
                     10.0 + lost_s * (number == 0),

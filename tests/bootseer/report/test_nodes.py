@@ -13,7 +13,7 @@ import pytest
 
 from bootseer.report.explain import Analysis, StartModel
 from bootseer.report.read import read_graph
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.sources import TimelineFolder, find_start
 from testbed.starts.experiment import FAULTS, Experiment, Scale
 from testbed.starts.nodes import NamespaceNode, Nodes, nodes
 
@@ -78,7 +78,9 @@ def _end(started: Mapping[str, "subprocess.Popen[bytes]"], folder: Path) -> None
 
 
 def _analysis(folder: Path) -> Analysis:
-    return StartModel(read_graph(find_start(Folder(folder / "timelines"), "j"), 0)).analyse()
+    return StartModel(
+        read_graph(find_start(TimelineFolder(folder / "timelines"), "j"), 0)
+    ).analyse()
 
 
 def _report(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import to_builtins
 
 from bootseer.report.explain import StartModel, compare_starts
-from bootseer.report.graph import Span, StartGraph, Track
+from bootseer.report.graph import StartGraph, Track, TrackSpan
 from bootseer.report.page import imports_of, to_page
 from testbed.needs import MissingError
 from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
@@ -52,6 +52,20 @@ def test_a_start_is_drawn(tmp_path: Path) -> None:
     assert 'id="flame"' in shown
 
 
+def test_the_page_opens_on_what_held_the_start(tmp_path: Path) -> None:
+    model = StartModel(StartGraph(tracks(Recipe(2, 2, (Fault(node_name(1), "slow disk", 4.0),)))))
+    shown = _shown(_page(model), tmp_path)
+    answer = shown[shown.index('<dl id="answer">') : shown.index("</dl>")]
+    assert re.findall(r'<dd class="big">([^<]*)</dd>', answer)[:2] == [
+        f"{model.ready_s:.2f} s",
+        node_name(1),
+    ]
+    assert "<dd>in load checkpoint</dd><dd>slow disk: " in answer
+    assert "GPU-seconds" in answer
+    even = StartModel(StartGraph(tracks(Recipe(8, 2))))
+    assert '<dd class="big">no node</dd>' in _shown(_page(even), tmp_path)
+
+
 def test_two_starts_are_compared(tmp_path: Path) -> None:
     models = [
         StartModel(StartGraph(tracks(Recipe(8, 2, faults))))
@@ -78,6 +92,8 @@ addEventListener("load", () => {
   say("heat", "tip", "End", "PageUp", "Home");
   say("gantt", "gantt-tip", "End", "ArrowDown", "ArrowUp", "Home");
   say("flame", "flame-tip", "ArrowDown");
+  byId("node").value = "node00007"; byId("find").requestSubmit();
+  document.body.dataset.found = byId("tip").textContent;
   document.body.dataset.focusable = document.querySelectorAll("canvas[tabindex]").length;
 });
 </script></body>"""
@@ -88,17 +104,18 @@ def test_every_drawing_can_be_read_by_keyboard(tmp_path: Path) -> None:
     imports = '[["torch", 0, 1000, 900000], ["torch._C", 1, 2000, 100000]]'
     page = _page(model, imports=imports).replace("</body>", _KEYS)
     shown = _shown(page, tmp_path)
-    said = dict(re.findall(r'data-(heat|gantt|flame|focusable)="([^"]*)"', shown))
+    said = dict(re.findall(r'data-(heat|gantt|flame|focusable|found)="([^"]*)"', shown))
     assert said["focusable"] == "3"
     # The slowest node is the first one, and why it was slow is said with its figures.
     assert re.match(r"node00002 · scheduling .*slow disk: [0-9.]+ s more pressure", said["heat"])
     assert re.match(r"node\d+ · launcher: start, ", said["gantt"])
+    assert said["found"].startswith("node00007 · ")
     assert said["flame"] == "torch._C: 0.10 s"
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     evil = "</script><script>document.body.dataset.evil=1</script><img src=x onerror=alert(1)>"
-    spans = [Span("start", 0, 5), Span(evil, 1, 4, parent=0)]
+    spans = [TrackSpan("start", 0, 5), TrackSpan(evil, 1, 4, parent=0)]
     model = StartModel(StartGraph([Track(f"{evil}{number}", spans) for number in range(3)]))
     page = _page(model, title=evil, imports=f'[["{evil}", 0, 0, 5]]')
     assert page.count("<script>") == 1

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from bootseer.errors import CorruptError, NotFoundError
-from bootseer.kubernetes.pod_start import of_container
+from bootseer.kubernetes.pod_stages import start_of_container
 from bootseer.report.others.kubernetes import WithPods
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.sources import TimelineFolder, find_start
 from bootseer.settings.config import load_settings
 from bootseer.timeline import Timeline
 
@@ -97,7 +97,7 @@ def test_a_pod_that_notes_something_itself_is_believed(tmp_path: Path) -> None:
     timelines = tmp_path / "timelines"
     own = Timeline.start(timelines, job="llm", submission=SUBMISSION, attempt=0, node="n0", rank=0)
     own.span("import torch").end()
-    found = find_start(WithPods(Folder(timelines), _data(_pod(0), _pod(1))), "llm")
+    found = find_start(WithPods(TimelineFolder(timelines), _data(_pod(0), _pod(1))), "llm")
     names = {(stage.resource["host.name"], stage.name) for stage in found.stages()}
     assert names == {("n0", "import torch"), ("n1", "start"), ("n1", "ready")}
 
@@ -106,7 +106,7 @@ def test_of_pods_in_one_place_the_last_counts(tmp_path: Path) -> None:
     failed, again = _pod(0), _pod(0, began="12:05:00", ready="12:05:01")
     again["metadata"]["uid"] = "pod-0-again"
     for items in ((failed, again), (again, failed)):
-        found = find_start(WithPods(Folder(tmp_path), _data(*items)), "llm")
+        found = find_start(WithPods(TimelineFolder(tmp_path), _data(*items)), "llm")
         assert {stage.resource["k8s.pod.uid"] for stage in found.stages()} == {"pod-0-again"}
 
 
@@ -129,12 +129,12 @@ def test_all_that_note_a_pod_s_stages_agree_on_its_rank(
         monkeypatch.setenv(name, value)
     launcher = load_settings().rank
     labels = {"io.kubernetes.pod.name": "llm-0", "io.kubernetes.pod.uid": "pod-0"}
-    assert of_container(labels, variables).rank == launcher
+    assert start_of_container(labels, variables).rank == launcher
     pod = _pod(0)
     env = pod["spec"]["containers"][0]["env"]
     env[:] = [one for one in env if one["name"] != "BOOTSEER_RANK"]
     env += [{"name": name, "value": value} for name, value in variables.items()]
-    stages = find_start(WithPods(Folder(tmp_path), _data(pod)), "llm").stages()
+    stages = find_start(WithPods(TimelineFolder(tmp_path), _data(pod)), "llm").stages()
     assert {stage.resource["bootseer.rank"] for stage in stages} == {launcher}
 
 
@@ -144,7 +144,7 @@ def test_one_that_is_not_ready_is_open_and_one_that_has_ended_was(tmp_path: Path
     ended["status"]["phase"] = "Succeeded"
     state = ended["status"]["containerStatuses"][0]["state"]
     state["terminated"] = state.pop("running")
-    stages = find_start(WithPods(Folder(tmp_path), _data(waiting, ended)), "llm").stages()
+    stages = find_start(WithPods(TimelineFolder(tmp_path), _data(waiting, ended)), "llm").stages()
     ends = {(one.resource["host.name"], one.name): one.end_ns for one in stages}
     assert ends[("n0", "start")] is None
     assert ends[("n1", "ready")] is not None
@@ -154,7 +154,7 @@ def test_one_that_is_not_ready_is_open_and_one_that_has_ended_was(tmp_path: Path
 def test_how_often_a_container_was_started_again_is_noted(tmp_path: Path) -> None:
     pod = _pod(0)
     pod["status"]["containerStatuses"][0]["restartCount"] = 3
-    assert "its container was started again 3 times" in _report(tmp_path, _data(pod))
+    assert "the container was restarted 3 times" in _report(tmp_path, _data(pod))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_how_often_a_container_was_started_again_is_noted(tmp_path: Path) -> Non
 )
 def test_other_pods_are_no_starts(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(NotFoundError):
-        find_start(WithPods(Folder(tmp_path), _data({**_pod(0), **change})), "llm")
+        find_start(WithPods(TimelineFolder(tmp_path), _data({**_pod(0), **change})), "llm")
 
 
 def test_what_is_no_output_of_kubectl_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptError):
-        WithPods(Folder(tmp_path), b"NAME READY\n")
+        WithPods(TimelineFolder(tmp_path), b"NAME READY\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bootseer.report.explain import Breakdown, break_down
 from bootseer.report.graph import StartGraph, node_of
-from bootseer.report.sources import Folder, list_starts, read_start
+from bootseer.report.sources import TimelineFolder, list_starts, read_start
 from bootseer.timeline import Timeline
 from bootseer.timeline.otlp import Stage
 
@@ -182,9 +182,9 @@ def test_two_submissions_of_one_name_are_two_starts(tmp_path: Path) -> None:
     _start(tmp_path, "100", 1, "requeued", "a")
     # Of another one, on another node, with a lower attempt.
     _start(tmp_path, "101", 0, "another", "b")
-    assert _names(read_start(Folder(tmp_path), "j")) == {"another"}
-    assert _names(read_start(Folder(tmp_path), "j", submission="100")) == {"requeued"}
-    assert _names(read_start(Folder(tmp_path), "j", 0, "100")) == {"first"}
+    assert _names(read_start(TimelineFolder(tmp_path), "j")) == {"another"}
+    assert _names(read_start(TimelineFolder(tmp_path), "j", submission="100")) == {"requeued"}
+    assert _names(read_start(TimelineFolder(tmp_path), "j", 0, "100")) == {"first"}
     table = _report(tmp_path, "j", "--submission", "100").stdout
     assert "submission 100" in table
     assert "another" not in table
@@ -198,12 +198,12 @@ def test_without_a_submission_a_node_that_starts_again_begins_another_start(
 ) -> None:
     _start(tmp_path, "", 0, "first", "a")
     _start(tmp_path, "", 0, "first", "b")
-    assert len(read_start(Folder(tmp_path), "j")) == 4
+    assert len(read_start(TimelineFolder(tmp_path), "j")) == 4
     _start(tmp_path, "", 0, "second", "b")
-    assert _names(read_start(Folder(tmp_path), "j")) == {"second"}
+    assert _names(read_start(TimelineFolder(tmp_path), "j")) == {"second"}
     _start(tmp_path, "", 0, "second", "a")
-    assert len(read_start(Folder(tmp_path), "j")) == 4
-    assert _names(read_start(Folder(tmp_path), "j")) == {"second"}
+    assert len(read_start(TimelineFolder(tmp_path), "j")) == 4
+    assert _names(read_start(TimelineFolder(tmp_path), "j")) == {"second"}
 
 
 def test_a_rank_that_starts_again_in_a_submission_replaces_its_earlier_start(
@@ -211,8 +211,8 @@ def test_a_rank_that_starts_again_in_a_submission_replaces_its_earlier_start(
 ) -> None:
     for node, name in (("a", "first"), ("b", "first"), ("b", "again")):
         _start(tmp_path, "u-1", 0, name, node)
-    assert _names(read_start(Folder(tmp_path), "j")) == {"first", "again"}
-    assert len(read_start(Folder(tmp_path), "j")) == 4
+    assert _names(read_start(TimelineFolder(tmp_path), "j")) == {"first", "again"}
+    assert len(read_start(TimelineFolder(tmp_path), "j")) == 4
 
 
 def test_programs_of_a_job_without_a_name_are_told_apart(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_programs_of_a_job_without_a_name_are_told_apart(tmp_path: Path) -> None
     run("a", "train", "--node-rank=0", "10.0.0.1")
     run("b", "evaluate")
     run("c", "train", "--node-rank=12", "10.0.0.23")
-    starts = list_starts(Folder(tmp_path), "default")
+    starts = list_starts(TimelineFolder(tmp_path), "default")
     nodes = {
         frozenset(str(stage.resource["host.name"]) for stage in start.stages()) for start in starts
     }
@@ -242,7 +242,9 @@ def test_runs_of_two_slurm_jobs_are_told_apart(tmp_path: Path) -> None:
     for job_id in ("7", "8"):
         environ = {**os.environ, **base, "SLURM_JOB_ID": job_id}
         subprocess.run(command, env=environ, check=True, timeout=60)
-    old, new = (read_start(Folder(tmp_path), "train", submission=job_id) for job_id in ("7", "8"))
+    old, new = (
+        read_start(TimelineFolder(tmp_path), "train", submission=job_id) for job_id in ("7", "8")
+    )
     assert len({stage.trace_id for stage in old} | {stage.trace_id for stage in new}) == 2
     assert {stage.resource["bootseer.submission"] for stage in new} == {"8"}
     table = _report(tmp_path, "train").stdout

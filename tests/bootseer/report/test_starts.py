@@ -17,7 +17,7 @@ from bootseer.report.explain import (
     StartModel,
     WhatIf,
     compare_starts,
-    look_back,
+    history_of,
     progress,
 )
 from bootseer.report.graph import StartGraph
@@ -61,11 +61,11 @@ def test_looking_back_names_what_is_slower_and_who_is_slow_again() -> None:
         ).analyse()
         for seed in range(6)
     ]
-    history = look_back(starts)
+    history = history_of(starts)
     assert history.trend_s > 1
     assert history.repeated == (Repeated(node_name(2), 3),)
-    assert look_back(starts[:4]).slower[0].stage == "load checkpoint"
-    assert look_back([]).trend_s == 0
+    assert history_of(starts[:4]).slower[0].stage == "load checkpoint"
+    assert history_of([]).trend_s == 0
 
 
 def test_the_command_lists_and_compares(folder: Path) -> None:
@@ -89,18 +89,20 @@ def test_the_command_lists_and_compares(folder: Path) -> None:
         for key in keys(one, "", frozenset(("shift_s",)))
         if not key.startswith(("total.", "ready."))
     }
-    sample = {"history.slower[].stage", "history.slower[].before_s", "history.slower[].after_s"}
+    sample = {f"history.slower[].{name}" for name in ("stage", "before_s", "after_s")}
     page = (
         set(documented()["report"])
         - sample
         - {"analysis.clocks.apart[]", "analysis.clocks.shift_s.*", "stages[].notes[]"}
+        - {"analysis.delay"}
     )
-    # No stage is open, nobody gave up at a barrier, and neither requests nor a fan-out were noted.
+    # No stage is open or has failed, nobody gave up at a barrier, and there are no requests.
     without = (
         "stages[].open",
         "analysis.missed_barriers[]",
         "analysis.requests[]",
         "analysis.fan_out.",
+        "failure.",
     )
     assert found >= {key for key in page if "`" not in key and not key.startswith(without)}
 

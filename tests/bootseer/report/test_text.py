@@ -4,7 +4,7 @@ import re
 
 from bootseer.report.explain import StartModel
 from bootseer.report.export import analysis_document
-from bootseer.report.graph import Span, StartGraph, Track
+from bootseer.report.graph import StartGraph, Track, TrackSpan
 from bootseer.report.text import explain, headline
 from testbed.starts.generate import Fault, Recipe, node_name, some_faults, tracks
 
@@ -29,7 +29,7 @@ def test_a_thousand_slow_nodes_are_one_screen() -> None:
 
 
 def test_a_start_that_is_not_ready_says_so() -> None:
-    analysis = StartModel(StartGraph([Track("a", [Span("start", 0, 5)])])).analyse()
+    analysis = StartModel(StartGraph([Track("a", [TrackSpan("start", 0, 5)])])).analyse()
     assert headline(analysis) == (
         "not ready: no process took an optimizer step or called bootseer.ready(); the last stage "
         "noted ended after 5.0 s"
@@ -52,9 +52,9 @@ def test_a_rendezvous_that_failed_compares_no_clocks_and_names_who_is_missing() 
     moment, and told of clocks that were off and of a node that was late."""
 
     def node(name: str, arrived_s: float, gave_up_s: float) -> list[Track]:
-        launcher = Track(name, [Span("start", 0.0, 1.0)])
+        launcher = Track(name, [TrackSpan("start", 0.0, 1.0)])
         evidence = {"bootseer.barrier_count": 3}
-        meeting = Span(
+        meeting = TrackSpan(
             "rendezvous",
             arrived_s,
             gave_up_s,
@@ -64,7 +64,7 @@ def test_a_rendezvous_that_failed_compares_no_clocks_and_names_who_is_missing() 
         )
         return [launcher, Track(name, [meeting], "run", process=f"p-{name}")]
 
-    late = Track("node-c", [Span("start", 0.0, 1.0)])
+    late = Track("node-c", [TrackSpan("start", 0.0, 1.0)])
     found = [*node("node-a", 30.0, 129.7), *node("node-b", 2.0, 129.6), late]
     analysis = StartModel(StartGraph(found)).analyse()
     assert not any(analysis.clocks.shift_s.values())
@@ -86,12 +86,14 @@ def test_a_rendezvous_that_failed_compares_no_clocks_and_names_who_is_missing() 
 
 def test_a_node_that_gave_up_is_no_part_of_the_meeting_of_the_others() -> None:
     def launcher(name: str) -> Track:
-        return Track(name, [Span("start", 0.0, 1.0)])
+        return Track(name, [TrackSpan("start", 0.0, 1.0)])
 
     def met(name: str, arrived_s: float) -> Track:
-        return Track(name, [Span("rendezvous", arrived_s, 20.0, barrier="rendezvous x")], "run")
+        return Track(
+            name, [TrackSpan("rendezvous", arrived_s, 20.0, barrier="rendezvous x")], "run"
+        )
 
-    alone = Span(
+    alone = TrackSpan(
         "rendezvous",
         1.0,
         6.0,
@@ -117,9 +119,9 @@ def test_what_nodes_asked_of_shared_servers_is_told_by_node() -> None:
             "requests.bucket": 0,
         }
         spans = [
-            Span("start", 0.0, 5.0, evidence={"requests.bucket": asked, "requests.http": 0.0}),
-            Span("image served", 4.0, 4.0, parent=0, evidence={"requests.bucket": 1}),
-            Span("fan-out", 4.5, 4.5, parent=0, evidence=fed),
+            TrackSpan("start", 0.0, 5.0, evidence={"requests.bucket": asked, "requests.http": 0.0}),
+            TrackSpan("image served", 4.0, 4.0, parent=0, evidence={"requests.bucket": 1}),
+            TrackSpan("fan-out", 4.5, 4.5, parent=0, evidence=fed),
         ]
         return Track(name, spans)
 

@@ -120,7 +120,7 @@ def test_what_may_not_be_mounted_is_said_in_the_pods_events(site: _Site) -> None
     volume = {"kind": "checkpoint", "source": "file:///etc"}
     cluster.apply(site.pod("hostile", "ls /etc2", etc2=volume))
     wait_for(
-        lambda: "is no URL of a storage that nodes share" in cluster.events("hostile"),
+        lambda: "is not the URL of a remote storage" in cluster.events("hostile"),
         "the event",
         timeout_s=60,
     )

@@ -224,7 +224,7 @@ def test_a_pod_by_itself_is_its_own_submission(site: _Site) -> None:
 def test_what_cannot_be_done_is_said_at_the_pod(site: _Site) -> None:
     asked = {"bootseer.io/replay": "auto", "bootseer.io/environment": "no/name"}
     found = site.run("warned", asked)
-    assert "no name of a snapshot" in found["metadata"]["annotations"]["bootseer.io/warnings"]
+    assert "not the name of a snapshot" in found["metadata"]["annotations"]["bootseer.io/warnings"]
 
 
 def test_an_upgrade_takes_its_certificate_from_nobody(site: _Site) -> None:

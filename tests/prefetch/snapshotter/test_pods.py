@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bootseer.report.sources import Stored
+from bootseer.report.sources import StoredTimelines
 from bootseer.store import open_store
 from bootseer.timeline.otlp import Stage
 from testbed.containers.containerd_images import layers, shell_layer
@@ -68,7 +68,7 @@ def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) ->
             first, second = _stage_of(node, "train", "s1"), _stage_of(node, "second", "second-uid")
         # A container that is started again in its pod is no part of the start.
         with open_store(node.settings.store_url) as store:
-            assert not Stored(store).starts("again")
+            assert not StoredTimelines(store).starts("again")
         assert "secret-1" not in f"{first}{node.log()}"
         # The store has it: nobody would tidy up here.
         wait_for(lambda: not list(node.settings.timeline_dir.iterdir()))
@@ -84,8 +84,8 @@ def test_the_mount_of_an_image_is_a_stage_of_the_pods_over_it(tmp_path: Path) ->
 def _stage_of(node: ContainerdNode, job: str, submission: str) -> Stage:
     """The only stage of a start, as soon as the store has it."""
     with open_store(node.settings.store_url) as store:
-        wait_for(lambda: Stored(store).starts(job), f"the timeline of {job}")
-        (start,) = Stored(store).starts(job)
+        wait_for(lambda: StoredTimelines(store).starts(job), f"the timeline of {job}")
+        (start,) = StoredTimelines(store).starts(job)
     assert start.submission == submission
     (stage,) = start.stages()
     return stage

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError
 from bootseer.fuse.kernel.unmount import detach
-from bootseer.kubernetes.csi.wire import IDENTITY, MESSAGES, METHODS, NODE
+from bootseer.kubernetes.csi.service import IDENTITY, MESSAGES, METHODS, NODE
 from bootseer.linux import mount_table
 from bootseer.linux.processes import start_time
 from bootseer.served.folders import MountState, live_mounts

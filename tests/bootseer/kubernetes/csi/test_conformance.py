@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bootseer.kubernetes.csi.wire import IDENTITY, NODE
+from bootseer.kubernetes.csi.service import IDENTITY, NODE
 from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
 
 pytestmark = pytest.mark.needs("mount", "fuse")

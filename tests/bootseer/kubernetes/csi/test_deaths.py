@@ -155,7 +155,7 @@ def test_a_volume_that_cannot_be_mended_yet_shows_no_folder_of_the_node(
     shutil.move(tmp_path / "stored", tmp_path / "away")
     (tmp_path / "stored").write_bytes(b"no folder")
     local.driver = local.start_driver()
-    wait_for(lambda: "is not well" in local.log())
+    wait_for(lambda: "has a problem" in local.log())
     with pytest.raises(OSError, match="not connected"):
         (kept / "step").write_bytes(b"saved")
     (tmp_path / "stored").unlink()

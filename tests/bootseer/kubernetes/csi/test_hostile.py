@@ -16,8 +16,8 @@ from bootseer.kubernetes.csi.attributes import (
     parse_volume,
     server_variables,
 )
-from bootseer.kubernetes.csi.wire import IDENTITY
-from bootseer.kubernetes.pod_start import of_volume
+from bootseer.kubernetes.csi.service import IDENTITY
+from bootseer.kubernetes.pod_stages import start_of_volume
 from testbed.mounts.image_mounts import TIMEOUT_S
 from testbed.waiting import wait_for
 from tests.bootseer.kubernetes.csi.conftest import CAPABILITY, Kubelet, refused
@@ -37,24 +37,24 @@ _ENVIRONMENT = {"kind": "environment", "environment": "torch"}
         ({"kind": "image", "image": "/etc"}, "write registry://"),
         ({"kind": "image", "image": "registry://h/../x"}, "write registry://"),
         ({"kind": "image", "image": "app:1", "workload": "../x"}, "workload"),
-        ({"kind": "image", "image": "app:1", "source": "hdfs://x/y"}, "'source' is none of"),
-        ({**_ENVIRONMENT, "environment": "../x"}, "no snapshot's name"),
+        ({"kind": "image", "image": "app:1", "source": "hdfs://x/y"}, "no attribute 'source'"),
+        ({**_ENVIRONMENT, "environment": "../x"}, "not a snapshot's name"),
         ({**_ENVIRONMENT, "writable": "yes"}, "true or false"),
-        ({**_ENVIRONMENT, "size": "1GiB"}, "only writable ones have"),
+        ({**_ENVIRONMENT, "size": "1GiB"}, "only a writable volume"),
         ({**_ENVIRONMENT, "writable": "true", "size": "12"}, "less than 1MiB"),
         ({**_ENVIRONMENT, "writable": "true", "size": "-1GiB"}, "is not a size"),
-        ({**_ENVIRONMENT, "uid": "-1"}, "no number"),
-        ({**_ENVIRONMENT, "gid": "4294967295"}, "no number"),
-        ({**_ENVIRONMENT, "target": "opt"}, "no absolute path"),
-        ({**_ENVIRONMENT, "target": "/opt\n"}, "do not show"),
+        ({**_ENVIRONMENT, "uid": "-1"}, "not the number"),
+        ({**_ENVIRONMENT, "gid": "4294967295"}, "not the number"),
+        ({**_ENVIRONMENT, "target": "opt"}, "not an absolute path"),
+        ({**_ENVIRONMENT, "target": "/opt\n"}, "unprintable"),
         ({**_ENVIRONMENT, "x" * 5000: "y"}, "'xxxx"),
         ({**_ENVIRONMENT, "environment": "x" * 5000}, "too long"),
         ({"kind": "checkpoint"}, "needs the attribute source"),
-        ({**_KEPT, "run_dir": "/etc"}, "'run_dir' is none of"),
-        ({**_KEPT, "allow_other": "true"}, "'allow_other' is none of"),
+        ({**_KEPT, "run_dir": "/etc"}, "no attribute 'run_dir'"),
+        ({**_KEPT, "allow_other": "true"}, "no attribute 'allow_other'"),
         ({**_KEPT, "uid": "1,run_dir=/etc"}, "uid"),
-        ({**_KEPT, "source": "hdfs://n/checkpoints/../../user"}, "a part . or .."),
-        ({**_KEPT, "source": "hdfs://n/checkpoints/%2e%2e/user"}, "a part . or .."),
+        ({**_KEPT, "source": "hdfs://n/checkpoints/../../user"}, "has . or .."),
+        ({**_KEPT, "source": "hdfs://n/checkpoints/%2e%2e/user"}, "has . or .."),
         ({**_KEPT, "source": "s3://b/x::file:///etc"}, "is a chain of URLs"),
         ({**_KEPT, "source": "simplecache::s3://b/x"}, "is a chain of URLs"),
         ({**_KEPT, "deadline": "nan"}, "deadline=nan"),
@@ -129,7 +129,7 @@ def test_what_a_kubelet_adds_is_no_attribute() -> None:
     users = {"uid": "1000650000", "gid": "4294967294"}
     owned = EnvironmentVolume("torch", owner=(1000650000, 4294967294))
     assert parse_volume({**_ENVIRONMENT, **users}, ()) == owned
-    start = of_volume({**told, "job": "../../etc", "attempt": "x", "rank": "3"})
+    start = start_of_volume({**told, "job": "../../etc", "attempt": "x", "rank": "3"})
     assert (start.submission, start.attempt, start.rank) == ("0b", 0, 3)
     assert start.job == "etc"
 
@@ -222,7 +222,7 @@ def test_no_path_leads_out_of_the_kubelets_folder(kubelet: Kubelet, tmp_path: Pa
 @pytest.mark.needs("mount", "fuse")
 def test_other_forms_of_volumes_are_refused(kubelet: Kubelet) -> None:
     for capability, words in (
-        ({"block": {}}, "no block device"),
+        ({"block": {}}, "not a block device"),
         ({"mount": {"mount_flags": ["exec"]}}, "as attributes of the volume"),
     ):
         code, said = refused(

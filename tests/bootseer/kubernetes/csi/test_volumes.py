@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bootseer.kubernetes.csi.wire import MESSAGES, REGISTRATION
-from bootseer.report.sources import Folder, Merged, Stored
+from bootseer.kubernetes.csi.service import MESSAGES, REGISTRATION
+from bootseer.report.sources import MergedSources, StoredTimelines, TimelineFolder
 from bootseer.served.status import entry_of, known_servers
 from bootseer.store import open_own_store
 from bootseer.timeline import Timeline
@@ -177,8 +177,8 @@ def test_the_mount_is_a_stage_of_the_pods_start(kubelet: Kubelet) -> None:
     settings = kubelet.settings
     # A report finds it also when the node is gone.
     with open_own_store(settings) as store:
-        wait_for(lambda: Stored(store).starts("train"), "the timeline in the store")
-        (stored,) = Stored(store).starts("train")
+        wait_for(lambda: StoredTimelines(store).starts("train"), "the timeline in the store")
+        (stored,) = StoredTimelines(store).starts("train")
         (stage,) = stored.stages()
         assert (stored.attempt, stored.submission) == (2, "0b-1")
         assert (stage.name, stage.resource["k8s.pod.uid"]) == ("environment volume", "0b-1")
@@ -194,7 +194,9 @@ def test_the_mount_is_a_stage_of_the_pods_start(kubelet: Kubelet) -> None:
             rank=0,
         )
         own.span("start").end()
-        (start,) = Merged(Folder(settings.timeline_dir), Stored(store)).starts("train")
+        (start,) = MergedSources(
+            TimelineFolder(settings.timeline_dir), StoredTimelines(store)
+        ).starts("train")
         assert {stage.name for stage in start.stages()} == {"environment volume", "start"}
         assert len(start.parts(1)) == 1
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, UnsupportedError
-from bootseer.kubernetes.installer import install as installer
-from bootseer.kubernetes.installer.block import without_block
-from bootseer.kubernetes.installer.daemon import Daemon
-from bootseer.kubernetes.installer.install import install, remove
+from bootseer.kubernetes import containerd_config as installer
+from bootseer.kubernetes.containerd_config import install, remove, without_block
+from bootseer.kubernetes.containerd_process import ContainerdDaemon
 from testbed.containers.containerd_node import programs
 from testbed.needs import MissingError, require
 from testbed.packages import Packages
@@ -76,7 +75,7 @@ class Machine:
         self.restarts.touch()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, config: str | None, *, before: str = "", options: str = "") -> Daemon:
+    def start(self, config: str | None, *, before: str = "", options: str = "") -> ContainerdDaemon:
         if config is not None:
             self.config.write_text(config)
         text = START.replace("{base}", str(self.base)).replace("{before}", before)
@@ -89,8 +88,8 @@ class Machine:
         wait_for(self.answers, "containerd's start")
         return self.daemon()
 
-    def daemon(self, restart: str = "kill {pid}") -> Daemon:
-        return Daemon(self.socket, f"echo >> {self.restarts}; {restart}")
+    def daemon(self, restart: str = "kill {pid}") -> ContainerdDaemon:
+        return ContainerdDaemon(self.socket, f"echo >> {self.restarts}; {restart}")
 
     def answers(self) -> bool:
         try:
@@ -197,9 +196,13 @@ def test_a_link_that_leads_nowhere_is_named(machine: Machine, name: str) -> None
     link = machine.config.parent / name
     link.rename(link.with_name("moved"))
     link.symlink_to("/etc/containerd/nowhere")
-    with pytest.raises(InvalidInputError, match=f"/etc/containerd/{name} .* leads nowhere"):
+    with pytest.raises(
+        InvalidInputError, match=f"/etc/containerd/{name} .* dangling symbolic link"
+    ):
         install(daemon, ADDRESS, PLATFORM)
-    with pytest.raises(InvalidInputError, match=f"/etc/containerd/{name} .* leads nowhere"):
+    with pytest.raises(
+        InvalidInputError, match=f"/etc/containerd/{name} .* dangling symbolic link"
+    ):
         remove(daemon, ADDRESS)
     assert not machine.config.with_name("nowhere").exists()
     assert machine.restart_count() == 0
@@ -223,7 +226,9 @@ def test_a_start_that_was_cut_off_is_made_up_for(
     """Killed between the file and the restart: the next start restarts, and changes nothing."""
     daemon = machine.start(NODE)
     with monkeypatch.context() as patch:
-        patch.setattr(Daemon, "restart", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            ContainerdDaemon, "restart", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             install(daemon, ADDRESS, PLATFORM)
     assert without_block(machine.config.read_text()) == NODE
@@ -293,8 +298,8 @@ def test_a_containerd_that_does_not_come_back_gets_its_old_configuration(
 # its next change to the node's files, and the last one when it asks for a restart.
 KILLED_AT_EACH_STEP = """
 import itertools, json, os, pathlib, signal, sys
-from bootseer.kubernetes.installer.daemon import Daemon
-from bootseer.kubernetes.installer.install import install, remove
+from bootseer.kubernetes.containerd_process import ContainerdDaemon
+from bootseer.kubernetes.containerd_config import install, remove
 
 what, socket, config, asked, *words = sys.argv[1:]
 config, asked = pathlib.Path(config), pathlib.Path(asked)
@@ -318,7 +323,8 @@ for number in itertools.count(1):
     pid = os.fork()
     if not pid:
         try:
-            daemon = Daemon(pathlib.Path(socket), f"touch {asked}; kill -KILL {os.getpid()}")
+            restart = f"touch {asked}; kill -KILL {os.getpid()}"
+            daemon = ContainerdDaemon(pathlib.Path(socket), restart)
             kill_at(number)
             {"install": install, "remove": remove}[what](daemon, *words)
         except BaseException:

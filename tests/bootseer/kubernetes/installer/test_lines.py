@@ -3,7 +3,7 @@
 import tomllib
 from typing import Any
 
-from bootseer.kubernetes.installer.block import lines_for, with_block
+from bootseer.kubernetes.containerd_config import lines_for, with_block
 
 _CRI = "io.containerd.grpc.v1.cri"
 _RUNTIMES = ("plugins", _CRI, "containerd", "runtimes")

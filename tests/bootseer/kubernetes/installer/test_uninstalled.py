@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from bootseer.cli import cli
 from bootseer.errors import PermissionDeniedError
-from bootseer.kubernetes import removal
+from bootseer.kubernetes import mount_host
 from bootseer.kubernetes.csi.attributes import ImageVolume
-from bootseer.kubernetes.csi.records import Record, Records
+from bootseer.kubernetes.csi.driver import VolumeRecord, VolumeRecords
 from testbed.containers.chart import objects, render
 from testbed.waiting import pause
 from tests.bootseer.kubernetes.webhook.api_servers import NAME, NAMESPACE, ApiServer, real
@@ -32,7 +32,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer
     with real(tmp_path) as server:
         for name, value in server.environ.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(removal, "ACCOUNT", server.account)
+        monkeypatch.setattr(mount_host, "ACCOUNT", server.account)
         server.ask("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         server.ask("POST", DAEMONSETS, part_of_chart("DaemonSet"))
         yield server
@@ -45,14 +45,14 @@ def test_lines_are_taken_out_only_when_the_daemonset_is_gone(
     with asked(tmp_path, monkeypatch) as server:
         # Its rights went first.
         with monkeypatch.context() as patch:
-            patch.setattr(removal, "PATIENCE_S", 0.0)
+            patch.setattr(mount_host, "PATIENCE_S", 0.0)
             assert goes_on()
         grant(server)
         assert not goes_on()
         server.ask("DELETE", f"{DAEMONSETS}/bootseer-node")
         assert goes_on()
     # Nobody says so: the configuration stays.
-    monkeypatch.setattr(removal, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(mount_host, "PATIENCE_S", 0.0)
     assert not goes_on()
 
 
@@ -61,7 +61,7 @@ def test_an_api_server_that_is_late_is_asked_again(
 ) -> None:
     """As while everything is removed, which each node learns by one answer."""
     with real(tmp_path) as server:
-        monkeypatch.setattr(removal, "ACCOUNT", server.account)
+        monkeypatch.setattr(mount_host, "ACCOUNT", server.account)
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", server.environ["KUBERNETES_SERVICE_HOST"])
         with socket.create_server(("localhost", 0)) as refuses:
             port = refuses.getsockname()[1]
@@ -70,8 +70,10 @@ def test_an_api_server_that_is_late_is_asked_again(
         def sleep(_seconds: float) -> None:
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
 
-        monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-        assert removal.is_removed(f"{NAMESPACE}/bootseer-node")
+        monkeypatch.setattr(
+            mount_host, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        )
+        assert mount_host.is_removed(f"{NAMESPACE}/bootseer-node")
 
 
 def test_a_refusal_that_passes_is_no_removal(
@@ -87,8 +89,10 @@ def test_a_refusal_that_passes_is_no_removal(
                 grant(server)
             pause(0.01)
 
-        monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-        assert not removal.is_removed(f"{NAMESPACE}/bootseer-node")
+        monkeypatch.setattr(
+            mount_host, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        )
+        assert not mount_host.is_removed(f"{NAMESPACE}/bootseer-node")
         assert sleeps
 
 
@@ -106,10 +110,10 @@ def test_an_end_is_within_the_pod_s_grace_period(monkeypatch: pytest.MonkeyPatch
         def get(self, _path: str) -> None:
             raise PermissionDeniedError("refused")
 
-    monkeypatch.setattr(removal, "Api", Refuses)
-    monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
-    assert removal.await_removal("a/b", "volumes", lambda: True, 45.0)
-    assert removal.PATIENCE_S < now_s < 46.0
+    monkeypatch.setattr(mount_host, "Api", Refuses)
+    monkeypatch.setattr(mount_host, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
+    assert mount_host.await_removal("a/b", "volumes", lambda: True, 45.0)
+    assert mount_host.PATIENCE_S < now_s < 46.0
     pod = part_of_chart("DaemonSet")["spec"]["template"]["spec"]
     # containerd is restarted afterwards.
     assert now_s + 30 < pod["terminationGracePeriodSeconds"]
@@ -150,13 +154,13 @@ def test_a_driver_that_is_removed_waits_for_the_end_of_its_volumes(
         waits.set()
         pause(0.01)
 
-    monkeypatch.setattr(removal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    records = Records(tmp_path / "run/volumes")
-    records.write(Record("a", "/kubelet/a", ImageVolume("app:1"), True))
+    monkeypatch.setattr(mount_host, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    records = VolumeRecords(tmp_path / "run/volumes")
+    records.write(VolumeRecord("a", "/kubelet/a", ImageVolume("app:1"), True))
     words = ["kubernetes", "csi", "--until-unused", "1h"]
     with ThreadPoolExecutor(1) as pool:
         # One that is only replaced ends at once.
-        monkeypatch.setattr(removal, "is_removed", lambda name: False)
+        monkeypatch.setattr(mount_host, "is_removed", lambda name: False)
         done = pool.submit(CliRunner().invoke, cli, [*words, "--unless-daemonset", "a/b"])
         assert done.result(60).exit_code == 0
         assert not waits.is_set()
@@ -168,5 +172,5 @@ def test_a_driver_that_is_removed_waits_for_the_end_of_its_volumes(
 
 
 def test_a_removal_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    assert removal.await_removal(None, "volumes", lambda: True, 0.01)
+    assert mount_host.await_removal(None, "volumes", lambda: True, 0.01)
     assert "volumes are still there" in caplog.text

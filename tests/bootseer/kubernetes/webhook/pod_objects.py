@@ -5,9 +5,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from bootseer.kubernetes.webhook.plan import Cluster, KeySecret, Plan, plan
+from bootseer.kubernetes.webhook.plan import Cluster, KeySecret, PodPlan, answer, plan
 from bootseer.kubernetes.webhook.pods import POD
-from bootseer.kubernetes.webhook.review import answer
 from tests.bootseer.kubernetes.webhook.json_patch import applied
 
 CLUSTER = Cluster(has_driver=True, handler="bootseer-handler", store_url="hdfs://namenode/store")
@@ -42,7 +41,7 @@ def pod_object(
     }
 
 
-def planned(document: dict[str, Any], cluster: Cluster = CLUSTER) -> Plan:
+def planned(document: dict[str, Any], cluster: Cluster = CLUSTER) -> PodPlan:
     """What is planned for a pod as JSON has it."""
     return plan(POD.decode(json.dumps(document).encode(), "a pod"), cluster)
 
@@ -94,10 +93,10 @@ def no_secret(namespace: str, secret: KeySecret) -> str:
 def response_to(
     body: bytes,
     cluster: Cluster = CLUSTER,
-    keep_secret: Callable[[str, KeySecret], str] = no_secret,
+    ensure_secret: Callable[[str, KeySecret], str] = no_secret,
 ) -> dict[str, Any]:
     """The webhook's answer, its patch decoded."""
-    document = json.loads(answer(body, lambda: cluster, keep_secret))
+    document = json.loads(answer(body, lambda: cluster, ensure_secret))
     response: dict[str, Any] = document["response"]
     if "patch" in response:
         assert response["patchType"] == "JSONPatch"

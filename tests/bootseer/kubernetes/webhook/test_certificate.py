@@ -16,8 +16,8 @@ def test_a_new_pair_is_usable_until_it_is_due() -> None:
     assert problem_of(pair, NAMES, NOW) == ""
     assert not is_due(pair, NOW + VALIDITY / 2)
     assert is_due(pair, NOW + VALIDITY * 0.7)
-    assert problem_of(pair, NAMES, NOW + VALIDITY) == "it is too old"
-    assert problem_of(pair, ["other.svc"], NOW) == "it is for another name"
+    assert problem_of(pair, NAMES, NOW + VALIDITY) == "the certificate has expired"
+    assert problem_of(pair, ["other.svc"], NOW) == "the certificate is for another name"
 
 
 def test_after_a_renewal_the_pair_before_is_believed_too() -> None:
@@ -40,9 +40,12 @@ def test_damaged_pairs_are_refused(part: str, other: bytes) -> None:
 
 def test_parts_of_two_pairs_are_refused() -> None:
     one, other = make_pair(NAMES, NOW), make_pair(NAMES, NOW)
-    assert problem_of(replace(one, key=other.key), NAMES, NOW) == "its key is another one's"
+    assert (
+        problem_of(replace(one, key=other.key), NAMES, NOW)
+        == "the key belongs to another certificate"
+    )
     untold = replace(one, trusted=other.trusted)
-    assert problem_of(untold, NAMES, NOW) == "it is not what API servers are told to trust"
+    assert problem_of(untold, NAMES, NOW) == "the certificate is not the trusted one"
 
 
 def _trusted(pair: Pair) -> list[str]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermissionDeniedError
+from bootseer.errors import BusyError, NotFoundError, PermissionDeniedError
 from bootseer.kubernetes.api import Api
 from bootseer.kubernetes.webhook.certificate import VALIDITY, Certificate, Pair
-from bootseer.kubernetes.webhook.cluster import ASK_S, ClusterView
+from bootseer.kubernetes.webhook.server import ASK_S, ClusterView
 from testbed.containers.chart import objects, render
 from tests.bootseer.kubernetes.webhook.api_servers import (
     CONFIGURATION,
@@ -37,7 +37,7 @@ class _Replica:
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            self.certificate.look()
+            self.certificate.refresh()
 
 
 def _bundle(pair: Pair) -> str:
@@ -74,7 +74,8 @@ def test_of_two_that_renew_at_once_one_wins(api_server: ApiServer) -> None:
         return found
 
     other.api.get = late  # type: ignore[method-assign]
-    other.certificate.look_quietly()
+    with pytest.raises(BusyError):
+        other.look()
     assert not other.used
     other.look()
     assert other.used == one.used
@@ -136,7 +137,7 @@ def test_the_cluster_is_seen_as_it_is(
 ) -> None:
     api_server.install()
     seconds = 0.0
-    monkeypatch.setattr("bootseer.kubernetes.webhook.cluster.time.monotonic", lambda: seconds)
+    monkeypatch.setattr("bootseer.kubernetes.webhook.server.time.monotonic", lambda: seconds)
     view = ClusterView(Api(api_server.account), "hdfs://n/s")
     assert (view().has_driver, view().handler) == (False, "")
     api_server.install_node_parts()

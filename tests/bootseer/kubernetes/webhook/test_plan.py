@@ -115,25 +115,25 @@ def test_values_are_no_references_to_other_variables() -> None:
     ("annotations", "spec", "cluster", "says"),
     [
         ({"bootseer.io/replay": "yes"}, {}, {}, "neither auto nor off"),
-        (REPLAY, {"runtimeClassName": "gvisor"}, {}, "runtime class 'gvisor'"),
+        (REPLAY, {"runtimeClassName": "gvisor"}, {}, "runtimeClassName 'gvisor'"),
         (REPLAY, {}, {"handler": ""}, "no runtime class 'bootseer'"),
         (REPLAY, {"hostUsers": False}, {}, "user namespace"),
         ({**REPLAY, HANDLER: "kata"}, {}, {}, "another io.containerd"),
         ({**REPLAY, "x": "y" * (256 * 1024 - 400)}, {}, {}, "no room"),
         (ENVIRONMENT, {}, {"has_driver": False}, "no CSI driver"),
-        ({**ENVIRONMENT, "bootseer.io/environment-path": "opt"}, {}, {}, "no path"),
-        ({**ENVIRONMENT, "bootseer.io/environment-path": "/usr/.."}, {}, {}, "no path"),
-        ({**ENVIRONMENT, "bootseer.io/environment-path": "/proc/1"}, {}, {}, "no path"),
-        ({**ENVIRONMENT, "bootseer.io/environment-path": "/a:b"}, {}, {}, "no path"),
-        ({**ENVIRONMENT, "bootseer.io/environment-path": "//etc"}, {}, {}, "no path"),
-        ({"bootseer.io/checkpoint": "/mnt/x"}, {}, {}, "no URL"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "opt"}, {}, {}, "not a path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "/usr/.."}, {}, {}, "not a path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "/proc/1"}, {}, {}, "not a path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "/a:b"}, {}, {}, "not a path"),
+        ({**ENVIRONMENT, "bootseer.io/environment-path": "//etc"}, {}, {}, "not a path"),
+        ({"bootseer.io/checkpoint": "/mnt/x"}, {}, {}, "not a URL"),
         ({"bootseer.io/checkpoint": "s3://b/x::file:///etc"}, {}, {}, "a chain of URLs"),
-        ({"bootseer.io/environment": "a/../b"}, {}, {}, "no name of a snapshot"),
+        ({"bootseer.io/environment": "a/../b"}, {}, {}, "not the name of a snapshot"),
         (
             ENVIRONMENT,
             {"volumes": [{"name": "bootseer-environment", "emptyDir": {}}]},
             {},
-            "another volume of the name",
+            "another volume called",
         ),
         (
             ENVIRONMENT,
@@ -217,7 +217,7 @@ def test_a_second_look_takes_its_volumes_for_its_own_though_the_start_is_another
     again = planned(pod)
     assert (again.patch, again.warnings, again.has_checkpoint) == ((), (), True)
     pod["metadata"]["annotations"] |= {"bootseer.io/checkpoint": "hdfs://namenode/other"}
-    assert "another volume of the name" in planned(pod).warnings[0]
+    assert "another volume called" in planned(pod).warnings[0]
 
 
 FANOUT = {"bootseer.io/fanout": "auto"}

@@ -109,7 +109,7 @@ def test_a_real_api_server_changes_annotated_pods_only(tmp_path: Path) -> None:
             assert variables(pod)["BOOTSEER_STORE"] == "hdfs://namenode/store"
             pod = _created(server, "required", _CHECKPOINT, _REQUIRED)
             assert [one["name"] for one in pod["spec"]["volumes"]] == ["bootseer-checkpoint"]
-            with pytest.raises(AssertionError, match="is no URL"):
+            with pytest.raises(AssertionError, match="is not a URL"):
                 _created(server, "wrong", {"bootseer.io/checkpoint": "/mnt"}, _REQUIRED)
             process.kill()
             process.wait(60)

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from bootseer.errors import CorruptError
-from bootseer.kubernetes.webhook.plan import Cluster, KeySecret
+from bootseer.kubernetes.webhook.plan import Cluster, KeySecret, answer
 from bootseer.kubernetes.webhook.pods import BODY_BYTES_MAX
-from bootseer.kubernetes.webhook.review import answer
 from tests.bootseer.kubernetes.webhook.pod_objects import (
     CLUSTER,
     no_secret,
@@ -74,7 +73,7 @@ _TAKEN = {"volumeMounts": [{"name": "data", "mountPath": "/mnt/checkpoints"}]}
         (REPLAY, {}, "no annotation"),
         (None, {}, "no annotation"),
         ({"bootseer.io/checkpoint": "off"}, {}, "no annotation"),
-        ({"bootseer.io/checkpoint": "/mnt/x"}, {}, "no URL"),
+        ({"bootseer.io/checkpoint": "/mnt/x"}, {}, "not a URL"),
         (CHECKPOINT, {"containers": [{"name": "a"}, {"name": "b", **_TAKEN}]}, "another volume"),
         (CHECKPOINT, {"os": {"name": "windows"}}, "Windows"),
         (CHECKPOINT, {"containers": 7}, "not a pod"),
@@ -147,7 +146,7 @@ def test_a_secret_is_made_for_pods_that_are_created() -> None:
         made.append((namespace, secret.document()))
         return ""
 
-    response = response_to(review_of(pod_object(FANOUT)), keep_secret=keep)
+    response = response_to(review_of(pod_object(FANOUT)), ensure_secret=keep)
     assert "warnings" not in response
     ((namespace, secret),) = made
     assert (namespace, secret["immutable"]) == ("training", True)
@@ -163,7 +162,7 @@ def test_a_secret_is_made_for_pods_that_are_created() -> None:
 
 
 def test_a_secret_that_cannot_be_made_is_a_warning() -> None:
-    response = response_to(review_of(pod_object(FANOUT)), keep_secret=lambda *_: "no rights")
+    response = response_to(review_of(pod_object(FANOUT)), ensure_secret=lambda *_: "no rights")
     assert response["allowed"] is True
     assert response["warnings"] == ["bootseer: the key of the fan-out is in the store: no rights"]
     assert "patch" in response

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.report.sources import Stored, list_starts
+from bootseer.report.sources import StoredTimelines, list_starts
 from bootseer.store import open_store
 from testbed import waiting
 from testbed.containers.containerd_images import shell_layer
@@ -77,7 +77,7 @@ def test_a_start_in_an_image_is_in_the_store(node: Node, image: Image) -> None:
 
     def stages() -> set[str]:
         with open_store(node.store) as store:
-            starts = list_starts(Stored(store), "job")
+            starts = list_starts(StoredTimelines(store), "job")
         return {stage.name for start in starts for stage in start.stages() if stage.end_ns}
 
     options: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)

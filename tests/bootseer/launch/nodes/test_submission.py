@@ -9,7 +9,7 @@ from pathlib import Path
 from bootseer.report.decoding import decode
 from bootseer.report.explain import break_down
 from bootseer.report.read import read_graph
-from bootseer.report.sources import Folder, list_starts
+from bootseer.report.sources import TimelineFolder, list_starts
 from bootseer.store.local.backend import LocalBackend
 from bootseer.store.objects.lease import agree
 from bootseer.timeline.otlp import Stage
@@ -63,7 +63,7 @@ def test_nodes_that_nobody_tells_agree_by_their_folder_of_timelines(tmp_path: Pa
     assert "" not in found
     traces = {stage.trace_id for stage in _stages(tmp_path)}
     assert len(traces) == 3
-    starts = list_starts(Folder(tmp_path / "timelines"), "j")
+    starts = list_starts(TimelineFolder(tmp_path / "timelines"), "j")
     assert [len(start.files) for start in starts] == [3, 3, 3]
 
 
@@ -95,7 +95,7 @@ def test_a_store_that_does_not_answer_keeps_no_start_waiting(tmp_path: Path) -> 
 def test_a_requeue_is_an_attempt_of_the_same_submission(tmp_path: Path) -> None:
     for count in ("", "1"):
         _run(tmp_path, "a", "b", SLURM_JOB_ID="7", SLURM_RESTART_COUNT=count)
-    starts = list_starts(Folder(tmp_path / "timelines"), "j")
+    starts = list_starts(TimelineFolder(tmp_path / "timelines"), "j")
     assert sorted((one.submission, one.attempt) for one in starts) == [("7", 0), ("7", 1)]
     assert len({stage.trace_id for stage in _stages(tmp_path)}) == 2
 
@@ -104,7 +104,7 @@ def test_tasks_of_a_node_are_one_node(tmp_path: Path) -> None:
     for number in range(4):
         rank = {"SLURM_JOB_ID": "7", "SLURM_PROCID": str(number)}
         _run(tmp_path, "ab"[number // 2], **rank)
-    (start,) = list_starts(Folder(tmp_path / "timelines"), "j")
+    (start,) = list_starts(TimelineFolder(tmp_path / "timelines"), "j")
     breakdown = break_down(read_graph(start, 0))
     assert breakdown is not None
     assert (breakdown.node_count, breakdown.rank_count) == (2, 4)

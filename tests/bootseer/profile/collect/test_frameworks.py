@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bootseer.report.graph import Span, tracks_of
+from bootseer.report.graph import TrackSpan, tracks_of
 from testbed.needs import MissingError
 from tests.bootseer.profile.collect.conftest import ProgramFolder
 
@@ -54,7 +54,7 @@ print(torch.ones(2).sum().item())
 """
 
 
-def _run(folder: ProgramFolder, text: str) -> list[Span]:
+def _run(folder: ProgramFolder, text: str) -> list[TrackSpan]:
     """Run a program, and return what it notes besides imports."""
     program = folder.write("program.py", text)
     folder.run(sys.executable, str(program), HF_HUB_OFFLINE="1")
@@ -72,12 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ProgramFolder:
 
 
 @pytest.fixture(scope="module")
-def spans(folder: ProgramFolder) -> list[Span]:
+def spans(folder: ProgramFolder) -> list[TrackSpan]:
     """What PROGRAM notes."""
     return _run(folder, PROGRAM)
 
 
-def test_loads_and_a_compilation_are_noted_in_their_order(spans: list[Span]) -> None:
+def test_loads_and_a_compilation_are_noted_in_their_order(spans: list[TrackSpan]) -> None:
     assert not any(span.is_open for span in spans)
     expected = ["load distributed checkpoint", "load safetensors", "from_pretrained", "compile"]
     found = list(dict.fromkeys(span.name for span in spans))
@@ -87,7 +87,7 @@ def test_loads_and_a_compilation_are_noted_in_their_order(spans: list[Span]) -> 
 
 
 def test_an_initialisation_of_cuda_that_fails_is_noted_once_and_fails(
-    spans: list[Span], folder: ProgramFolder
+    spans: list[TrackSpan], folder: ProgramFolder
 ) -> None:
     assert [span.name for span in spans].count("CUDA initialisation") == 1
     if (folder.folder / "has-gpu").exists():
@@ -97,7 +97,7 @@ def test_an_initialisation_of_cuda_that_fails_is_noted_once_and_fails(
     assert "NVIDIA" in noted.message or "CUDA" in noted.message
 
 
-def test_an_initialisation_of_cuda_is_noted(spans: list[Span], folder: ProgramFolder) -> None:
+def test_an_initialisation_of_cuda_is_noted(spans: list[TrackSpan], folder: ProgramFolder) -> None:
     if not (folder.folder / "has-gpu").exists():
         raise MissingError("there is no GPU with a driver, and nothing that could stand for one")
     (span,) = [one for one in spans if one.name == "CUDA initialisation"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.report.sources import Stored, read_start
+from bootseer.report.sources import StoredTimelines, read_start
 from bootseer.store import open_store
 from testbed.node import Completed, Node, node_at
 from testbed.waiting import wait_for
@@ -56,7 +56,7 @@ def test_the_epilog_publishes_what_a_killed_publisher_has_not(tmp_path: Path, no
         assert (done.returncode, done.stderr) == (0, "")
         assert not folder.exists()
         with open_store(node.store) as store:
-            assert "late" in {stage.name for stage in read_start(Stored(store), "job")}
+            assert "late" in {stage.name for stage in read_start(StoredTimelines(store), "job")}
 
 
 def test_a_store_that_is_dead_is_said_by_the_epilog(tmp_path: Path) -> None:

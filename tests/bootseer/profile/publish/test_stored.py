@@ -21,13 +21,15 @@ from bootseer.gc.retention import DAY_S, Rules
 from bootseer.linux.processes import ProcessId
 from bootseer.profile.publish.duty import TimelineDuty
 from bootseer.profile.publish.note import Note
+from bootseer.profile.publish.outgoing import encode, outgoing
 from bootseer.profile.publish.schedule import Schedule
+from bootseer.report.decoding import decode, decode_events
 from bootseer.report.sources import (
     BYTES_MAX,
     OBJECT_BYTES_MAX,
-    Folder,
-    Merged,
-    Stored,
+    MergedSources,
+    StoredTimelines,
+    TimelineFolder,
     key_of,
     list_starts,
     pack,
@@ -132,7 +134,7 @@ def test_a_start_is_in_the_store_while_its_job_runs(tmp_path: Path) -> None:
             objects = tmp_path / "store" / "starts" / "job" / "7-0"
             wait_for(lambda: objects.is_dir() and any(objects.iterdir()), "the timeline")
             with open_store(node.store) as store:
-                names = {stage.name for stage in read_start(Stored(store), "job")}
+                names = {stage.name for stage in read_start(StoredTimelines(store), "job")}
             assert names >= {"start", "ready"}
         finally:
             job.kill()
@@ -164,7 +166,7 @@ def test_a_rank_that_starts_again_takes_the_place_of_its_first_start(tmp_path: P
         again.communicate("\n", timeout=60)
         node.wait_clean()
         with open_store(node.store) as store:
-            names = {stage.name for stage in read_start(Stored(store), "job")}
+            names = {stage.name for stage in read_start(StoredTimelines(store), "job")}
     assert {"again", "other"} <= names
     assert "first" not in names
 
@@ -184,7 +186,9 @@ def test_a_rank_that_starts_again_may_have_a_timeline_of_as_many_bytes(tmp_path:
     assert len(sizes) == 1
     duty.publish()
     with open_store(settings.store_url) as store:
-        assert {stage.name for stage in read_start(Stored(store), settings.job)} == {"again"}
+        assert {stage.name for stage in read_start(StoredTimelines(store), settings.job)} == {
+            "again"
+        }
 
 
 def test_what_killed_publishers_left_goes(tmp_path: Path) -> None:
@@ -294,13 +298,13 @@ def test_hostile_objects_are_left_out(
         "starts/j/s-99999999999/20261123T000000Z-1-n-0.jsonl.zst",
     ):
         store.publish(key, pack(good))
-    (start,) = list_starts(Stored(store), "j")
+    (start,) = list_starts(StoredTimelines(store), "j")
     assert (start.name, len(start.files)) == ("s:0", 5)
     assert {stage.name for stage in start.stages()} == {"image"}
     assert caplog.text.count("is left out") == 3
     with pytest.raises(CorruptError):
         unpack(far_window)
-    assert list_starts(Stored(store), "nobody") == []
+    assert list_starts(StoredTimelines(store), "nobody") == []
 
 
 def test_an_object_that_was_cut_off_is_no_timeline() -> None:
@@ -327,7 +331,7 @@ def test_a_timeline_in_both_places_is_read_once(store: Store, tmp_path: Path) ->
     store.publish(key_of("j", "s", 0, path.stem), pack(line))
     other = path.stem.replace("-a-", "-b-")
     store.publish(key_of("j", "s", 0, other), pack(line.replace(b'"a"', b'"b"')))
-    both = Merged(Folder(tmp_path / "folder"), Stored(store))
+    both = MergedSources(TimelineFolder(tmp_path / "folder"), StoredTimelines(store))
     (start,) = list_starts(both, "j")
     assert sorted(stage.resource["host.name"] for stage in start.stages()) == ["a", "b"]
 
@@ -375,3 +379,28 @@ def test_the_command_tells_what_would_go(tmp_path: Path) -> None:
             timeout=60,
         )
         assert len(json.loads(done.stdout)["deletions"]) == count
+
+
+def test_a_published_timeline_is_smaller_and_says_the_same(tmp_path: Path) -> None:
+    """Ended stages of one writer share a line, and their begins are left out."""
+    timeline = Timeline.start(tmp_path, job="j", submission="", attempt=0, node="n", rank=0)
+    other = timeline.with_resource({"bootseer.process": "p"})
+    for number in range(20):
+        with timeline.span(f"a{number}"), other.span(f"b{number}", {"bootseer.bytes": number}):
+            pass
+    timeline.span("open")
+    timeline.event("bootseer.imports", "[]")
+    with timeline.path.open("ab") as file:
+        file.write(
+            b'{"resourceSpans":[{"scopeSpans":[{"scope":{"name":"x"},"spans":[7]}]}]}\n[1]\n'
+        )
+    lines = list(outgoing([timeline.path]))
+    data = encode(lines)
+    assert decode(data) == decode(timeline.path.read_bytes())
+    assert decode_events(data, "bootseer.imports") == ["[]"]
+    assert len(data) < timeline.path.stat().st_size / 2
+    assert {"name": "x"} in [
+        json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["scope"]
+        for line in data.splitlines()
+        if b"resourceSpans" in line
+    ]

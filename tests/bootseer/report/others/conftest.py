@@ -7,9 +7,9 @@ import pytest
 
 from bootseer.cli.report.report_output import Explained, explained
 from bootseer.report.decoding import decode
-from bootseer.report.others.known import Known
-from bootseer.report.others.placing import Placement
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.others.foreign_stage import ForeignStage
+from bootseer.report.others.placing import ForeignStages
+from bootseer.report.sources import TimelineFolder, find_start
 from bootseer.timeline.otlp import (
     BARRIER,
     PARENT,
@@ -99,9 +99,9 @@ class Start:
     def span_id(name: str, node: str, begin_s: float) -> str:
         return f"{abs(hash((name, node, begin_s))):016x}"[:16]
 
-    def explained(self, **known: Iterable[Known]) -> Explained:
-        files = find_start(Folder(self.directory), "llama", 0, self.submission)
-        found = explained(files, Placement(known))
+    def explained(self, **known: Iterable[ForeignStage]) -> Explained:
+        files = find_start(TimelineFolder(self.directory), "llama", 0, self.submission)
+        found = explained(files, ForeignStages(known))
         assert found is not None
         assert abs(found.analysis.replay_error_s) < 1e-6
         return found

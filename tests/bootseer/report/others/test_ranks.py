@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bootseer.report.others.nccl import parse_nccl
-from bootseer.report.others.placing import Placement
+from bootseer.report.others.placing import ForeignStages
 from bootseer.report.others.spans import parse_spans
 from tests.bootseer.report.others.conftest import Start, path_of, rows_of
 
@@ -127,7 +127,8 @@ def test_spans_within_each_other_are_followed_once(a_start: MakeStart) -> None:
         above = ids["spanId"]
     known = parse_spans("\n".join(lines).encode())
     (found, rest) = (
-        list(Placement({"otlp": part}).of(made.stages("n1"))) for part in (known, known[1:])
+        list(ForeignStages({"otlp": part}).for_node(made.stages("n1")))
+        for part in (known, known[1:])
     )
     assert (len(found), len(rest)) == (50_000, 0)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.report.sources import TOGETHER_BYTES_MAX, Folder, find_start
-from bootseer.timeline.otlp import Stage, Value, encode_end
+from bootseer.report.decoding import decode
+from bootseer.report.sources import TOGETHER_BYTES_MAX, TimelineFolder, find_start
+from bootseer.timeline.otlp import Stage, Value, encode_end, encode_start
 from testbed.starts.generate import Fault, Recipe, node_name
 from testbed.starts.timelines import write_timelines
 
@@ -128,7 +129,7 @@ def test_of_a_hundred_gigabytes_the_smaller_timelines_are_read(folder: Path) -> 
         with path.open("wb") as file:
             file.truncate(64 * 1024**2)
     right_names = {node_name(number) for number in range(6)}
-    start = find_start(Folder(folder), "j")
+    start = find_start(TimelineFolder(folder), "j")
     bounded = start.bounded()
     assert sum(file.size_bytes for file in bounded.files) <= TOGETHER_BYTES_MAX
     assert {file.name.split("-")[2] for file in bounded.files} >= right_names
@@ -163,3 +164,21 @@ def test_a_killed_report_leaves_the_page_that_was_there(folder: Path, tmp_path: 
     refused = _report(folder, "--html", str(tmp_path / "folder" / "missing" / "start.html"))
     assert refused.returncode != 0
     assert refused.stderr.count("\n") == 1
+
+
+def test_a_begin_is_read_only_where_its_stage_has_not_ended() -> None:
+    """Begins of ended stages are told by their text alone: it must not be mistaken."""
+    resource: dict[str, Value] = {"host.name": "n", "x": 'a "spanId":"1" b'}
+    stages = [
+        Stage(f'"spanId":"{number}"', "t", str(number), "", number, number + 5, resource=resource)
+        for number in range(3)
+    ]
+    lines = [encode_start(one) for one in stages]
+    lines += [encode_end(one) for one in stages[:2]]
+    two = json.loads(lines[0])
+    two["resourceLogs"] += json.loads(encode_start(stages[2]._replace(span_id="4")))["resourceLogs"]
+    found = decode(b"".join([*lines, json.dumps(two).encode() + b"\n", lines[2][:-20] + b"\n"]))
+    assert {(one.span_id, one.end_ns) for one in found} == {
+        *(("0", 5), ("1", 6), ("2", None), ("4", None)),
+    }
+    assert {one.name for one in found} == {one.name for one in stages}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.sources import TimelineFolder, find_start
 from testbed.starts.generate import Recipe, some_faults
 from testbed.starts.timelines import write_timelines
 from testbed.waiting import wait_for
@@ -15,7 +15,7 @@ _READ = """
 import os, pathlib, sys
 import msgspec
 from bootseer.report.explain import break_down
-from bootseer.report.sources import Folder, find_start
+from bootseer.report.sources import TimelineFolder, find_start
 from bootseer.report.explain import StartModel
 from bootseer.report.read import read_graph
 from bootseer.report.export import analysis_document
@@ -25,7 +25,7 @@ def count():
     global forks
     forks += 1
 os.register_at_fork(after_in_parent=count)
-graph = read_graph(find_start(Folder(pathlib.Path(sys.argv[1])), "j"), int(sys.argv[2]))
+graph = read_graph(find_start(TimelineFolder(pathlib.Path(sys.argv[1])), "j"), int(sys.argv[2]))
 found = break_down(graph)
 model = StartModel(graph)
 analysis = model.analyse()
@@ -53,7 +53,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
 
 def test_parts_of_a_start_are_whole_nodes(tmp_path: Path) -> None:
     write_timelines(tmp_path, Recipe(10, 1), job="j", submission="s")
-    files = find_start(Folder(tmp_path), "j")
+    files = find_start(TimelineFolder(tmp_path), "j")
     parts = files.parts(4)
     assert [len(part.files) for part in parts] == [4, 4, 2]
     names = [file.name for part in parts for file in part.files]
@@ -87,7 +87,7 @@ except ChildProcessError:
     [
         ("ends", " 28 29 no children"),
         ("raises", " 5 6 ValueError seven\nno children"),
-        ("killed", " 5 6 BootseerError a process that this one had started was killed"),
+        ("killed", " 5 6 BootseerError a process that reads timelines was killed"),
     ],
 )
 def test_results_come_in_order_and_no_process_is_left(what: str, said: str) -> None:

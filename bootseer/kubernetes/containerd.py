@@ -1,7 +1,7 @@
-"""What containerd answers on its socket: its plugins, and CRI as a kubelet speaks it. Any thread.
+"""Client of containerd's socket: plugins, and CRI as a kubelet speaks it. Thread-safe.
 
-Every call has a deadline. What a container's variables hold beside their names is for
-`pod_start` alone: some are secrets.
+Every call has a deadline. Values of a container's variables may be secrets: only `pod_stages` reads
+them.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _FILES: dict[str, Messages] = {
     },
 }
 _INFO_BYTES_MAX = 4 * 1024 * 1024
-"""Of a message that gRPC takes."""
+"""Largest message that gRPC accepts."""
 
 
 class _Variable(Struct, frozen=True):
@@ -76,8 +76,8 @@ _RUNNING: Form[_Running] = Form(
 )
 
 
-class Container(Struct, frozen=True):
-    """A container of a pod, as its kubelet has asked for it."""
+class CriContainer(Struct, frozen=True):
+    """Container of a pod, as CRI shows it."""
 
     name: str
     restart_count: int
@@ -85,13 +85,16 @@ class Container(Struct, frozen=True):
     variables: Mapping[str, str]
 
 
-def container(address: Path, identity: str) -> Container:
-    """Raises: NotFoundError, where there is no such container (yet); CorruptError,
-    UnavailableError."""
+def container(address: Path, identity: str) -> CriContainer:
+    """Return the container with this id.
+
+    Raises: NotFoundError if containerd does not know the container (yet); CorruptError,
+        UnavailableError.
+    """
     found = _ask(address, f"{_CRI}.RuntimeService", "ContainerStatus", id=identity, verbose=True)
-    info = _INFO.decode(found.info.get("info", "{}").encode(), "what CRI says of a container")
+    info = _INFO.decode(found.info.get("info", "{}").encode(), "CRI's info about a container")
     status = found.status
-    return Container(
+    return CriContainer(
         name=status.metadata.name,
         restart_count=status.metadata.attempt,
         labels=dict(status.labels),
@@ -100,29 +103,29 @@ def container(address: Path, identity: str) -> Container:
 
 
 def runtime_handlers(address: Path) -> set[str]:
-    """Those of all pods, running or not. Raises: UnavailableError."""
+    """Return the runtime handlers of all pods, running or not."""
     found = _ask(address, f"{_CRI}.RuntimeService", "ListPodSandbox")
     return {one.runtime_handler for one in found.items}
 
 
 def runtimes(address: Path) -> dict[str, Any]:
-    """The runtime classes that containerd runs with.
+    """Return the runtimes that containerd runs with, by name.
 
-    Raises: UnsupportedError, where another runtime answers; CorruptError, UnavailableError.
+    Raises: UnsupportedError if the socket is another runtime's; CorruptError, UnavailableError.
     """
     status = _ask(address, f"{_CRI}.RuntimeService", "Status", verbose=True)
-    said = status.info.get("config", "{}").encode()
-    containerd = _RUNNING.decode(said, f"what {address} says of its configuration").containerd
+    config = status.info.get("config", "{}").encode()
+    containerd = _RUNNING.decode(config, f"the configuration that {address} reports").containerd
     if containerd is None:
         raise UnsupportedError(
-            f"{address} is no containerd's socket (CRI-O answers without a containerd's runtimes): "
-            "name containerd's (--socket, containerd.socket)"
+            f"{address} is not containerd's socket (CRI-O reports no containerd runtimes): name "
+            "containerd's (--socket, containerd.socket)"
         )
     return containerd.runtimes
 
 
 def plugin_address(address: Path, name: str) -> str:
-    """Where the proxy plugin of this name is reached; empty: there is none.
+    """Return the address of the proxy plugin of this name, or "" if there is none.
 
     Raises: UnavailableError.
     """

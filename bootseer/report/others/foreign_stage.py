@@ -1,6 +1,6 @@
-"""A stage as another program tells it, before it is known which node of a start it belongs to.
+"""Stage from another program, before it is assigned to a node of the start. Pure (no I/O).
 
-Files are hostile: they are bounded, and lines that cannot be read are left out. Pure (no I/O).
+Files are hostile: their size is bounded, and lines that do not parse are skipped.
 """
 
 import re
@@ -14,7 +14,7 @@ from bootseer.report.graph import NO_RANK
 from bootseer.timeline.otlp import Value
 
 SIZE_MAX = 256 * 1024 * 1024
-"""Of a file: the pods and events of 10,000 nodes are 100 MB."""
+"""Largest file that is read: pods and events of 10,000 nodes are 100 MB."""
 STAGES_MAX = 200_000
 TEXT_MAX = 200
 _LINE_MAX = 64 * 1024
@@ -26,31 +26,30 @@ _ISO = re.compile(
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
-class Known(Struct, frozen=True, kw_only=True):
-    """A stage that another program knows."""
+class ForeignStage(Struct, frozen=True, kw_only=True):
+    """Stage that another program noted."""
 
     name: str
     role: str
-    """The program: stages of one role on one node share a track."""
+    """Program: stages of one role on one node share a track."""
     begin_ns: int | None
-    """Since 1970. None: only how long it took is known, and that it was inside the next of the
-    rank's barriers that took as long."""
+    """Begin since 1970. None if only the duration is known: the stage is then placed at the end
+    of the rank's next barrier that took at least as long."""
     end_ns: int | None
-    """None: it has not ended."""
+    """End since 1970; None if the stage has not ended."""
     clock: str = ""
-    """Whose clock said so."""
+    """Program whose clock the times are from."""
     nodes: tuple[str, ...] = ()
-    """Names of the node, or of the pod; none: all nodes."""
+    """Names of the node or pod; empty if the stage belongs to all nodes."""
     unit: str = ""
-    """The pod, container or submission. Of several of one node that which the start was begun by
-    counts."""
+    """Pod, container or submission. Only the node's last unit before the launcher counts."""
     family: str = ""
-    """What other units of the same job have in common: the owner of pods."""
+    """Owner of the pod, the same for all pods of a job."""
     submission: str = ""
-    """The submission that it is of, where the program knows this."""
+    """Submission, if the program knows it."""
     rank: int = NO_RANK
     process: str = ""
-    """Tells the processes of one role on one node apart."""
+    """Process, to distinguish several of one role on one node."""
     trace_id: str = ""
     span_id: str = ""
     parent_id: str = ""
@@ -58,24 +57,26 @@ class Known(Struct, frozen=True, kw_only=True):
     message: str = ""
     attributes: Mapping[str, Value] = _NOTHING
     parts: tuple[tuple[str, float], ...] = ()
-    """Names and seconds of what follows each other in a stage whose begin is not known."""
+    """Names and seconds of consecutive parts of a stage whose begin is unknown."""
 
 
 def lines(data: bytes) -> Iterator[str]:
-    """The lines of a text file that are not too long to be what a parser looks for."""
+    """Yield the lines of a text file, without lines longer than any that a parser looks for."""
     for line in data.splitlines():
         if len(line) <= _LINE_MAX:
             yield line.decode("utf-8", "replace")
 
 
 def clean(text: object) -> str:
-    """A name as another program gave it, of bounded length; empty where it is no text."""
+    """Return a name cut to `TEXT_MAX` characters; empty if `text` is not a string."""
     return text[:TEXT_MAX] if isinstance(text, str) else ""
 
 
 def instant(text: object) -> int | None:
-    """Nanoseconds since 1970 of a time as programs write it: seconds since 1970, or a date and a
-    time; without a zone it is this machine's. None where it is neither."""
+    """Parse seconds since 1970, or date and time, to ns since 1970; return None for anything else.
+
+    A time without a zone is in this machine's zone.
+    """
     if isinstance(text, int | float) or (isinstance(text, str) and text.isdecimal()):
         seconds = float(text) if len(str(text)) <= 20 else 0.0
         return int(seconds) * _NS if 0 < seconds < _TIME_MAX_NS / _NS else None

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bootseer.kubernetes.pod_start import of_volume
-from bootseer.kubernetes.timelines import noted
-from bootseer.report.sources import Stored
+from bootseer.kubernetes.pod_stages import pod_timeline, start_of_volume
+from bootseer.report.sources import StoredTimelines
 from bootseer.store import open_store
 from testbed.mounts.image_mounts import settings_at
 from testbed.waiting import wait_for
@@ -36,12 +35,12 @@ def test_pods_that_start_at_once_share_one_publishing_thread(
     for number in range(30):
         # The silent store holds the thread while all others queue up behind it.
         settings = slow if number == 0 else quick
-        with noted(settings, of_volume(_attributes(number)), "volume") as timeline:
+        with pod_timeline(settings, start_of_volume(_attributes(number)), "volume") as timeline:
             assert timeline is not None
             timeline.note("environment", 10**18, 10**9)
         assert sum(one.name == "timeline" for one in threading.enumerate()) <= 1
     with open_store(quick.store_url) as store:
         wait_for(
-            lambda: sum(len(one.files) for one in Stored(store).starts("llm")) == 29,
+            lambda: sum(len(one.files) for one in StoredTimelines(store).starts("llm")) == 29,
             "the timelines of all pods but the first",
         )

@@ -1,8 +1,8 @@
-"""The containerd that runs on a node, as a pod in the node's process namespace reaches it.
+"""containerd's process on a node, as seen from a pod in the node's process namespace.
 
-Alone knows its processes. Everything follows from its socket: who listens there, with
-which configuration, of which systemd unit. Its files are reached in its own mount namespace, which
-is held, so that they are there while it is not.
+The socket's listener gives the process, its configuration file and its systemd unit. Files are
+reached through the process's mount namespace, which is kept open, so that they stay reachable while
+containerd restarts.
 """
 
 import contextlib
@@ -11,27 +11,50 @@ import re
 import socket
 import struct
 import subprocess
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from bootseer.errors import DeadlineError, InvalidInputError, UnavailableError, UnsupportedError
-from bootseer.kubernetes import cri
-from bootseer.kubernetes.installer.block import NAME, Table, parse
+from bootseer.kubernetes import containerd
 from bootseer.linux.root_paths import resolve_in_root
+
+NAME = "bootseer"
+"""Name of the proxy plugin, the runtime handler, and the snapshotter."""
+Table = dict[str, Any]
 
 _CALL_S = 5.0
 _COMMAND_S = 60.0
 _DEFAULT_CONFIG = "/etc/containerd/config.toml"
 TEMPORARY_PREFIX = ".bootseer-"
-"""Names of files beside containerd's own that the next installer removes if this one is killed."""
+"""Prefix of temporary files beside containerd's own; the next installer removes leftovers."""
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Daemon:
-    """One containerd. Every call has a deadline."""
+def parse(text: str, what: str) -> Table:
+    """Parse TOML that `what` describes.
+
+    Raises: InvalidInputError.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInputError(f"{what} is not valid TOML: {error}; correct it first") from error
+
+
+class ContainerdDaemon:
+    """Process of containerd. Every call has a deadline."""
 
     def __init__(self, address: Path, restart: str) -> None:
-        """`address`: its socket on the node; `restart`: a shell command for the node, in which
-        `{pid}` is the process; empty: its systemd unit is restarted. Raises: UnavailableError."""
+        """Find the process that listens on a socket.
+
+        Args:
+            address: containerd's socket on the node.
+            restart: Shell command that restarts containerd, in which `{pid}` stands for its
+                process id. Empty: restart its systemd unit.
+
+        Raises: UnavailableError, UnsupportedError.
+        """
         self._address = address
         self._restart = restart
         self.pid = self._listener()
@@ -44,9 +67,9 @@ class Daemon:
         ]
         folder = os.readlink(f"/proc/{self.pid}/cwd")
         self.config = Path(folder, named[-1] if named else _DEFAULT_CONFIG)
-        """Its configuration file, as it calls it."""
+        """Path of the configuration file in containerd's own mount namespace."""
         program = Path(os.readlink(f"/proc/{self.pid}/exe").removesuffix(" (deleted)"))
-        # k3s is one program with many names.
+        # The program of k3s is k3s itself, with a link named containerd beside it.
         self._program = program.with_name("containerd")
         units = re.findall(r"/([^/\n]+\.service)", Path(f"/proc/{self.pid}/cgroup").read_text())
         self._unit = units[-1] if units else ""
@@ -54,24 +77,24 @@ class Daemon:
         self._mounts = os.open(f"/proc/{self.pid}/ns/mnt", os.O_RDONLY)
 
     def on_node(self, path: Path) -> Path:
-        """Where this process finds a file of the node: the one that links on the way to it name.
+        """Return the path by which this process reaches a file of the node, with links resolved.
 
-        Raises: InvalidInputError, for a link that leads nowhere.
+        Raises: InvalidInputError if a link is dangling.
         """
-        # The kernel takes an absolute link from this process's own root, which is not the node's.
+        # The kernel would resolve an absolute link from this process's root, not from the node's.
         root = Path(f"/proc/self/fd/{self._root}")
         for named in (*reversed(path.parents), path):
             entry = resolve_in_root(root, str(named.parent)) / named.name
             if entry.is_symlink() and not resolve_in_root(root, str(named)).exists():
                 raise InvalidInputError(
-                    f"{named} on this node is a symbolic link that leads nowhere: mend or remove it"
+                    f"{named} on this node is a dangling symbolic link: correct or remove it"
                 )
         return resolve_in_root(root, str(path))
 
     def dump(self, text: str) -> Table:
-        """What containerd would load from a configuration file with this text, put beside its own.
+        """Return the configuration that containerd would load from a file with this text.
 
-        Raises: UnsupportedError, with what containerd says.
+        Raises: UnsupportedError with containerd's own message.
         """
         trial = self.config.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.toml")
         place = self.on_node(trial)
@@ -79,36 +102,40 @@ class Daemon:
         place.write_text(text)
         try:
             command = [self._program, "--config", trial, "config", "dump"]
-            done = self._on_node(list(map(str, command)), "ask containerd what it would load")
+            done = self._run_on_node(list(map(str, command)), "parse the configuration")
         finally:
             place.unlink(missing_ok=True)
         if done.returncode != 0:
             raise UnsupportedError(
                 f"containerd refuses its configuration: {_last_line(done.stderr)}"
             )
-        return parse(done.stdout, "what containerd prints of its configuration")
+        return parse(done.stdout, "containerd's dump of its configuration")
 
     def has_loaded(self, address: str, runtime: Table) -> bool:
-        """Whether it runs with our proxy plugin and this runtime class; where that is empty,
-        whether it runs with anything of ours. Raises: UnavailableError."""
+        """Return whether containerd runs with Bootseer's proxy plugin and this runtime.
+
+        For an empty `runtime`: whether it runs with anything of Bootseer's.
+
+        Raises: UnavailableError.
+        """
         plugin, loaded = self.loaded()
         if not runtime:
             return bool(plugin or loaded)
-        # Both have zeros for what nobody has set, but not the same of them.
+        # Unset options may be zero in one table and missing in the other.
         options = {name: value for name, value in runtime.get("options", {}).items() if value}
         had = {name: value for name, value in (loaded.get("options") or {}).items() if value}
         return plugin == address and loaded.get("snapshotter") == NAME and had == options
 
     def loaded(self) -> tuple[str, Table]:
-        """The address of our proxy plugin, and our runtime class, as it runs; empty: it has none.
-
-        Raises: UnavailableError.
-        """
-        runtime = cri.runtimes(self._address).get(NAME) or {}
-        return cri.plugin_address(self._address, NAME), runtime
+        """Return the loaded address of Bootseer's proxy plugin and its loaded runtime, or empty."""
+        runtime = containerd.runtimes(self._address).get(NAME) or {}
+        return containerd.plugin_address(self._address, NAME), runtime
 
     def restart(self) -> None:
-        """Ask for a restart; containers go on. Raises: UnsupportedError, DeadlineError."""
+        """Restart containerd; containers keep running.
+
+        Raises: UnsupportedError, DeadlineError.
+        """
         if self._restart:
             with contextlib.suppress(UnavailableError):
                 self.pid = self._listener()
@@ -117,10 +144,10 @@ class Daemon:
             command = ["systemctl", "restart", self._unit]
         else:
             raise UnsupportedError(
-                "containerd is no service of systemd on this node: restart it there, or give a "
+                "containerd is not a systemd service on this node: restart it there, or set a "
                 "command (containerd.restartCommand)"
             )
-        done = self._on_node(command, "restart containerd")
+        done = self._run_on_node(command, "restart containerd")
         if done.returncode != 0:
             raise UnsupportedError(f"cannot restart containerd: {_last_line(done.stderr)}")
 
@@ -137,10 +164,12 @@ class Daemon:
             ) from error
         pid: int = _CREDENTIALS.unpack(data)[0]
         if pid == 0:
-            raise UnsupportedError("containerd's process is not seen here: the pod needs hostPID")
+            raise UnsupportedError(
+                "containerd's process is not visible here: the pod needs hostPID"
+            )
         return pid
 
-    def _on_node(self, command: list[str], what: str) -> "subprocess.CompletedProcess[str]":
+    def _run_on_node(self, command: list[str], what: str) -> "subprocess.CompletedProcess[str]":
         enter = [
             "nsenter",
             f"--mount=/proc/self/fd/{self._mounts}",
@@ -159,4 +188,4 @@ class Daemon:
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it says nothing"])[-1][:500]
+    return (text.strip().splitlines() or ["no message"])[-1][:500]
