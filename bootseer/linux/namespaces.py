@@ -10,11 +10,15 @@ import errno
 import os
 import signal
 import struct
+import threading
 from pathlib import Path
 from typing import TypeAlias
 
+from bootseer.linux.mount_table import parse_lines
+
 PathLike: TypeAlias = str | bytes | os.PathLike[str]
 
+CLONE_FS = 0x00000200
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
@@ -31,6 +35,7 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MS_SLAVE = 1 << 19
 MNT_DETACH = 2
+UMOUNT_NOFOLLOW = 8
 
 # mount_setattr(2), Linux 5.12: one number on every architecture. AT_FDCWD and the flags of fcntl.h.
 _MOUNT_SETATTR = 442
@@ -79,6 +84,45 @@ def is_seen(source: str) -> bool:
                 if os.fsencode(f" {source} ") in Path(f"/proc/{name}/mountinfo").read_bytes():
                     return True
     return False
+
+
+def detach_copies(device_minor: int, timeout_s: float) -> None:
+    """Detach a file system's mounts in all other mount namespaces, as far as this user may.
+
+    A process that makes a namespace gets a copy of every mount, which keeps the file system alive
+    although no file of it is open. Never raises. Ends after `timeout_s` if a path on the way to a
+    mount hangs.
+    """
+    # A thread of its own, since setns(2) changes the namespace of the calling thread.
+    work = threading.Thread(
+        target=_detach_copies, args=(device_minor,), name="detach-copies", daemon=True
+    )
+    work.start()
+    work.join(timeout_s)
+
+
+def _detach_copies(device_minor: int) -> None:
+    known = {"", mount_namespace()}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        namespace = mount_namespace(name)
+        if namespace in known:
+            continue
+        known.add(namespace)
+        with contextlib.suppress(OSError):
+            if f" 0:{device_minor} ".encode() not in Path(f"/proc/{name}/mountinfo").read_bytes():
+                continue
+            fd = os.open(f"/proc/{name}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # setns(2): not while the thread shares its root with others.
+                unshare(CLONE_FS)
+                _check(_libc.setns(fd, CLONE_NEWNS), "setns")
+            finally:
+                os.close(fd)
+            lines = list(parse_lines(Path("/proc/thread-self/mountinfo").read_bytes()))
+            top = {line.path: line for line in lines}
+            for path, line in top.items():
+                if (line.major, line.minor) == (0, device_minor):
+                    _libc.umount2(path, MNT_DETACH | UMOUNT_NOFOLLOW)
 
 
 def map_user(uid: int, gid: int) -> None:

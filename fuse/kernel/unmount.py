@@ -16,7 +16,7 @@ from typing import Any
 
 from bootseer.errors import BusyError, DeadlineError, InvalidInputError, from_oserror
 from bootseer.fuse.kernel import control
-from bootseer.linux import mount_table
+from bootseer.linux import mount_table, namespaces
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ MNT_FORCE = 1
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 _HELPER_DEADLINE_S = 20.0
+_COPIES_S = 0.2
+"""Time after which an unmount looks for copies of the mount in other mount namespaces."""
 _ABORT_DEADLINE_S = 1.0
 _POLL_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -136,6 +138,12 @@ def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
             _unmount_blindly(mount, timeout_s)
             return
         detach(mount.path, lazy=True)
+        if connection.wait_gone(min(_COPIES_S, timeout_s)):
+            return
+        if mount.read_only:
+            # Not if it can be written to: programs in other namespaces must get errors then, and
+            # must not write into the folder below the mount.
+            namespaces.detach_copies(mount.device_minor, timeout_s)
         if connection.wait_gone(timeout_s):
             return
         log.warning(

@@ -18,6 +18,7 @@ from testbed.mounts.image_mounts import (
     mounted,
     outside,
     settings_at,
+    start_outside,
     tree_outside,
 )
 from testbed.needs import MissingError
@@ -139,6 +140,35 @@ def test_a_mount_that_got_the_number_of_one_that_is_gone_is_left_alone(
         assert connection.wait_gone(0)
         connection.abort()
         read_hot(node, other.directory)
+
+
+_COPYING = """
+import signal
+from bootseer.linux import namespaces
+namespaces.unshare(namespaces.CLONE_NEWNS)
+namespaces.make_private()
+print("copied", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.needs("root", "fuse")
+def test_an_unmount_waits_for_no_copy_in_another_namespace(
+    node: IndexedDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(node.settings, "image:1", node.base / "mnt") as image:
+        read_hot(node, image.directory)
+        with start_outside(_COPYING) as other:
+            try:
+                assert other.stdout is not None
+                assert other.stdout.readline() == "copied\n"
+                copies = Path(f"/proc/{other.pid}/mountinfo")
+                assert str(image.directory) in copies.read_text()
+                image.close()
+                assert str(image.directory) not in copies.read_text()
+            finally:
+                other.kill()
+    assert "still has open files" not in caplog.text
 
 
 def test_taking_a_mount_off_that_is_off_already_is_no_error(node: IndexedDirectory) -> None:
