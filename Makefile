@@ -151,6 +151,7 @@ $(VENV)/formats: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python -m tests.support.cli_reference
+	$(BIN)/python -m tests.support.json_reference
 	$(BIN)/python -m bench --report
 
 clean:

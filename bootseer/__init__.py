@@ -16,18 +16,19 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "ready", "stage"]
 
 loaded_ns = time.time_ns()
-"""When this process began to load Bootseer: its start begins then. Nanoseconds since 1970."""
+"""Time at which this process began to load Bootseer, when its start begins. Nanoseconds since
+1970."""
 
 
 def stage(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> "Span":
-    """Put a stage of your own on the start's timeline; a context manager."""
+    """Return a context manager that records a stage of your own on the start's timeline."""
     from bootseer.timeline import stage as begin
 
     return begin(name, attributes)
 
 
 def ready() -> None:
-    """Say that the start is over: the first training step is about to run."""
+    """Report the end of the start: the first training step is about to run."""
     from bootseer.timeline import ready as announce
 
     announce()

@@ -1,24 +1,24 @@
-"""`python -m bootseer` is the command line, and so is the program `bootseer`."""
+"""Program `bootseer`, also started by `python -m bootseer`."""
 
 import gc
 import os
 import sys
 
-# Most of what a command makes is what imports make, which stays: to look again and again whether
-# it is garbage takes a tenth of the time of a short one. (Python's default is 700.)
+# Most objects of a command are made by imports and stay: collecting garbage as often as Python does
+# by default (every 700 new objects) takes a tenth of a short command's time.
 _NEW_OBJECTS = 50_000
 
 
 def main() -> None:
-    """Run the command that the arguments say, and exit."""
+    """Run the command of this program's arguments, and exit."""
     if "BOOTSEER_DISABLE" in os.environ:
-        from bootseer.settings.disabled import become_command
+        from bootseer.cli.disabled import become_command
 
         become_command(sys.argv[1:])
     try:
         _run()
     except KeyboardInterrupt:
-        # While something was being loaded; later the command line sees to it.
+        # Pressed while modules were loaded; later `bootseer.cli.main` handles it.
         sys.exit(130)
     except ModuleNotFoundError as error:
         from bootseer.errors import exit_code_of, missing_package
@@ -32,7 +32,7 @@ def main() -> None:
 
 def _run() -> None:
     gc.set_threshold(_NEW_OBJECTS)
-    from bootseer.cli import main as run
+    from bootseer.cli.main import main as run
 
     run()
 

@@ -341,7 +341,7 @@ def _check_variables(names: Iterable[str]) -> None:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise InvalidInputError(
                 f"{name.partition('=')[0]!r} is not the name alone of an environment variable; "
-                "--env takes a name, and the value is the one that the variable has"
+                "--input-env takes a name, and the value is the one that the variable has"
             )
 
 
@@ -371,7 +371,7 @@ def unknown(inputs: Inputs, environ: Mapping[str, str], declared: Collection[str
         yield f"all of {_some(inputs.rough)} (names, sizes and ends count)"
     free = set(inputs.free).difference(declared, _USUAL_VARIABLES)
     if free := {name for name in free if not decides(name)}:
-        yield f"the values of {_some(sorted(free))} (--env makes them count)"
+        yield f"the values of {_some(sorted(free))} (--input-env makes them count)"
 
 
 def unknown_before(targets: Sequence[str]) -> Iterator[str]:

@@ -137,7 +137,7 @@ def secret_part(parts: Sequence[Part], secrets: Sequence[str]) -> list[Part]:
     except (AttributeError, ValueError) as error:
         raise UnsupportedError(
             f"this Python has no scrypt, which keeps secrets out of snapshots ({error}); take them "
-            "out of the set-up's words and --env"
+            "out of the set-up's words and --input-env"
         ) from error
     return [Part(SECRETS, "scrypt:" + key[:32].hex())]
 

@@ -50,7 +50,9 @@ def _start(*options: str) -> Session:
     @contextlib.contextmanager
     def session(workspace: Workspace) -> Iterator[TakeSample]:
         environ = {**os.environ, "HOME": str(workspace.directory), "OMP_NUM_THREADS": "1"}
-        command = python_command("-m", "bootseer", "run", "--no-keep", *options, "--")
+        command = python_command(
+            "-m", "bootseer", "run", "--set", "keep_caches=off", *options, "--"
+        )
         command += python_command("-c", _PROGRAM)
 
         def take() -> Sample:
@@ -72,7 +74,7 @@ CASE = Case(
     description="A start of torch and transformers whose Python processes are watched, or not.",
     prepare=_prepare,
     variants=(
-        Variant(_PLAIN, "`--no-trace-python`", _start("--no-trace-python")),
+        Variant(_PLAIN, "`--set trace_python=off`", _start("--set", "trace_python=off")),
         Variant(_WATCHED, "as it is by default", _start()),
     ),
     ratios=(

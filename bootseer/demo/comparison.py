@@ -1,4 +1,4 @@
-"""What the demo's two launches show, stage by stage. Pure (no I/O)."""
+"""LaunchComparison of the demo's two launches, stage by stage. Pure (no I/O)."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from bootseer.timeline.otlp import Stage
 
 
 class Row(Struct, frozen=True):
-    """One stage of both launches."""
+    """Stage of both launches."""
 
     first_s: float
     second_s: float
@@ -18,21 +18,21 @@ class Row(Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """How many times faster the second launch was."""
+        """Factor by which the second launch was faster."""
         return self.first_s / self.second_s if self.second_s > 0 else 0.0
 
 
-class Comparison(Struct, frozen=True):
-    """Both launches. Bytes are what was read over the network."""
+class LaunchComparison(Struct, frozen=True):
+    """Stages of both launches. Bytes are those read over the network."""
 
     stages: Mapping[str, Row]
     total: Row
     image_bytes: int
-    """Compressed."""
+    """Size of the image, compressed."""
     cpu_s: tuple[float, float]
     """CPU seconds of the whole machine, for each launch until its job had ended."""
     first_publish_bytes: int
-    """What the first launch wrote to the store so that others can replay."""
+    """Bytes that the first launch wrote to the store, for later launches."""
     identical: bool
     """Whether both launches loaded the same weights."""
 
@@ -59,8 +59,7 @@ def _until_ready(launch: Launch) -> float:
     return (ready[0].start_ns - begin_ns) / 1e9 if ready else launch.wall_s
 
 
-# An image costs what it takes to open it and what its files then cost the program that uses them:
-# a lazy image moves work from the one to the other. The same holds for a checkpoint.
+# A lazy image moves work from opening it to reading its files, so both count; likewise checkpoints.
 _TIMED = {
     "image": ("image", "import"),
     "environment": ("environment",),
@@ -75,8 +74,10 @@ def _moved(launch: Launch, name: str) -> int:
     return _bytes(launch, *counted)
 
 
-def compare(first: Launch, second: Launch, *, image_bytes: int, published_bytes: int) -> Comparison:
-    """Stages that neither launch had are left out."""
+def compare(
+    first: Launch, second: Launch, *, image_bytes: int, published_bytes: int
+) -> LaunchComparison:
+    """Compare two launches; stages that neither had are left out."""
     rows: dict[str, Row] = {}
     for name, timed in _TIMED.items():
         if any(stage.name == timed[0] for stage in first.stages):
@@ -87,7 +88,7 @@ def compare(first: Launch, second: Launch, *, image_bytes: int, published_bytes:
                 _moved(second, name),
             )
     total = Row(_until_ready(first), _until_ready(second), first.bytes_read, second.bytes_read)
-    return Comparison(
+    return LaunchComparison(
         stages=rows,
         total=total,
         image_bytes=image_bytes,

@@ -1,6 +1,4 @@
-"""Writes the demo's image as an OCI layout of two zstd layers. The reading side lives in
-`bootseer.prefetch.sources`; this is the little that the demo needs to have something to read.
-"""
+"""Writer of the demo's image: an OCI layout of two zstd layers."""
 
 import hashlib
 import json
@@ -30,7 +28,7 @@ def _add_bytes(layout: Path, data: bytes, media_type: str) -> dict[str, Any]:
 
 
 def _add_layer(layout: Path, root: Path) -> tuple[dict[str, Any], str]:
-    """The layer's descriptor and its diff id."""
+    """Write a layer; return its descriptor and its diff id."""
     temporary = layout / "layer.tmp"
     plain, packed, size = hashlib.sha256(), hashlib.sha256(), 0
     command = ["tar", "--numeric-owner", "--owner=0", "--group=0", "--sort=name", "-C"]
@@ -54,9 +52,9 @@ def _add_layer(layout: Path, root: Path) -> tuple[dict[str, Any], str]:
 
 
 def write_layout(layout: Path, layers: list[Path], environment: Mapping[str, str]) -> int:
-    """An OCI layout in `layout` with one layer per root in `layers`; returns its layers' bytes.
+    """Write an OCI layout with one layer per root in `layers`; return the bytes of its layers.
 
-    Raises: NoSpaceError and others as the disk.
+    Raises: NoSpaceError, and other errors of the disk.
     """
     try:
         (layout / "blobs/sha256").mkdir(parents=True)

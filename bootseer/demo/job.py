@@ -1,10 +1,10 @@
-"""The demo's world and its two launches, each on a "node" of its own: empty caches, one store.
+"""Folders of the demo and its two launches, each on a "node" of its own: empty caches, one store.
 
-Everything runs through the command line, as a user would run it, in child processes. The store,
-the image's layers and the checkpoints are reached through a rate limit that stands for a shared
-network. Alone knows the demo's folders.
+Both launches run `bootseer run` in child processes. The store, the image's layers and the
+checkpoints are reached through a rate limit that stands for a shared network.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -38,16 +38,16 @@ _ENVIRONMENT = "/opt/environment"
 
 
 class Network(Struct, frozen=True):
-    """The stand-in for a shared network, in bytes per second."""
+    """Rates of the simulated network."""
 
     node_bytes_per_s: int
-    """All that one node moves together."""
+    """Rate of a node, for everything together."""
     file_bytes_per_s: int
     """The rate of one stored file, as one DataNode's disk serves it."""
 
 
-class Plan(Struct, frozen=True):
-    """What the demo does."""
+class DemoPlan(Struct, frozen=True):
+    """Choices of a demo."""
 
     folder: Path
     network: Network
@@ -58,24 +58,43 @@ class Plan(Struct, frozen=True):
 
 
 class Launch(Struct, frozen=True):
-    """What one launch did."""
+    """Figures of one launch."""
 
     stages: tuple[Stage, ...]
     trainer: dict[str, Any]
-    """What the training job printed."""
+    """Result that the training job printed."""
     bytes_read: int
-    """Over the "network", until the job had ended."""
+    """Bytes read over the simulated network until the job had ended."""
     checkpoint_bytes_read: int
-    """Of these, from the folder of the checkpoints."""
+    """Bytes of these that came from the folder of the checkpoints."""
     wall_s: float
     machine_cpu_s: float
     """CPU seconds of the whole machine: servers are not children of this process."""
 
 
-class World:
-    """The folders of one demo."""
+def left_out_of() -> dict[str, str]:
+    """Return the reason for each stage of the demo that this machine cannot show."""
+    reasons: dict[str, str] = {}
+    is_root = os.geteuid() == 0
+    device = Path("/dev/fuse")
+    has_fuse = device.exists() and os.access(device, os.R_OK | os.W_OK)
+    if not has_fuse:
+        reasons["image"] = reasons["checkpoint"] = "there is no usable /dev/fuse"
+    elif not is_root:
+        reasons["image"] = "running in a container's root needs root"
+        if shutil.which("fusermount3") is None:
+            reasons["checkpoint"] = "mounting without root needs fusermount3 (package fuse3)"
+    if importlib.util.find_spec("pip") is None:
+        reasons["environment"] = "this interpreter has no pip"
+    if shutil.which("tar") is None or shutil.which("ldd") is None:
+        reasons["image"] = "building an image needs tar and ldd"
+    return reasons
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+
+class World:
+    """Folders and launches of one demo."""
+
+    def __init__(self, plan: DemoPlan, say: Callable[[str], None]) -> None:
         self.plan = plan
         self._say = say
         self.layout = plan.folder / "images" / "demo"
@@ -84,12 +103,12 @@ class World:
         self._tally = plan.folder / "checkpoints.account"
         self.requirements: list[str] = []
         self.image_bytes = 0
-        """Compressed, as the registry stores it."""
+        """Size of the image, compressed."""
 
     # ---- building ---------------------------------------------------------------------------
 
     def build(self) -> None:
-        """The image, the wheels and the first checkpoint. Raises: BootseerError."""
+        """Write the image, the wheels and the first checkpoint. Raises: BootseerError."""
         try:
             self.plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.plan.with_image:
@@ -135,7 +154,7 @@ class World:
 
     @property
     def store_url(self) -> str:
-        """The shared store, behind the limit."""
+        """URL of the shared store, behind the limit."""
         return self._limited(self.plan.folder / "store")
 
     def _arguments(self) -> list[str]:
@@ -232,12 +251,15 @@ class World:
         )
 
     def bytes_written(self) -> int:
-        """Over the "network", by all launches so far, and what they left running."""
+        """Return the bytes that all processes of the demo have written over the simulated
+        network."""
         return read_account(self.account).bytes_written
 
     def await_record(self) -> None:
-        """Until image and record of the first launch are in the store: they are published while
-        the job runs, and after it has ended."""
+        """Wait until image and record of the first launch are in the store.
+
+        Both are published while the job runs, and after it has ended. Raises: UnavailableError.
+        """
         deadline_s = time.monotonic() + _RECORD_TIMEOUT_S
         with open_store((self.plan.folder / "store").as_uri()) as store:
             # The pointer is written last, when all that it names is there.
@@ -249,7 +271,7 @@ class World:
                 time.sleep(0.1)
 
     def remove(self) -> None:
-        """Everything, but what is still mounted: that is told and left."""
+        """Remove the demo's folder; if something is still mounted there, name it and leave all."""
         for number in (1, 2):
             run_dir = self.plan.folder / f"node-{number}" / "run"
             wait_published(load_settings({"run_dir": str(run_dir)}), _UNMOUNT_TIMEOUT_S)
@@ -275,13 +297,13 @@ def _write_random(path: Path, size_bytes: int) -> None:
 
 
 def _machine_cpu_s() -> float:
-    """User and system time of all processors since boot, by /proc/stat (proc(5))."""
+    """Return the user and system time of all processors since boot (proc(5), /proc/stat)."""
     user, nice, system = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]
     return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def drop_page_cache() -> bool:
-    """Forget every cached page, as a node that has just booted; False without root."""
+    """Drop the page cache, as on a node that has just booted; return False without root."""
     try:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3")

@@ -1,11 +1,10 @@
-"""`limit+URL`: a backend behind a rate limit that stands for a shared network.
+"""Backend of `limit+URL`: another backend behind a rate limit that stands for a shared network.
 
-Owns the limit and its account. A process knows such URLs only where its environment names this
-module (`BOOTSEER_TEST_NETWORK`), as the demo's launches and the tests do: no start of a job. Each
-path is served at `stream_bytes_per_s` per direction (as one disk or DataNode would, shared by all
-who use it, per process); everything that the processes of one node move together at
-`node_bytes_per_s`, through a small locked file (`account`), which also counts. Bytes are metered
-in slices, in turn, so that parallel streams share fairly. Thread-safe.
+A process opens such URLs only if its environment names this module (`BOOTSEER_TEST_NETWORK`), as
+the demo's launches and the tests do; a start of a job never does. Each path is served at
+`stream_bytes_per_s` per direction and process, as by one disk or DataNode. All processes of a node
+share `node_bytes_per_s` through a small locked file, the account, which also counts. Bytes are
+metered in slices, in turn, so that parallel streams get equal shares. Thread-safe.
 """
 
 import os
@@ -30,13 +29,13 @@ from bootseer.transfer.attempt import Attempt
 
 # Small enough that 64 streams at 50 MB/s each wait less than a third of a second for their turn.
 SLICE_BYTES = 256 << 10
-# Paths whose next free moment is remembered. Only one that was idle for long is ever forgotten.
+# Paths whose next free moment is remembered; the path that was idle for longest is forgotten.
 _PATHS_MAX = 4096
 _LATENCY_MAX_S = 60.0
 # magic; CLOCK_MONOTONIC (ns) at which the node's link is free; bytes read, written; requests
 _ACCOUNT = struct.Struct("<8sqqqq")
 _MAGIC = b"BSACCT1\0"
-# What can be reserved ahead, at most: a later moment was written before the machine's last boot.
+# Longest reservation: a later moment was written before the machine's last boot.
 _AHEAD_MAX_NS = 600 * 1_000_000_000
 _ACCOUNT_LOCK_S = 60.0
 
@@ -45,14 +44,14 @@ _Rate = Annotated[float, Meta(gt=0, lt=1e15)]
 
 
 class Account(Struct, frozen=True):
-    """What all processes moved through one account file."""
+    """Bytes and requests of all processes that share an account file."""
 
     bytes_read: int
     bytes_written: int
     requests: int
 
 
-class Limits(Struct, frozen=True):
+class NetworkLimits(Struct, frozen=True):
     """Rates in bytes per second; None is no limit. `latency_s` is added to each request."""
 
     stream_bytes_per_s: _Rate | None = None
@@ -60,11 +59,11 @@ class Limits(Struct, frozen=True):
     latency_s: Annotated[float, Meta(ge=0, lt=_LATENCY_MAX_S)] = 0.0
     account: str = ""
     tally: str = ""
-    """A second account, which only counts what this URL moves."""
+    """Path of a second account, which only counts the bytes of this URL."""
 
 
 def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBackend":
-    """The limited backend of
+    """Return the backend of
     `limit+URL?stream_bytes_per_s=N&node_bytes_per_s=N&latency_s=F&account=PATH&tally=PATH`.
 
     Other options of the query are the inner URL's. Raises: InvalidInputError.
@@ -72,8 +71,8 @@ def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBacken
     inner, _, query = url[len("limit+") :].partition("?")
     try:
         values = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
-        own = {key: value for key, value in values if key in Limits.__struct_fields__}
-        limits = msgspec.convert(own, Limits, strict=False)
+        own = {key: value for key, value in values if key in NetworkLimits.__struct_fields__}
+        limits = msgspec.convert(own, NetworkLimits, strict=False)
     except ValueError as error:
         raise InvalidInputError(f"{public_url(url)!r} is not a usable URL: {error}") from error
     if limits.node_bytes_per_s and not limits.account:
@@ -84,7 +83,7 @@ def open_limited(url: str, *, deadline_s: float | None = None) -> "LimitedBacken
 
 
 def read_account(path: Path) -> Account:
-    """What was moved so far; zeros when nothing was. Raises: InvalidInputError."""
+    """Return the counts of an account; zeros if the file is missing. Raises: InvalidInputError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -98,9 +97,11 @@ def read_account(path: Path) -> Account:
 
 
 class LimitedBackend(Backend):
-    """`inner`, slower, and counted."""
+    """Backend that delays and counts the requests to another one."""
 
-    def __init__(self, inner: Backend, limits: Limits, deadline_s: float | None = None) -> None:
+    def __init__(
+        self, inner: Backend, limits: NetworkLimits, deadline_s: float | None = None
+    ) -> None:
         self.url = inner.url
         self.traits = inner.traits
         self._inner = inner
@@ -116,7 +117,7 @@ class LimitedBackend(Backend):
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         self._meter.request()
-        # From the inner backend in one piece: slice by slice could mix two versions of a file.
+        # In one piece: reading slice by slice could mix two versions of a file.
         data = self._inner.read(path, offset, length)
         self._meter.move("r", path, len(data))
         return data
@@ -183,9 +184,9 @@ class _LimitedWriter(Writer):
 
 
 class Meter:
-    """Makes callers wait their turn: one timeline per path and direction, one for the node."""
+    """Queue of callers for each path and direction, and one for the whole node."""
 
-    def __init__(self, limits: Limits, deadline_s: float | None = None) -> None:
+    def __init__(self, limits: NetworkLimits, deadline_s: float | None = None) -> None:
         self._limits = limits
         self._deadline_s = _LATENCY_MAX_S if deadline_s is None else deadline_s
         self._lock = threading.Lock()
@@ -206,7 +207,7 @@ class Meter:
             )
 
     def move(self, direction: str, path: str, size_bytes: int) -> None:
-        """Return when `size_bytes` have passed."""
+        """Wait until `size_bytes` have passed the limits."""
         while size_bytes > 0:
             count = min(size_bytes, SLICE_BYTES)
             size_bytes -= count
@@ -229,7 +230,7 @@ class Meter:
             return end_ns
 
     def _reserve_node(self, read: int, written: int, requests: int) -> int:
-        # The lock of an account excludes other processes, not other threads of this one.
+        # The lock of an account excludes other processes, but no threads of this process.
         with self._lock:
             if self._tally:
                 self._tally.add(read, written, requests, None)
@@ -247,7 +248,7 @@ class Meter:
 
 
 class _AccountFile:
-    """An account that several processes share. Not thread-safe."""
+    """Account file that several processes share. Not thread-safe."""
 
     def __init__(self, path: str) -> None:
         """Raises: BootseerError for a file that cannot be opened."""
@@ -259,8 +260,12 @@ class _AccountFile:
             raise from_oserror(error, f"open the account {path}") from error
 
     def add(self, read: int, written: int, requests: int, rate: float | None) -> int:
-        """Add to the counts. Return when the bytes have passed (CLOCK_MONOTONIC, ns), at `rate`
-        bytes per second; 0 without a rate, and for no bytes."""
+        """Add to the counts; return the moment (CLOCK_MONOTONIC, ns) at which the bytes have
+        passed.
+
+        Args:
+            rate: Bytes per second; None: no limit, and 0 is returned, as for no bytes.
+        """
         is_limited = rate is not None and read + written > 0
         lock_within(self._fd, _ACCOUNT_LOCK_S)
         try:

@@ -1,5 +1,5 @@
-"""A root file system from the running interpreter: its standard library, every installed package,
-a shell, and the shared libraries they need. No network and no distribution tools.
+"""Root file system of the demo's image, copied from this machine: the interpreter, its standard
+library and packages, a shell, and the shared libraries they need.
 """
 
 import os
@@ -29,8 +29,7 @@ def _standard_library() -> Path:
 
 
 def site_packages_in_image() -> Path:
-    """Where the base interpreter, which is the image's, looks for packages: Debian's has a place
-    of its own."""
+    """Return the folder in which the image's interpreter, the base one, looks for packages."""
     program = "import site; print(site.getsitepackages()[0])"
     interpreter = Path(sys.executable).resolve()
     result = subprocess.run(
@@ -47,7 +46,7 @@ def site_packages_in_image() -> Path:
 
 
 def installed_packages() -> list[Path]:
-    """The folders that the running interpreter imports installed packages from."""
+    """Return the folders from which this interpreter imports installed packages."""
     paths = sysconfig.get_paths()
     folders = dict.fromkeys(Path(paths[name]).resolve() for name in ("purelib", "platlib"))
     return [folder for folder in folders if folder.is_dir()]
@@ -64,7 +63,7 @@ def _is_elf(path: Path) -> bool:
 
 
 def shared_libraries(binaries: Iterable[Path]) -> Iterator[Path]:
-    """The files that the dynamic linker would load for `binaries`, from the host."""
+    """Yield the files of this host that the dynamic linker would load for `binaries`."""
     pending = list(binaries)
     environ = {**os.environ, "LC_ALL": "C"}
     for begin in range(0, len(pending), _LDD_BATCH):
@@ -92,10 +91,10 @@ def _copy(source: Path, root: Path) -> None:
 
 
 def build_base(root: Path, packages: Sequence[Path] = ()) -> None:
-    """The interpreter, its standard library and a few commands, in `root`, with the libraries that
-    they and what lies in the folders `packages` need.
+    """Copy the interpreter, its standard library, a few commands and all libraries that they and
+    the modules in the folders `packages` need to `root`.
 
-    Raises: UnsupportedError where a needed tool is missing; NoSpaceError and others as the disk.
+    Raises: UnsupportedError if a tool is missing; NoSpaceError, and other errors of the disk.
     """
     if shutil.which("ldd") is None:
         raise UnsupportedError("the demo's image needs `ldd`, which is part of every C library")
@@ -131,9 +130,9 @@ def build_base(root: Path, packages: Sequence[Path] = ()) -> None:
 
 
 def build_packages(root: Path) -> None:
-    """Every installed package, in `root`, where the image's interpreter looks for them.
+    """Copy every installed package to the folder of `root` where the image's interpreter looks.
 
-    Raises: NoSpaceError and others as the disk.
+    Raises: NoSpaceError, and other errors of the disk.
     """
     target = root / site_packages_in_image().relative_to("/")
     try:

@@ -1,10 +1,10 @@
-"""The demo's training job; runs inside the container, or beside the demo without root.
+"""Training job of the demo; runs in the container, or on this machine without root.
 
     python trainer.py CHECKPOINT_DIR
 
-Imports what a real job would, loads the newest checkpoint, says that it is ready, and saves the
-next checkpoint the way training code does: under a temporary name, then renamed. Prints one JSON
-line. Uses nothing of Bootseer but `stage` and `ready`.
+Imports packages as a real job does, loads the newest checkpoint, says that it is ready, and saves
+the next checkpoint the way training code does: under a temporary name, then renamed. Prints one
+JSON line. Uses nothing of Bootseer but `stage` and `ready`.
 """
 
 import json

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from bootseer.errors import from_oserror
 
-# Several times larger than all others together; the image has it.
+# Packages that are large, or that the demo does not need in its environment.
 _LEFT_OUT = {"pyarrow", "numpy", "pip", "setuptools", "wheel", "bootseer", "mypy", "hypothesis"}
 _MIN_FILES = 5
 
 
 def _tag(distribution: importlib.metadata.Distribution) -> str | None:
-    """The compressed tag set of PEP 425: "py2.py3-none-any" for two lines of tags."""
+    """Return the compressed tag set of PEP 425: "py2.py3-none-any" for two lines of tags."""
     text = distribution.read_text("WHEEL") or ""
     tags = [line[5:].strip().split("-") for line in text.splitlines() if line.startswith("Tag: ")]
     if not tags or any(len(tag) != 3 for tag in tags):
@@ -46,9 +46,9 @@ def _write(distribution: importlib.metadata.Distribution, folder: Path) -> str |
 
 
 def make_wheels(folder: Path) -> list[str]:
-    """A wheel in `folder` for each installed package of moderate size; returns requirements.
+    """Write a wheel for each installed package of moderate size; return their requirements.
 
-    Raises: NoSpaceError and others as the disk.
+    Raises: NoSpaceError, and other errors of the disk.
     """
     requirements: dict[str, str] = {}
     try:

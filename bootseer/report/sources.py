@@ -351,7 +351,7 @@ FOLDER = "starts/"
 OBJECT_BYTES_MAX = 16 * 1024 * 1024
 """Largest compressed object: timelines shrink to about a tenth of `BYTES_MAX`."""
 STARTS_MAX = 1000
-"""Most starts listed for a job; `store gc` leaves far fewer."""
+"""Most starts listed for a job; `gc` leaves far fewer."""
 _STORED_SUFFIX = ".jsonl.zst"
 _LEVEL = 9
 _WINDOW_BYTES_MAX = 8 * 1024 * 1024

@@ -1,7 +1,7 @@
-"""Settings: from flags, `BOOTSEER_*` variables and `bootseer.toml`, in that order of strength.
+"""Settings, from flags, `BOOTSEER_*` variables and `bootseer.toml`, in that order of strength.
 
 The class `Settings` is the table of all settings: each field has its type, how its value is
-written, its default and its help. Variables, flags, the file's names, `config show` and the
+written, its default and its help. Variables, flags, the file's names, `config` and the
 reference (docs/cli.md) are made of it. Reading is pure but for `load_config`, which looks at the
 environment, the login's folders, one file and the folders that are set. Settings are immutable.
 """
@@ -36,7 +36,7 @@ from bootseer.settings.values import (
     SECONDS,
     SIZE,
     SWITCH,
-    Kind,
+    SettingKind,
     as_name,
     choice,
     switch,
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _PREFIX = "BOOTSEER_"
 FANOUT_KEY = _PREFIX + "FANOUT_KEY"
 """The variable with the secret of a job's nodes; no setting, since settings are shown."""
-# Those that are no settings: docs/launch.md and docs/snapshots.md say what each is.
+# Variables that are no settings; docs/launch.md and docs/snapshots.md explain them.
 _OTHER_VARIABLES = frozenset(
     _PREFIX + name
     for name in (
@@ -55,41 +55,42 @@ _OTHER_VARIABLES = frozenset(
         *("FANOUT_KEY", "SPAWNER", "TIMELINE"),
     )
 )
-# Of tests and preloaders; and what Kubernetes gives every pod beside a service called bootseer.
+# Variables of tests and preloaders, and those that Kubernetes sets in every pod of a namespace with
+# a service called bootseer.
 _NOT_OURS = re.compile(_PREFIX + r"(TEST_.*|REQUIRE_.*|PRELOAD.*|(.*_)?(SERVICE|PORT)(_.*)?)")
 RECORD_MODES = ("auto", "always", "never")
 RESTORE_MODES = ("auto", "mount", "link", "extract")
 DEFAULT_JOB = "default"
-"""The name of a job that nobody has named."""
+"""Name of a job that nobody has named."""
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
-# ---- what defaults depend on ------------------------------------------------------------------
+# ---- the login -------------------------------------------------------------------------------
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    """Return the first of these variables that says something; empty where none does. Pure."""
+    """Return the value of the first of these variables that is set; "" if none is. Pure."""
     return next(filter(None, map(environ.get, names)), "")
 
 
 def launcher_rank(environ: Mapping[str, str]) -> str:
-    """Return the rank, as text, that a launcher with these variables has; "" if none tells one.
+    """Return the rank, as text, of a launcher with these variables; "" if none names one.
 
-    The setting wins over what schedulers say. Whatever notes a stage beside a launcher (the
-    daemons of a node, the report's own view of a pod) must agree with the launcher. Pure.
+    The setting wins over the scheduler's variables. Programs that record a stage for a launcher
+    (the daemons of a node, the report's own view of a pod) must agree with it on the rank. Pure.
     """
     return _first(environ, "BOOTSEER_RANK", *_RANKS)
 
 
 class _Login(Struct, dict=True):
-    """Environment of a start: the login's folders, and what the scheduler tells."""
+    """Environment of a start: folders of the login, and variables of the scheduler."""
 
     environ: Mapping[str, str]
 
     @cached_property
     def home(self) -> Path:
-        """The login's folder, or one instead where the user cannot write to it: a pod's user often
-        has a number only, whose HOME is /."""
+        """Home of the login, or a folder that the user can write to instead: a pod's user often has
+        a number only, and / as HOME."""
         named = Path(self.environ.get("HOME") or "/").absolute()
         if unwritable(named):
             for folder in ("/var/tmp", self.environ.get("TMPDIR") or "/tmp"):
@@ -98,19 +99,21 @@ class _Login(Struct, dict=True):
         return named
 
     def folder(self, variable: str, below_home: str) -> Path:
-        """Our folder of one of the kinds that the XDG Base Directory Specification knows."""
+        """Return Bootseer's folder of a kind in the XDG Base Directory Specification."""
         return Path(self.environ.get(variable) or self.home / below_home) / "bootseer"
 
     @property
     def cache(self) -> Path:
-        """Our folder for what can be fetched again."""
+        """Bootseer's folder for data that can be fetched again."""
         return self.folder("XDG_CACHE_HOME", ".cache")
 
     @property
     def run(self) -> Path:
-        """Our folder for sockets, in the login's own if that is this user's. `su` and `sudo -E`
-        keep the variable of a user who was logged in, who could then do with it as they like, and
-        whose logout removes it."""
+        """Bootseer's folder for sockets.
+
+        In the login's XDG_RUNTIME_DIR, if that belongs to this user: `su` and `sudo -E` keep the
+        variable of another user, who could change the folder and whose logout removes it.
+        """
         named = self.environ.get("XDG_RUNTIME_DIR")
         try:
             if named and os.stat(named).st_uid == os.geteuid():
@@ -121,7 +124,7 @@ class _Login(Struct, dict=True):
 
     @property
     def submission(self) -> str:
-        """The scheduler's id of this submission, the same on all of its nodes.
+        """Id that the scheduler gives this submission, the same on all of its nodes.
 
         Each task of an array is a submission, as is a heterogeneous job with all its components.
         (torchrun's id is "none" where none was given.)
@@ -130,8 +133,8 @@ class _Login(Struct, dict=True):
             return f"{_first(self.environ, 'SLURM_ARRAY_JOB_ID', 'SLURM_JOB_ID')}_{task}"
         return _first(self.environ, "SLURM_HET_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
-    def told(self, *variables: str) -> str:
-        """The first of these variables that says something."""
+    def first_of(self, *variables: str) -> str:
+        """Return the value of the first of these variables that is set; "" if none is."""
         return _first(self.environ, *variables)
 
 
@@ -141,16 +144,16 @@ class _Login(Struct, dict=True):
 class Setting(Struct, frozen=True):
     """Row of the table of settings: how a value is written, its default, its help."""
 
-    kind: Kind
+    kind: SettingKind
     default: str | Callable[[_Login], str]
     help: str
     default_help: str = ""
-    """The default in words, if it differs between logins, nodes or starts."""
+    """Default in words, if it differs between logins, nodes or starts."""
 
 
 def _setting(*row: Any, **rest: Any) -> Any:
-    """Return a row of the table, as what `Settings` has for the default of a field; its instances
-    are made with all fields."""
+    """Return a row of the table as the default value of a field of `Settings`. No instance of
+    `Settings` has it: all are made with all fields."""
     return Setting(*row, **rest)
 
 
@@ -160,14 +163,14 @@ def _owners(text: str) -> str:
 
 
 _OF_USER = "a folder of the user's"
-_TOLD = "what the scheduler says; "
+_OF_SCHEDULER = "what the scheduler says; "
 
 
 class Settings(Struct, frozen=True):
     """Settings of one command of Bootseer."""
 
     store_url: str = _setting(
-        Kind("URL", absolute_url),
+        SettingKind("URL", absolute_url),
         lambda login: (login.folder("XDG_DATA_HOME", ".local/share") / "store").as_uri(),
         "The shared store (any fsspec URL).",
         _OF_USER,
@@ -189,30 +192,30 @@ class Settings(Struct, frozen=True):
     )
     job: str = _setting(
         NAME,
-        lambda login: as_name(login.told("SLURM_JOB_NAME", "JOB_NAME")) or DEFAULT_JOB,
+        lambda login: as_name(login.first_of("SLURM_JOB_NAME", "JOB_NAME")) or DEFAULT_JOB,
         "The job's name, the same on every node and at every attempt.",
-        f"{_TOLD}`{DEFAULT_JOB}`",
+        f"{_OF_SCHEDULER}`{DEFAULT_JOB}`",
     )
     submission: str = _setting(
         NAME_OR_NONE,
         lambda login: as_name(login.submission) or "none",
         "Tells two submissions of one job apart; the same on every node.",
-        f"{_TOLD}`none`",
+        f"{_OF_SCHEDULER}`none`",
     )
     attempt: int = _setting(
         COUNT,
-        lambda login: login.told("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
+        lambda login: login.first_of("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") or "0",
         "Which start of the submission this is, from 0.",
-        f"{_TOLD}`0`",
+        f"{_OF_SCHEDULER}`0`",
     )
     node: str = _setting(
         NAME, lambda _: as_name(os.uname().nodename) or "node", "This node.", "the host's name"
     )
     rank: int = _setting(
         COUNT,
-        lambda login: login.told(*_RANKS) or "0",
+        lambda login: login.first_of(*_RANKS) or "0",
         "This launcher's number among those of the start.",
-        f"{_TOLD}`0`",
+        f"{_OF_SCHEDULER}`0`",
     )
     workload: str = _setting(
         NAME, "default", "Names the record of what a start touches: one image may serve several."
@@ -273,7 +276,7 @@ class Settings(Struct, frozen=True):
         "Whether the nodes of a job feed each other; auto: from four that know each other on.",
     )
     fanout_hosts: str = _setting(
-        Kind("HOSTS|FILE|auto", str),
+        SettingKind("HOSTS|FILE|auto", str),
         "auto",
         "Nodes of the job, as in `node[01-16],login`, or the file that lists them.",
         "`auto`: what the scheduler says",
@@ -302,14 +305,16 @@ class Settings(Struct, frozen=True):
         SWITCH, "off", "Whether set-ID bits and file capabilities of snapshots are restored."
     )
     trusted_owners: str = _setting(
-        Kind("USERS", _owners), "root", "Whose folders are trusted besides this user's and root's."
+        SettingKind("USERS", _owners),
+        "root",
+        "Whose folders are trusted besides this user's and root's.",
     )
 
 
 TABLE: Mapping[str, Setting] = dict(
     zip(Settings.__struct_fields__, Settings.__struct_defaults__, strict=True)
 )
-"""All settings, by the name of their field."""
+"""Rows of all settings, by the name of their field."""
 
 
 def short_name(setting: str) -> str:
@@ -319,12 +324,29 @@ def short_name(setting: str) -> str:
 
 
 def variable_of(setting: str) -> str:
-    """The environment variable of a setting: `store_url` is read from BOOTSEER_STORE."""
+    """Return the environment variable of a setting: BOOTSEER_STORE for `store_url`."""
     return _PREFIX + short_name(setting).upper()
 
 
+def assignment(text: str) -> tuple[str, str]:
+    """Return field and value of "NAME=VALUE", where NAME is a setting as the file has it.
+
+    Raises: InvalidInputError.
+    """
+    key, _, value = text.partition("=")
+    names = {short_name(name): name for name in TABLE}
+    name = names.get(key.replace("-", "_"), key)
+    if name not in TABLE:
+        close = nearest(key, names)
+        hint = f"is {close} meant?" if close else "`bootseer config` lists those there are"
+        raise InvalidInputError(f"--set {key}: there is no such setting; {hint}")
+    if not value:
+        raise InvalidInputError(f"--set {key}: write --set {key}=VALUE")
+    return name, value
+
+
 def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Each setting's value, as text, where nothing else says one."""
+    """Return the default of each setting, as text."""
     login = _Login(environ)
     return {
         name: one.default if isinstance(one.default, str) else one.default(login)
@@ -346,7 +368,7 @@ class Config(Struct, frozen=True):
     settings: Settings
     sources: Mapping[str, str]
     overridden: Mapping[str, str]
-    """What the configuration file says otherwise, where a variable is stronger."""
+    """Values of the configuration file that a variable overrides."""
 
 
 def resolve(
@@ -356,7 +378,7 @@ def resolve(
     file_name: str,
     defaults: Mapping[str, str],
 ) -> Config:
-    """The strongest value of each setting, parsed. Pure. Raises: InvalidInputError."""
+    """Return the strongest value of each setting, parsed. Pure. Raises: InvalidInputError."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     overridden: dict[str, str] = {}
@@ -386,8 +408,13 @@ def load_config(
     *,
     checks_folders: bool = True,
 ) -> Config:
-    """Settings as this process sees them, and their sources. Folders that cannot be trusted are
-    replaced, with a warning, unless not `checks_folders`: a dead file system hangs who looks.
+    """Return the settings of this process, and their sources.
+
+    Args:
+        flags: Values by field, as text; None or "" stands for no value.
+        environ: Variables in place of this process's own.
+        checks_folders: Whether folders that cannot be trusted are replaced, with a warning. A check
+            of a folder on a dead file system hangs.
 
     Raises: BootseerError.
     """
@@ -426,7 +453,7 @@ def _with_trusted_folders(config: Config, defaults: Mapping[str, str]) -> Config
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
-    """A misspelt variable is not left out in silence."""
+    """Warn of variables that look like misspelt settings."""
     known = set(map(variable_of, TABLE)) | _OTHER_VARIABLES
     for name in environ:
         if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
@@ -438,10 +465,10 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
 @functools.cache  # once in a process
 def _warn_of(name: str, close: str) -> None:
     # Without its value, which may be a secret.
-    hint = f"; is {close} meant?" if close else "; `bootseer config show` lists those there are"
+    hint = f"; is {close} meant?" if close else "; `bootseer config` lists those there are"
     _log.warning("warning: the variable %s is unknown%s", name, hint)
 
 
 def load_settings(flags: Mapping[str, str | None] | None = None) -> Settings:
-    """`load_config` without the sources."""
+    """Return the settings of this process; see `load_config`."""
     return load_config(flags).settings

@@ -1,9 +1,9 @@
 """Trust in settings: the configuration file `bootseer.toml`, and the folders that are set.
 
-Whoever writes the file or one of these folders decides what jobs run. So the file, each folder and
-each symbolic link on the way to them are judged (`linux.ownership`). A file that is not believed is
-left out, and another folder is used instead of one that is not believed or cannot be made, with a
-warning each: no start fails because of that. Any thread.
+Whoever writes the file or one of these folders decides what jobs run. So the owner and mode of the
+file, of each folder and of each symbolic link on the way to them are checked (`linux.ownership`). A
+file that is not trusted is ignored, and a folder that is not trusted or cannot be made is replaced
+by another one, with a warning each: no start fails because of that. Any thread.
 """
 
 import errno
@@ -32,17 +32,17 @@ _NOT_THERE = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
 
 
 class _Folder(Struct, frozen=True):
-    """A folder that must be trusted."""
+    """Rules for the folder of a setting, which must be trusted."""
 
-    of_root: str = ""
-    """What root uses instead; "": nothing."""
+    instead_for_root: str = ""
+    """Folder that root uses instead; "": none."""
     is_written: bool = True
-    """Whether it is made where it is missing."""
+    """Whether the folder is made if it is missing."""
     is_shared: bool = False
-    """Whether it may be for all users: jobs write there, each in folders of its own."""
+    """Whether all users may write to the folder: each job writes to a folder of its own there."""
 
 
-# What goes to `metrics_dir` is only written: that folder may be anybody's.
+# `metrics_dir` is only written to, so that it may belong to anybody.
 _FOLDERS = {
     "cache_dir": _Folder("/var/cache/bootseer"),
     "run_dir": _Folder("/run/bootseer"),
@@ -50,8 +50,8 @@ _FOLDERS = {
     "registry_hosts_dir": _Folder(is_written=False),
 }
 TRUSTED = tuple(_FOLDERS)
-"""The settings whose folders decide what runs."""
-# Where no store was named. One that was is believed, as a registry is.
+"""Settings whose folders decide what runs."""
+# For the default store only: a store that somebody named is trusted, as a registry is.
 _DEFAULT_STORE = _Folder("/var/lib/bootseer/store", is_written=False)
 
 # ---- the file ---------------------------------------------------------------------------------
@@ -60,13 +60,18 @@ _DEFAULT_STORE = _Folder("/var/lib/bootseer/store", is_written=False)
 def read_config_file(
     environ: Mapping[str, str], owners: Owners, short_names: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """The file's path and its values by setting; "" and none without a file. `short_names`: the
-    setting of each name that the file may use.
+    """Return the path of the configuration file and its values by setting; "" and none without one.
 
-    The file that BOOTSEER_CONFIG names is read, whichever user owns it; /dev/null says nothing.
-    Else it is the first one that there is of the working directory, the user and the machine; one
-    that another user may have written is left out, with a warning. Raises: InvalidInputError;
-    another BootseerError for a file that cannot be read.
+    The file that BOOTSEER_CONFIG names is read, whichever user owns it; /dev/null holds no
+    settings. Else the first existing file of the working directory, the user and the machine is
+    read; a file that another user may have written is ignored, with a warning.
+
+    Args:
+        environ: Variables of this process.
+        owners: Users whose file is trusted.
+        short_names: Setting of each name that the file may use.
+
+    Raises: InvalidInputError; another BootseerError for a file that cannot be read.
     """
     explicit = environ.get(CONFIG_VARIABLE)
     if explicit:
@@ -108,8 +113,8 @@ def _read_named(name: str) -> bytes:
 
 
 def _read(path: Path, owners: Owners) -> bytes | None:
-    """Return the content of a configuration file at its usual place; None where there is none, and
-    with a warning where it must not be believed."""
+    """Return the content of a configuration file at its usual place; None if there is none, and,
+    with a warning, if it must not be trusted."""
     try:
         file, fault = open_believed(path, owners)
     except OSError as error:
@@ -182,9 +187,9 @@ def _cannot_be_made(name: str, path: Path) -> str:
 def trusted_folders(
     wanted: Mapping[str, Path], defaults: Mapping[str, Path], owners: Owners
 ) -> dict[str, Path]:
-    """The folders of `wanted`, by setting, that are replaced, with a warning each.
+    """Return replacements for folders of `wanted` that cannot be trusted or made; warn of each.
 
-    Raises: PermissionDeniedError where another user has taken all that could be used instead.
+    Raises: PermissionDeniedError if other users own every folder that could be used instead.
     """
     replaced: dict[str, Path] = {}
     for name, path in wanted.items():
@@ -192,7 +197,7 @@ def trusted_folders(
         missing = "" if fault else _cannot_be_made(name, path)
         if not fault and not missing:
             continue
-        for other in _others(name, path, defaults[name], owners):
+        for other in _alternatives(name, path, defaults[name], owners):
             if not fault_of_setting(name, other, owners) and not _cannot_be_made(name, other):
                 break
         else:
@@ -212,18 +217,18 @@ def trusted_folders(
 
 
 def _own_part(path: Path) -> Path:
-    """This user's folder in one that is for all users."""
+    """Return this user's folder in a folder of all users."""
     return path / f"bootseer-{os.geteuid()}"
 
 
-def _others(name: str, path: Path, default: Path, owners: Owners) -> Iterator[Path]:
+def _alternatives(name: str, path: Path, default: Path, owners: Owners) -> Iterator[Path]:
     own = _own_part(path)
     if not fault_of_folder(path, owners, is_shared=True):
         # Meant for all users (/scratch, mode 1777): each has a part of it.
         yield own
     yield default
-    if of_root := _folder(name).of_root:
-        yield Path(of_root) if os.geteuid() == 0 else Path("/var/tmp", own.name, name)
+    if instead_for_root := _folder(name).instead_for_root:
+        yield Path(instead_for_root) if os.geteuid() == 0 else Path("/var/tmp", own.name, name)
     else:
         # Nothing is there, which is what most nodes have.
         yield Path("/etc/bootseer/none")

@@ -1,4 +1,4 @@
-"""Values as people write them in settings and options: sizes, ages, times, names.
+"""Parsers of values in settings and options: sizes, ages, durations, names.
 
 Pure, but for the working directory and the home that relative folders are in.
 """
@@ -20,14 +20,14 @@ _SIZE_LIMIT_BYTES = 2**63
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
 _AGE_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 AUTOMATIC_AGE_S = -1.0
-"""The maximum age that depends on the set-up."""
+"""Maximum age that stands for "auto": it depends on the set-up."""
 _AGE_MAX_S = 100 * 365 * 86_400
 # Names that become file names or parts of store keys.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "512", "64MiB", "1.5 GB". Raises: InvalidInputError."""
+    """Return the bytes of "512", "64MiB" or "1.5 GB". Raises: InvalidInputError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidInputError(f"{text!r} is not a size; write for example 512MiB or 20GB")
@@ -39,7 +39,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_age(text: str) -> float:
-    """Seconds from "7d", "12h", "30m", "2w" or "3600"; 0 from "off". Raises: InvalidInputError."""
+    """Return the seconds of "7d", "12h", "30m", "2w" or "3600"; 0 for "off". Raises:
+    InvalidInputError."""
     if text == "off":
         return 0.0
     try:
@@ -52,25 +53,28 @@ def parse_age(text: str) -> float:
 
 
 def parse_max_age(text: str) -> float:
-    """`parse_age`, for snapshots: also "auto", and no age of zero. Raises: InvalidInputError."""
+    """Return the maximum age of snapshots in seconds; `AUTOMATIC_AGE_S` for "auto", 0 for "off".
+
+    Raises: InvalidInputError, also for an age of zero.
+    """
     if text == "auto":
         return AUTOMATIC_AGE_S
     seconds = parse_age(text)
     if seconds == 0 and text != "off":
         raise InvalidInputError(
             f"{text!r} would let every node run the set-up at every start; to have it made anew "
-            "once change --salt, to have no limit write off"
+            "once declare a variable with --input-env and change it, to have no limit write off"
         )
     return seconds
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can be part of a file name or key."""
+    """Return whether `text` can be part of a file name or key."""
     return bool(_NAME.fullmatch(text))
 
 
 def parse_name(text: str) -> str:
-    """`text`, when it is such a name. Raises: InvalidInputError."""
+    """Return `text` if it is a usable name. Raises: InvalidInputError."""
     if not is_name(text):
         raise InvalidInputError(
             f"{text!r} is not a usable name; use letters, digits, '.', '_' and '-', at most 128"
@@ -79,12 +83,12 @@ def parse_name(text: str) -> str:
 
 
 def as_name(text: str) -> str:
-    """Return a scheduler's name without the signs that `parse_name` refuses; may be empty."""
+    """Return a scheduler's name without the characters that `parse_name` refuses; may be empty."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("._-")[:128]
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from "30", "1.5s", "10m", "2h" or "1d". Raises: InvalidInputError."""
+    """Return the seconds of "30", "1.5s", "10m", "2h" or "1d". Raises: InvalidInputError."""
     match = _AGE.fullmatch(text.strip().lower())
     if match is None:
         raise InvalidInputError(f"{text!r} is not a duration; write for example 30, 30s or 10m")
@@ -92,7 +96,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_linger(text: str) -> float:
-    """Seconds from "10m", less than a day; 0 from "off". Raises: InvalidInputError."""
+    """Return the seconds of "10m", less than a day; 0 for "off". Raises: InvalidInputError."""
     return 0.0 if text in ("off", "0") else _seconds(text)
 
 
@@ -129,18 +133,18 @@ def _folder(text: str) -> Path:
 # ---- kinds of settings ------------------------------------------------------------------------
 
 
-class Kind(Struct, frozen=True):
-    """Kind of values: how they are written, read and shown."""
+class SettingKind(Struct, frozen=True):
+    """SettingKind of values of settings: how they are written, read and shown."""
 
     placeholder: str
     """Placeholder of a value in help: "SIZE"."""
     parse: Callable[[str], Any]
     """Raises: InvalidInputError."""
     show: Callable[[Any], str | int | float] = str
-    """The inverse of `parse`, as far as `parse` reads its text."""
+    """Returns a value as text, or as a number, that `parse` reads."""
 
 
-def switch(on: str = "on") -> Kind:
+def switch(on: str = "on") -> SettingKind:
     """Return the kind of settings that are `on` or off."""
 
     def parse(text: str) -> bool:
@@ -148,10 +152,10 @@ def switch(on: str = "on") -> Kind:
             raise InvalidInputError(f"{text!r} is neither {on} nor off")
         return text == on
 
-    return Kind(f"{on}|off", parse, lambda value: on if value else "off")
+    return SettingKind(f"{on}|off", parse, lambda value: on if value else "off")
 
 
-def choice(words: Sequence[str], what: str) -> Kind:
+def choice(words: Sequence[str], what: str) -> SettingKind:
     """Return the kind of settings that are one of `words`; `what` names such a word in messages."""
 
     def parse(text: str) -> str:
@@ -159,7 +163,7 @@ def choice(words: Sequence[str], what: str) -> Kind:
             raise InvalidInputError(f"{text!r} is no {what}; use {', '.join(words)}")
         return text
 
-    return Kind("|".join(words), parse)
+    return SettingKind("|".join(words), parse)
 
 
 def _off_or_number(value: float) -> str | float:
@@ -170,20 +174,20 @@ def _show_max_age(value: float) -> str | float:
     return "auto" if value == AUTOMATIC_AGE_S else _off_or_number(value)
 
 
-NAME = Kind("NAME", parse_name)
-NAME_OR_NONE = Kind(
+NAME = SettingKind("NAME", parse_name)
+NAME_OR_NONE = SettingKind(
     "NAME|none",
     lambda text: "" if text == "none" else parse_name(text),
     lambda value: value or "none",
 )
-COUNT = Kind("N", _count, int)
-SECONDS = Kind("TIME", _seconds, float)
-SIZE = Kind("SIZE", parse_size, int)
-FOLDER = Kind("DIR", _folder)
+COUNT = SettingKind("N", _count, int)
+SECONDS = SettingKind("TIME", _seconds, float)
+SIZE = SettingKind("SIZE", parse_size, int)
+FOLDER = SettingKind("DIR", _folder)
 
 
-def _or_off(placeholder: str) -> Kind:
-    return Kind(
+def _or_off(placeholder: str) -> SettingKind:
+    return SettingKind(
         f"{placeholder}|off",
         lambda text: None if text == "off" else _folder(text),
         lambda value: str(value or "off"),
@@ -192,7 +196,7 @@ def _or_off(placeholder: str) -> Kind:
 
 FOLDER_OR_OFF = _or_off("DIR")
 FILE_OR_OFF = _or_off("FILE")
-PORT = Kind("PORT|auto", _port, lambda value: value or "auto")
-LINGER = Kind("TIME|off", parse_linger, _off_or_number)
-MAX_AGE = Kind("TIME|auto|off", parse_max_age, _show_max_age)
+PORT = SettingKind("PORT|auto", _port, lambda value: value or "auto")
+LINGER = SettingKind("TIME|off", parse_linger, _off_or_number)
+MAX_AGE = SettingKind("TIME|auto|off", parse_max_age, _show_max_age)
 SWITCH = switch()

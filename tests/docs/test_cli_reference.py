@@ -2,12 +2,18 @@
 
 import click
 
-from bootseer.cli import cli
+from bootseer.cli.tree import cli
+from tests.support import json_reference
 from tests.support.cli_reference import PATH, commands, render, root_context
 
 
 def test_the_committed_reference_is_current() -> None:
     assert PATH.read_text(encoding="utf-8") == render(), "run `make docs`"
+
+
+def test_the_committed_page_of_json_is_current() -> None:
+    committed = json_reference.PATH.read_text(encoding="utf-8")
+    assert committed == json_reference.render(), "run `make docs`"
 
 
 def test_every_command_has_help_and_an_example() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
-from bootseer.cli import cli
+from bootseer.cli.tree import cli
 from bootseer.settings.config import Settings, variable_of
 from testbed.containers.chart import objects, render
 from tests.support.cli_reference import root_context
@@ -20,7 +20,7 @@ DOCKER = Path(__file__).parent.parent.parent / "docker"
 UNITS = sorted((DOCKER / "systemd").iterdir())
 MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
 # These are no settings.
-OTHERS = {"BOOTSEER_CONFIG", "BOOTSEER_SPAWNER"}
+OTHERS = {"BOOTSEER_CONFIG", "BOOTSEER_IMAGE", "BOOTSEER_SPAWNER"}
 VARIABLES = {variable_of(name) for name in Settings.__struct_fields__}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bootseer.cli import main
+from bootseer.cli.main import main
 from bootseer.launch.job import setup_command
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.manifest import Outside

@@ -38,11 +38,7 @@ _UNWANTED = (
         "tomllib",
         "xml",
     ),
-    *("bootseer.blob.extract.extraction", "bootseer.cli.snapshot.snapshot_archive_commands"),
-    *(
-        "bootseer.cli.snapshot.snapshot_check_commands",
-        "bootseer.cli.snapshot.snapshot_run_commands",
-    ),
+    *("bootseer.blob.extract.extraction", "bootseer.cli.snapshot_run"),
     *(
         "bootseer.fuse.kernel.server",
         "bootseer.prefetch.serve.server",

@@ -216,7 +216,7 @@ def test_a_run_that_is_killed_leaves_nothing_mounted(
     before = {"served": "make_private_directory", "covered": "add_user"}[step]
     code = (
         "import os, signal\n"
-        "from bootseer.cli import main\n"
+        "from bootseer.cli.main import main\n"
         "from bootseer.snapshots import mounted\n"
         f"mounted.{before} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()"

@@ -78,7 +78,7 @@ def play_round(site: SoakSite, soak: Soak) -> None:
     for user in users:
         soak.note(settle(user))
     if soak.round % _GC_EVERY == _GC_EVERY - 1:
-        collected = run(users[0], "store", "gc", "--delete")
+        collected = run(users[0], "gc", "--delete")
         if collected.returncode:
             soak.note([f"GC: {collected.returncode} {collected.stderr[-300:]}"])
 

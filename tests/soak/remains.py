@@ -141,7 +141,7 @@ def _final(user: User) -> list[str]:
 def _left_in_store(user: User) -> list[str]:
     """The leases and temporaries that a collection leaves although they are old."""
     _make_old(user.store)
-    collected = run(user, "store", "gc", "--delete")
+    collected = run(user, "gc", "--delete")
     if collected.returncode:
         return [f"LEFT: store gc: {collected.stderr[-300:]}"]
     return [

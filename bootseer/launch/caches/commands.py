@@ -120,7 +120,7 @@ def import_cache(
 
 
 def delete(store: Store, text: str) -> Manifest:
-    """Take a cache's newest generation out of the store; `store gc` then removes its content.
+    """Take a cache's newest generation out of the store; `gc` then removes its content.
 
     Raises: as `find_generation`.
     """

@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from bootseer.cli import cli
-from bootseer.settings.disabled import is_disabled, subcommand_of
+from bootseer.cli.disabled import is_disabled
+from bootseer.cli.grammar import behind_settings
+from bootseer.cli.tree import cli
 
 
 def run(
@@ -57,8 +58,8 @@ def test_nothing_is_loaded_that_could_be_broken(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100
     )
     ours = {name for name in done.stdout.split() if name.partition(".")[0] == "bootseer"}
-    settings = {"bootseer.settings", "bootseer.settings.disabled"}
-    assert ours == {"bootseer", "bootseer.__main__"} | settings
+    switch = {"bootseer.cli", "bootseer.cli.disabled", "bootseer.cli.grammar"}
+    assert ours == {"bootseer", "bootseer.__main__"} | switch
     assert not {"click", "msgspec"} & set(done.stdout.split())
 
 
@@ -98,7 +99,7 @@ def test_signals_are_as_without_us(tmp_path: Path) -> None:
 def test_other_commands_are_not_concerned(tmp_path: Path) -> None:
     (tmp_path / "bootseer.toml").unlink(missing_ok=True)
     environ = {**os.environ, "BOOTSEER_DISABLE": "1"}
-    for words in (["--version"], ["run", "--help"], ["warm", "--help"], ["config", "show"]):
+    for words in (["--version"], ["run", "--help"], ["warm", "--help"], ["config"]):
         done = subprocess.run(
             [sys.executable, "-m", "bootseer", *words],
             env=environ,
@@ -130,13 +131,13 @@ def test_a_line_without_dashes_or_command_is_refused(tmp_path: Path, line: str) 
 
 
 def test_options_before_the_subcommand_have_values() -> None:
-    """But for `-v`, which `subcommand_of` knows, and those that end the program."""
+    """But for `-v`, which `behind_settings` knows, and those that end the program."""
     options = [one for one in cli.params if isinstance(one, click.Option)]
     flags = {name for one in options if one.is_flag or one.count for name in one.opts}
     assert flags == {"-v", "--verbose", "--version"}
     for one in options:
         if not flags.intersection(one.opts):
-            assert subcommand_of([one.opts[0], "run", "warm", "x"]) == ["warm", "x"]
+            assert behind_settings([one.opts[0], "run", "warm", "x"]) == ["warm", "x"]
 
 
 def test_what_throws_the_switch() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from bootseer.cli import cli
+from bootseer.cli.tree import cli
 from tests.bootseer.cli.conftest import World
 from tests.support.cli_reference import commands, root_context
 
@@ -74,7 +74,7 @@ def test_version_says_which(world: World) -> None:
         (("image", "fecth"), "Did you mean 'fetch'?"),
         (("snapshot", "verfy"), "Did you mean 'verify'?"),
         (("checkpoint", "convret"), "Did you mean 'convert'?"),
-        (("store", "zzzzzz"), "No such command 'zzzzzz'.\n"),
+        (("cache", "zzzzzz"), "No such command 'zzzzzz'.\n"),
         (
             ("run", "python", "x", "--epochs", "3"),
             "put -- before COMMAND: bootseer run ... -- COMMAND --epochs",

@@ -9,9 +9,11 @@ from testbed.needs import require
 from tests.bootseer.cli.conftest import World
 from tests.bootseer.cli.json_page import agree, documented, keys
 
+_FIGURES = "figures of a mount"
+
 
 def test_every_command_that_has_it_is_documented() -> None:
-    from bootseer.cli import cli
+    from bootseer.cli.tree import cli
     from tests.support.cli_reference import commands, root_context
 
     with_json = {
@@ -19,12 +21,12 @@ def test_every_command_that_has_it_is_documented() -> None:
         for command, context in commands(cli, root_context())
         if any(parameter.name == "as_json" for parameter in command.params)
     }
-    assert with_json == set(documented())
+    assert with_json == set(documented()) - {_FIGURES}
 
 
 def test_images(own_world: World) -> None:
     world = own_world
-    agree("image index", world("image", "index", "src", "--json").json, more="image show")
+    agree("image index", world("image", "index", "src", "--json").json)
     listed = world("image", "list", "--json").json
     for image in listed:
         agree("image show", image)
@@ -45,15 +47,15 @@ def test_hints(own_world: World) -> None:
     world = own_world
     (world.path("list.txt")).write_text("/lib/data\nnowhere\n")
     agree(
-        "image hints import",
-        world("image", "hints", "import", "image:1", "list.txt", "--json").json,
+        "image trace import",
+        world("image", "trace", "import", "image:1", "list.txt", "--json").json,
     )
-    missing = world("image", "hints", "import", "image:1", "no.txt")
+    missing = world("image", "trace", "import", "image:1", "no.txt")
     assert (missing.code, "read the list no.txt" in missing.err) == (10, True)
-    exported = world("image", "hints", "export", "image:1", "--json").json
-    agree("image hints export", exported)
+    exported = world("image", "trace", "export", "image:1", "--json").json
+    agree("image trace export", exported)
     assert [one["path"] for one in exported["ranges"]] == ["lib/data"]
-    assert world("image", "hints", "export", "image:1").out == "/lib/data\t0\t200704\n"
+    assert world("image", "trace", "export", "image:1").out == "/lib/data\t0\t200704\n"
 
 
 @pytest.mark.needs("fuse")
@@ -64,7 +66,7 @@ def test_mounted_images_and_traces(own_world: World) -> None:
     agree("image mount", mounted)
     try:
         status = world("status", "mnt", "--json").json
-        agree("status", status)
+        agree("status", status, more=_FIGURES)
         assert status["served"][0]["where"][0] in world("status").out
         at_length = world("status", "mnt").out
         assert status["served"][0]["where"][0] in at_length
@@ -126,8 +128,8 @@ def test_snapshots(own_world: World) -> None:
     imported = world("snapshot", "import", "x.tar.zst", "--target", "src", "--json").json
     agree("snapshot create", imported)
     for removal in ((), ("--snapshot", "x", "--delete", "--age", "0")):
-        collected = world("store", "gc", "--json", *removal).json
-        agree("store gc", collected)
+        collected = world("gc", "--json", *removal).json
+        agree("gc", collected)
         assert collected["done"] == bool(removal)
         assert bool(collected["deletions"]) == bool(removal)
     assert world("snapshot", "show", "x").code == 10
@@ -137,18 +139,14 @@ def test_snapshots(own_world: World) -> None:
         agree("snapshot run", ran)
         assert ran["hit"] is hit
         target.rmdir()
-    would = world(
-        *("snapshot", "run", "--dry-run", "--target", target, "--json", "--", "mkdir", target)
-    ).json
-    agree("snapshot run", would)
-    assert (would["how"], would["fingerprint"]) == ("would restore", ran["fingerprint"])
-    for salt in ("", "other"):
+    for flavour in (False, True):
+        declared = ("--input-env", "HOME") if flavour else ()
         explained = world(
-            *("snapshot", "explain", "--salt", salt, "--target", target, "--json"),
+            *("snapshot", "explain", *declared, "--target", target, "--json"),
             *("--", "mkdir", target),
         ).json
         agree("snapshot explain", explained, free=("parts",))
-        assert bool(explained["differences"]) == bool(salt)
+        assert bool(explained["differences"]) is flavour
 
 
 @pytest.mark.needs("fuse")
@@ -162,7 +160,7 @@ def test_checkpoint_mounts(own_world: World) -> None:
         (shown,) = own_world("status", "mnt", "--json").json["served"]
         assert shown["figures"]["throughput"]
         here = own_world("status", "--json").json
-        agree("status", here)
+        agree("status", here, more=_FIGURES)
         assert shown["pid"] in [one["pid"] for one in here["served"]]
     finally:
         unmounted = own_world("unmount", "mnt", "--json")
@@ -179,7 +177,7 @@ def test_report(own_world: World) -> None:
     for row in ("total", "ready"):
         assert set(result.pop(row)) == set(result["stages"][0])
     page = documented()["report"]
-    del page["total.*`, `ready.*`, `stages[].*"]
+    page.remove("total.*`, `ready.*`, `stages[].*")
     found = set(keys(result, "", frozenset(("shift_s",))))
     # A start of one process has no barriers and no peers, and a folder is no server.
     names = ("blame", "missed_barriers", "requests", "stragglers")
@@ -204,9 +202,9 @@ def test_mounted_snapshots(own_world: World) -> None:
 
 
 def test_settings_and_doctor(own_world: World) -> None:
-    settings = own_world("config", "show", "--json").json
-    agree("config show", settings, free=("",))
-    table = own_world("config", "show").out
+    settings = own_world("config", "--json").json
+    agree("config", settings, free=("",))
+    table = own_world("config").out
     assert all(name in table and str(one["value"]) in table for name, one in settings.items())
     findings = own_world("doctor", "--json").json
     agree("doctor", findings)

@@ -37,8 +37,8 @@ def test_no_command_shows_credentials(world: World, url: str) -> None:
     for arguments in (
         ("image", "list"),
         ("-vv", "image", "list"),
-        ("config", "show"),
-        ("config", "show", "--json"),
+        ("config",),
+        ("config", "--json"),
         ("image", "index", "src"),
         ("snapshot", "show", "x"),
         ("run", "--image", "image:1", "--", "true"),
@@ -75,13 +75,13 @@ def test_set_ups_show_no_secrets_of_their_words(own_world: World) -> None:
     # All of an installer's script, which ends before them.
     ordinary = "\n".join(COMMANDS).replace("SECRET", SECRET)
     line += f"; touch {made}/x; exit 0\n{ordinary}"
-    command = ("--target", made, "--env", "MY_TOKEN", "--", "sh", "-c", line)
+    command = ("--target", made, "--input-env", "MY_TOKEN", "--", "sh", "-c", line)
     for arguments in (
         ("snapshot", "run", *command),
         ("-vv", "snapshot", "run", "--json", *command),
         ("snapshot", "explain", *command),
         ("snapshot", "explain", "--json", *command),
-        ("snapshot", "explain", "--json", "--salt", "x", *command),
+        ("snapshot", "explain", "--json", "--input-env", "NO_SUCH", *command),
         ("snapshot", "list", "--json"),
         ("run", "--target", made, "--setup", line, "--", "true"),
         ("run", "--setup", f"/no/such --token={SECRET}", "--target", made, "--", "true"),

@@ -35,7 +35,7 @@ def shell(world: World, script: str, **variables: str) -> "subprocess.CompletedP
 
 
 @pytest.mark.parametrize(
-    "arguments", ["image list --json", "image list", "image ls image:1", "config show", "--help"]
+    "arguments", ["image list --json", "image list", "image ls image:1", "config", "--help"]
 )
 def test_a_reader_that_goes_away(world: World, arguments: str) -> None:
     ours, theirs = os.pipe()
@@ -187,7 +187,7 @@ def on_terminal(world: World, columns: int, *arguments: str, **variables: str) -
 
 @pytest.mark.parametrize("columns", [1, 20, 500])
 def test_narrow_and_wide_terminals(world: World, columns: int) -> None:
-    for arguments in (("image", "list"), ("--help",), ("config", "show")):
+    for arguments in (("image", "list"), ("--help",), ("config",)):
         lines = on_terminal(world, columns, *arguments).decode().splitlines()
         assert lines
         if columns == 20 and arguments[0] != "--help":

@@ -117,7 +117,7 @@ def test_set_ups_run_in_the_order_given(node: Node) -> None:
 
 def test_what_decides_the_result(node: Node) -> None:
     (node.base / "list").write_text("one")
-    job = (*setup(), *TARGET, "--input", "list", "--env", "FLAVOUR", "--", "true")
+    job = (*setup(), *TARGET, "--input", "list", "--input-env", "FLAVOUR", "--", "true")
     for flavour, content, runs in (("a", "one", 1), ("a", "one", 1), ("b", "one", 2)):
         (node.base / "list").write_text(content)
         assert node.run("run", *job, variables={"FLAVOUR": flavour}).returncode == 0

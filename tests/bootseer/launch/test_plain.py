@@ -150,7 +150,7 @@ with bootseer.stage("load data", {"files": 3}):
     pass
 bootseer.ready()
 """
-    done = node.run("run", "--no-trace-python", "--", "python3", "-c", code)
+    done = node.run("run", "--set", "trace_python=off", "--", "python3", "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     spans = node.spans()
     assert set(spans) == {"start", "load data", "ready"}

@@ -148,8 +148,7 @@ def test_a_misspelt_variable_is_said_once_and_without_its_value(
         load_config({}, {"HOME": str(tmp_path), **misspelt, **known})
     assert sorted(caplog.messages) == [
         "warning: the variable BOOTSEER_CACHE_DIRR is unknown; is BOOTSEER_CACHE_DIR meant?",
-        "warning: the variable BOOTSEER_QQQQ is unknown; `bootseer config show` lists those there "
-        "are",
+        "warning: the variable BOOTSEER_QQQQ is unknown; `bootseer config` lists those there are",
     ]
 
 

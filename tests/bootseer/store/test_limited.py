@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.demo.limited import SLICE_BYTES, Account, Limits, Meter, read_account
+from bootseer.demo.limited import SLICE_BYTES, Account, Meter, NetworkLimits, read_account
 from bootseer.errors import DeadlineError, InvalidInputError
 from bootseer.store import TEST_NETWORK, open_backend, open_store
 from testbed.waiting import pause
@@ -94,7 +94,7 @@ def test_one_path_is_served_at_the_rate_of_a_stream(tmp_path: Path, clock: Clock
 
 
 def test_each_path_and_direction_has_a_rate_of_its_own(tmp_path: Path) -> None:
-    meter = Meter(Limits(stream_bytes_per_s=1e6))
+    meter = Meter(NetworkLimits(stream_bytes_per_s=1e6))
     now_ns = time.monotonic_ns()
     turns = [meter._reserve_stream(way, 1_000_000) for way in (("r", "x"), ("r", "y"), ("w", "x"))]
     turns += [meter._reserve_stream(("r", "x"), 1_000_000)]
@@ -114,7 +114,9 @@ def test_all_processes_share_the_rate_of_the_node(tmp_path: Path, clock: Clock) 
 
 def test_parallel_streams_wait_in_slices(tmp_path: Path, clock: Clock) -> None:
     """A large transfer does not book the link for all of its bytes at once."""
-    meters = [Meter(Limits(node_bytes_per_s=1e6, account=str(tmp_path / "a"))) for _ in range(2)]
+    meters = [
+        Meter(NetworkLimits(node_bytes_per_s=1e6, account=str(tmp_path / "a"))) for _ in range(2)
+    ]
     meters[0].move("r", "large", 4 * SLICE_BYTES)
     before_ns = clock.now_ns
     meters[1].move("r", "small", 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bootseer.cli import cli
+from bootseer.cli.tree import cli
 from bootseer.errors import InvalidInputError
 from bootseer.fuse.striped.stripe_settings import StripeSettings
 from bootseer.store import open_backend
@@ -35,8 +35,8 @@ def test_a_deadline_of_a_store_or_mount_that_never_comes(tmp_path: Path, deadlin
 @pytest.mark.parametrize(
     "command",
     [
-        ["store", "gc", "--keep-days"],
-        ["store", "gc", "--keep-start-days"],
+        ["gc", "--keep-days"],
+        ["gc", "--keep-start-days"],
         ["watch", "--times"],
         ["watch", "--every"],
     ],

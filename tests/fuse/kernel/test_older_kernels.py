@@ -130,7 +130,7 @@ def checkpoints(release: str, tmp_path: Path, mountpoint: Path) -> Iterator[Path
 
 _MOUNT = """
 import sys
-from bootseer.cli import main
+from bootseer.cli.main import main
 from testbed.kernels import offer_as
 offer_as(sys.argv[1])
 main(sys.argv[2:])

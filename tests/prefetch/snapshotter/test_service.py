@@ -172,9 +172,9 @@ def refused(code: str, root: Path) -> str:
 def test_without_root_the_command_says_so_and_makes_nothing(tmp_path: Path) -> None:
     code = """
 import os, sys
-import bootseer.cli.image.snapshotter_commands, bootseer.prefetch.snapshotter.service
+import bootseer.cli.cluster, bootseer.prefetch.snapshotter.service
 import bootseer.prefetch.snapshotter.core
-from bootseer.cli import main
+from bootseer.cli.main import main
 os.setuid(65534)
 main(["snapshotter", "--root", sys.argv[1]])
 """
@@ -187,7 +187,7 @@ def test_without_grpc_the_command_says_what_to_install(tmp_path: Path) -> None:
     code = """
 import sys
 sys.modules["grpc"] = None
-from bootseer.cli import main
+from bootseer.cli.main import main
 main(["snapshotter", "--root", sys.argv[1]])
 """
     assert "bootseer[containerd]" in refused(code, tmp_path / "root")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bootseer.cli import main
+from bootseer.cli.main import main
 from bootseer.linux.locks import lock_file
 from bootseer.prefetch.warm.record import decode, encode, identity_of, key_of
 from testbed.mounts.fuse_mount import mounted, short_options
@@ -310,7 +310,16 @@ def test_ready_ends_the_recording(tree: Path, node: WarmingNode) -> None:
 def test_the_recording_ends_with_its_window_while_the_command_runs(
     tree: Path, node: WarmingNode
 ) -> None:
-    command = [sys.executable, "-m", "bootseer", "warm", "--window", "3", str(tree), "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "bootseer",
+        "warm",
+        "--set",
+        "record_window=3",
+        str(tree),
+        "--",
+    ]
     variables = {
         "BOOTSEER_STORE": str(node.folder_of_store),
         "BOOTSEER_RUN_DIR": str(node.base / "run"),

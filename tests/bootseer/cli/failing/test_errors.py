@@ -48,8 +48,8 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
         )
     ),
     # Settings.
-    (("--attempt", "x", "config", "show"), INVALID, "attempt"),
-    (("--attempt", "-1", "config", "show"), INVALID, "attempt"),
+    (("--attempt", "x", "config"), INVALID, "attempt"),
+    (("--attempt", "-1", "config"), INVALID, "attempt"),
     (("--job", "../x", "report"), INVALID, "job"),
     (("--workload", "a b", "image", "list"), INVALID, "workload"),
     # image index: what is no image.
@@ -88,7 +88,7 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("image", "ls", "image:1", "absent"), NOT_FOUND, "absent"),
     (("image", "ls", "image:1", "bin/program/x"), NOT_FOUND, "bin/program/x"),
     (("image", "trace", "show", "image:1"), NOT_FOUND, "image:1"),
-    (("image", "trace", "show", "image:1", "--workload", "../.."), INVALID, ".."),
+    (("--workload", "../..", "image", "trace", "show", "image:1"), INVALID, ".."),
     # Places to mount on.
     (("image", "mount", "image:1", "absent"), NOT_FOUND, "absent"),
     (("image", "mount", "image:1", "text"), INVALID, "text"),
@@ -134,9 +134,9 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("snapshot", "run", "--wait", "nan", "--", "true"), INVALID, "nan"),
     (("snapshot", "run", "--wait", "-1", "--", "true"), INVALID, "--wait"),
     (("snapshot", "run", "--target", "t", "--input", "absent", "--", "true"), NOT_FOUND, "absent"),
-    (("snapshot", "run", "--max-age", "soon", "--", "true"), INVALID, "soon"),
-    (("snapshot", "run", "--max-age", "0", "--", "true"), INVALID, "write off"),
-    (("snapshot", "explain", "--max-age", "-1d", "--", "true"), INVALID, "-1d"),
+    (("snapshot", "run", "--set", "snapshot_max_age=soon", "--", "true"), INVALID, "soon"),
+    (("snapshot", "run", "--set", "snapshot_max_age=0", "--", "true"), INVALID, "write off"),
+    (("snapshot", "explain", "--set", "snapshot_max_age=-1d", "--", "true"), INVALID, "-1d"),
     (("snapshot", "verify"), INVALID, "--all"),
     (("snapshot", "verify", "--all", "env"), INVALID, "--all"),
     (("snapshot", "verify", "absent"), NOT_FOUND, "absent"),
@@ -148,10 +148,10 @@ BAD_ARGUMENTS: list[tuple[tuple[str, ...], int, str]] = [
     (("snapshot", "import", "absent", "--target", "t"), NOT_FOUND, "absent"),
     (("snapshot", "import", "random", "--target", "/"), INVALID, "root"),
     # the store.
-    (("store", "gc", "--image", "absent"), NOT_FOUND, "absent"),
-    (("store", "gc", "--snapshot", "absent", "--delete"), NOT_FOUND, "absent"),
-    (("store", "gc", "--keep-last", "-1"), INVALID, "-1"),
-    (("store", "gc", "--age", "nan"), INVALID, "nan"),
+    (("gc", "--image", "absent"), NOT_FOUND, "absent"),
+    (("gc", "--snapshot", "absent", "--delete"), NOT_FOUND, "absent"),
+    (("gc", "--keep-last", "-1"), INVALID, "-1"),
+    (("gc", "--age", "nan"), INVALID, "nan"),
     # report, run, demo.
     (("--job", "never", "report"), NOT_FOUND, "never"),
     (("report", "absent"), NOT_FOUND, "absent"),
@@ -220,12 +220,12 @@ def test_an_unreachable_checkpoint_folder_ends_by_the_deadline(world: World) -> 
 def test_bad_configuration_files(own_world: World, content: bytes) -> None:
     file = own_world.path("bootseer.toml")
     file.write_bytes(content)
-    for arguments in (("config", "show"), ("image", "list"), ("run", "--", "true")):
+    for arguments in (("config",), ("image", "list"), ("run", "--", "true")):
         check(own_world(*arguments), INVALID, "bootseer.toml")
     file.unlink()
     file.mkdir()
-    check(own_world("config", "show", BOOTSEER_CONFIG=str(file)), INVALID, "bootseer.toml")
-    check(own_world("config", "show", BOOTSEER_CONFIG="/absent"), NOT_FOUND, "/absent")
+    check(own_world("config", BOOTSEER_CONFIG=str(file)), INVALID, "bootseer.toml")
+    check(own_world("config", BOOTSEER_CONFIG="/absent"), NOT_FOUND, "/absent")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_bad_configuration_files(own_world: World, content: bytes) -> None:
 def test_bad_variables(world: World, variable: str, value: str) -> None:
     world.variables[variable] = value
     try:
-        check(world("config", "show"), INVALID, variable)
+        check(world("config"), INVALID, variable)
     finally:
         del world.variables[variable]
 

@@ -132,7 +132,7 @@ def test_folders_that_belong_to_somebody_else(own_world: World) -> None:
         (("snapshot", "create", "--target", "locked"), {}),
         (("checkpoint", "mount", "locked", "mnt"), {}),
         (("report",), {"BOOTSEER_TIMELINE_DIR": str(world.path("locked/x"))}),
-        (("config", "show"), {"BOOTSEER_CONFIG": str(world.path("secret"))}),
+        (("config",), {"BOOTSEER_CONFIG": str(world.path("secret"))}),
     ]
     for case, variables in cases:
         check(world(*case, nobody=True, **variables), (DENIED, 18), "")

@@ -1,4 +1,4 @@
-"""`config show`, and what no setting or option takes for a number."""
+"""`config`, and what no setting or option takes for a number."""
 
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from tests.bootseer.cli.conftest import World
 )
 def test_what_is_shown_can_be_set(world: World, tmp_path: Path, given: dict[str, Any]) -> None:
     """`keep_caches` was shown as True, and an age as -1.0, which no setting takes."""
-    shown = world("config", "show", "--json", **given).json
+    shown = world("config", "--json", **given).json
     values = {name: str(one["value"]) for name, one in shown.items()}
     again = {variable_of(name): text for name, text in values.items()}
     expected = load_config({}, {**world.environment, **given}).settings
     assert load_config({}, {**world.environment, **again}).settings == expected
     assert set(values) == set(Settings.__struct_fields__)
-    table = world("config", "show", **given)
+    table = world("config", **given)
     assert "True" not in table.out
     assert "False" not in table.out
 
@@ -47,7 +47,7 @@ def test_what_is_shown_can_be_set(world: World, tmp_path: Path, given: dict[str,
 )
 def test_what_is_no_number_is_refused(world: World, name: str, text: str) -> None:
     variables: dict[str, Any] = {f"BOOTSEER_{name}": text}
-    result = world("config", "show", **variables)
+    result = world("config", **variables)
     assert result.code == 2, result
     assert len(result.err.splitlines()) == 1
     assert f"BOOTSEER_{name}" in result.err
@@ -57,8 +57,8 @@ def test_what_is_no_number_is_refused(world: World, name: str, text: str) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("store", "gc", "--keep-days"),
-        ("store", "gc", "--keep-start-days"),
+        ("gc", "--keep-days"),
+        ("gc", "--keep-start-days"),
         ("watch", "--every"),
         ("watch", "--times"),
         ("snapshot", "run", "--wait"),
@@ -71,7 +71,7 @@ def test_what_is_no_number_is_refused(world: World, name: str, text: str) -> Non
 def test_options_take_finite_numbers_alone(
     world: World, arguments: tuple[str, ...], text: str
 ) -> None:
-    """`store gc --keep-days nan` kept nothing."""
+    """`gc --keep-days nan` kept nothing."""
     result = world(*arguments, text)
     assert result.code == 2, result
     assert arguments[-1] in result.err
@@ -84,6 +84,6 @@ def test_options_take_finite_numbers_alone(
 def test_a_file_with_other_values_is_refused(world: World, tmp_path: Path, line: str) -> None:
     file = tmp_path / "bootseer.toml"
     file.write_text(f"{line}\n")
-    result = world("config", "show", BOOTSEER_CONFIG=str(file))
+    result = world("config", BOOTSEER_CONFIG=str(file))
     assert result.code == 2, result
     assert len(result.err.splitlines()) == 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bootseer.cli.node.status_commands import node_entries
+from bootseer.cli.node import node_entries
 from bootseer.fuse.kernel.unmount import find_helper
 from bootseer.fuse.striped.mounted.mount import mount_checkpoints, mount_spec
 from bootseer.fuse.striped.mounted.server import serve_checkpoints

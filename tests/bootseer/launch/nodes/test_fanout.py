@@ -182,7 +182,7 @@ def test_what_cannot_be_right_costs_a_start_one_warning(
     assert says in line
 
 
-@pytest.mark.parametrize("how", ["--fanout=off", "BOOTSEER_FANOUT"])
+@pytest.mark.parametrize("how", ["--set=fanout=off", "BOOTSEER_FANOUT"])
 def test_the_kill_switch(site: FanoutNodes, how: str) -> None:
     (node, *_) = site.nodes
     words, variables = ([how], {}) if how.startswith("-") else ([], {how: "off"})

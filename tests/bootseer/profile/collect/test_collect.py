@@ -127,7 +127,7 @@ def test_slow_imports_are_noted_and_quick_processes_are_not(job: ProgramFolder) 
 
 def test_nothing_is_noted_where_it_is_not_wanted(job: ProgramFolder) -> None:
     slow = job.write("slow.py", "import large, os; assert 'BOOTSEER_LAUNCHED' not in os.environ")
-    job.run(sys.executable, str(slow), options=("--no-trace-python",))
+    job.run(sys.executable, str(slow), options=("--set", "trace_python=off"))
     assert set(job.tracks()) == {LAUNCHER}
 
 
@@ -196,14 +196,16 @@ def test_failed_imports_look_as_without_it(job: ProgramFolder) -> None:
         "import traceback\ntry: import broken\nexcept ImportError: traceback.print_exc()",
     )
     seen = job.run(sys.executable, str(program)).stderr
-    assert seen == job.run(sys.executable, str(program), options=("--no-trace-python",)).stderr
+    assert (
+        seen == job.run(sys.executable, str(program), options=("--set", "trace_python=off")).stderr
+    )
     assert "_find_and_load" not in seen
     job.write("broken.py", "import large; 1 / 0")
     program.write_text("import broken")
     failing = ("sh", "-c", f"{sys.executable} {program} || true")
     seen = job.run(*failing).stderr
     assert "ZeroDivisionError" in seen
-    assert seen == job.run(*failing, options=("--no-trace-python",)).stderr
+    assert seen == job.run(*failing, options=("--set", "trace_python=off")).stderr
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-S"], ["-E"], ["-X", "importtime"], ["-W", "error"]])

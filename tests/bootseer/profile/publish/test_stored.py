@@ -15,7 +15,7 @@ import zstandard
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from bootseer.cli import cli
+from bootseer.cli.tree import cli
 from bootseer.errors import CorruptError
 from bootseer.gc.retention import DAY_S, Rules
 from bootseer.linux.processes import ProcessId
@@ -373,7 +373,7 @@ def test_the_command_tells_what_would_go(tmp_path: Path) -> None:
         os.utime(path, (old, old))
     for more, count in (((), 1), (("--keep-start-days", "101"), 0)):
         done = subprocess.run(
-            [sys.executable, "-m", "bootseer", "--store", url, "store", "gc", "--json", *more],
+            [sys.executable, "-m", "bootseer", "--store", url, "gc", "--json", *more],
             capture_output=True,
             check=True,
             timeout=60,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.cli.report.report_output import Explained, explained
+from bootseer.cli.report import ExplainedStart, explained
 from bootseer.report.decoding import decode
 from bootseer.report.others.foreign_stage import ForeignStage
 from bootseer.report.others.placing import ForeignStages
@@ -99,7 +99,7 @@ class Start:
     def span_id(name: str, node: str, begin_s: float) -> str:
         return f"{abs(hash((name, node, begin_s))):016x}"[:16]
 
-    def explained(self, **known: Iterable[ForeignStage]) -> Explained:
+    def explained(self, **known: Iterable[ForeignStage]) -> ExplainedStart:
         files = find_start(TimelineFolder(self.directory), "llama", 0, self.submission)
         found = explained(files, ForeignStages(known))
         assert found is not None
@@ -107,12 +107,12 @@ class Start:
         return found
 
 
-def path_of(start: Explained) -> list[tuple[str, float]]:
+def path_of(start: ExplainedStart) -> list[tuple[str, float]]:
     """The stages of the critical path, with their seconds."""
     return [(str(one.label), round(one.seconds, 3)) for one in start.analysis.path]
 
 
-def rows_of(start: Explained, node_count: int | None = None) -> dict[str, float | None]:
+def rows_of(start: ExplainedStart, node_count: int | None = None) -> dict[str, float | None]:
     """The median of each stage in the table; only of those on so many nodes."""
     return {
         row.name: None if row.median_s is None else round(row.median_s, 3)

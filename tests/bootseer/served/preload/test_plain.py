@@ -87,11 +87,14 @@ def test_another_node_imports_what_the_first_one_has(folder: Path) -> None:
     wait_for(shared.exists, "the record in the store")
     # Nor does another one publish: what is written here stays.
     wait_for(lambda: not _attendants(folder), "the end of the process that publishes")
-    assert _outcome(_start(folder, "--preload", "--no-keep", node="b"))[0][1] == "5 False"
+    assert (
+        _outcome(_start(folder, "--preload", "--set", "keep_caches=off", node="b"))[0][1]
+        == "5 False"
+    )
     # What is none there is no reason not to start.
     for text in ("[]", "{", '{"version": 1, "executable": "/bin/sh", "words": 7}'):
         shared.write_text(text)
-        started = _start(folder, "--preload", "--no-keep", node=f"node-{len(text)}")
+        started = _start(folder, "--preload", "--set", "keep_caches=off", node=f"node-{len(text)}")
         assert _outcome(started)[0][1] == "5 True"
 
 

@@ -53,7 +53,7 @@ class _Terminal:
                 "BOOTSEER_RUN_DIR": str(folder / "run"),
                 "BOOTSEER_JOB": "j",
             }
-            words = [sys.executable, "-m", "bootseer", "run", "--no-keep"]
+            words = [sys.executable, "-m", "bootseer", "run", "--set", "keep_caches=off"]
             os.execve(sys.executable, [*words, *command], environ)
 
     def read_until(self, text: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.cli import main
+from bootseer.cli.main import main
 from bootseer.errors import (
     BootseerError,
     DeadlineError,

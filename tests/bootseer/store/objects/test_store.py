@@ -310,7 +310,7 @@ def test_a_shared_root_shares_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_what_is_nested_without_end_ends_no_listing(tmp_path: Path) -> None:
-    """A named fault: one such folder ended `image list`, `snapshot list` and every `store gc`."""
+    """A named fault: one such folder ended `image list`, `snapshot list` and every `gc`."""
     nest(tmp_path / "images", 1200)
     with open_store(str(tmp_path)) as store:
         store.publish("images/a", b"x")

@@ -60,7 +60,7 @@ def test_every_mount_option_is_documented() -> None:
 FSTAB = """
 set -eu
 mkdir {tmp}/sbin
-printf '#!/bin/sh\\nexec %s -m bootseer.cli.checkpoint.mount_helper "$@"\\n' {python} \\
+printf '#!/bin/sh\\nexec %s -m bootseer.cli.mount_helper "$@"\\n' {python} \\
     > {tmp}/sbin/mount.bootseer
 chmod 755 {tmp}/sbin/mount.bootseer
 sbin=$(readlink -f /sbin)

@@ -213,10 +213,10 @@ def test_restart_with_newer_code_under_load(
         log = (mountpoint / "log").open("w")
         reader = subprocess.Popen(["cmp", big, mountpoint / "model"])
         command = [sys.executable, "-m", "bootseer", "--run-dir", str(mount.run_dir)]
-        command += ["checkpoint", "mount"]
+        command += ["checkpoint", "restart"]
         before = mount.worker_pid
         try:
-            done = run([*command, "--restart", "--json", mountpoint])
+            done = run([*command, "--json", mountpoint])
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)["worker_pid"] == mount.worker_pid != before
             assert reader.wait(100) == 0
@@ -224,7 +224,7 @@ def test_restart_with_newer_code_under_load(
             end(reader)
         # The one that holds the mount became new code, too, and keeps its id.
         assert b"--resume" in Path(f"/proc/{mount.pid}/cmdline").read_bytes()
-        assert run([*command, "--restart", mountpoint, "x"]).returncode == 2
+        assert run([*command, mountpoint, "x"]).returncode == 2
         kill_the_worker(mount)
         shell("cmp {b} {d}/model", b=big, d=mountpoint)
         print("new", file=log)

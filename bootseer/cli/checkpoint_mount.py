@@ -1,0 +1,191 @@
+"""`bootseer checkpoint mount` and `restart`: the striped checkpoint file system."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec import Struct
+
+from bootseer.base.redact import public_url
+from bootseer.cli.checkpoint import form_options
+from bootseer.cli.options import Octal, Seconds, Size
+from bootseer.cli.show import document_of, shows
+from bootseer.cli.text import say, tell, warn_unwritten
+from bootseer.cli.tree import command, current_settings
+from bootseer.errors import PermissionDeniedError, UnsupportedError
+
+# The last number means "nobody" to the kernel (chown(2)).
+_ID_MAX = 2**32 - 2
+
+
+class NewCheckpointMount(Struct):
+    """Checkpoint folder that was mounted."""
+
+    url: str
+    """Without credentials."""
+    directory: str
+    pid: int
+    """Of the server."""
+    log: str
+    created: bool
+    """The folder at the URL was not there, and was made."""
+
+
+class Restarted(Struct):
+    """Mount that a new process serves."""
+
+    directory: str
+    worker_pid: int
+    """Which answers now."""
+
+
+def _show_mounted(done: NewCheckpointMount) -> None:
+    tell(f"{done.url} is mounted on {done.directory} (log: {done.log})")
+
+
+@command(
+    "checkpoint mount",
+    epilog="Example: bootseer checkpoint mount hdfs://namenode/checkpoints /mnt/checkpoints",
+)
+@click.argument("url")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--read-only", is_flag=True, help="Refuse every change.")
+@click.option("--foreground", is_flag=True, help="Serve in this process until interrupted.")
+@form_options
+@click.option("--memory", type=Size(), metavar="SIZE", help="What the mount may hold in memory.")
+@click.option(
+    "--deadline",
+    type=Seconds(1, 86400),
+    metavar="TIME",
+    help="How long the storage may be silent before a request fails.",
+)
+@click.option("--allow-other", is_flag=True, help="Let other users in.")
+@click.option(
+    "--uid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Owner of all that is shown."
+)
+@click.option(
+    "--gid", type=click.IntRange(0, _ID_MAX), metavar="N", help="Group of all that is shown."
+)
+@click.option("--umask", type=Octal(), metavar="MODE", help="Permissions that nothing has (022).")
+@click.option(
+    "--lifetime-pid",
+    type=click.IntRange(1, 2**22),
+    metavar="PID",
+    help="Unmount when this process ends.",
+)
+@click.option("--read-newest", is_flag=True, help="Read the newest checkpoint ahead.")
+@click.option("--mkdir", is_flag=True, help="Make DIRECTORY where there is none.")
+@click.option(
+    "--immutable",
+    is_flag=True,
+    help="Let nobody write to DIRECTORY while nothing is mounted there, as chattr +i does.",
+)
+@click.option(
+    "--timeout",
+    type=Seconds(0, 86400),
+    default=60.0,
+    show_default=True,
+    metavar="TIME",
+    help="How long the end by SIGTERM waits for open files.",
+)
+@shows(NewCheckpointMount, text=_show_mounted)
+def checkpoint_mount(
+    url: str,
+    directory: Path,
+    *,
+    foreground: bool,
+    stripe_unit: int | None,
+    memory: int | None,
+    deadline: float | None,
+    lifetime_pid: int | None,
+    mkdir: bool,
+    immutable: bool,
+    timeout: float,
+    **choices: Any,
+) -> NewCheckpointMount | None:
+    """Mount the checkpoints at URL on DIRECTORY.
+
+    Returns once the mount works; a process in the background serves it. With --foreground it exits
+    with 1 and names them when files were still being written at its end: nothing of those is kept.
+    Large files are striped over several files that are read and written in parallel;
+    docs/SEMANTICS.md says what holds. What a killed server has left on DIRECTORY is taken off.
+    SIGTERM to the server unmounts.
+    """
+    from bootseer.fuse.striped.mounted.mount import make_mount_point, mount_checkpoints, mount_spec
+    from bootseer.launch.checkpoints import made_sentence
+    from bootseer.linux.processes import ProcessId
+
+    settings = current_settings()
+    if mkdir:
+        make_mount_point(settings.run_dir, directory)
+    spec = mount_spec(
+        settings,
+        url,
+        directory,
+        stripe_unit_bytes=stripe_unit,
+        memory_bytes=memory,
+        deadline_s=deadline,
+        user=None if lifetime_pid is None else ProcessId.of(lifetime_pid),
+        shutdown_s=timeout,
+        **choices,
+    )
+    if immutable:
+        _protect(directory)
+    if foreground:
+        from bootseer.fuse.striped.mounted.server import serve_checkpoints
+        from bootseer.linux.systemd import notify
+        from bootseer.served.status import find_known
+
+        def ready() -> None:
+            tell(f"{public_url(url)} is mounted on {directory}")
+            known = find_known(settings.run_dir, Path(spec.directory))
+            if known is not None and known.state.root_was_made:
+                say(made_sentence(url))
+            notify("READY=1")
+
+        click.get_current_context().exit(warn_unwritten(serve_checkpoints(spec, ready)))
+    mounted = mount_checkpoints(spec, forks=True)
+    if mounted.root_was_made:
+        say(made_sentence(url))
+    return document_of(
+        NewCheckpointMount, mounted, url=public_url(mounted.url), created=mounted.root_was_made
+    )
+
+
+def _protect(directory: Path) -> None:
+    """Make the mount point immutable; where its file system cannot, a warning is enough."""
+    from bootseer.fuse.striped.mounted.mount import make_immutable
+
+    try:
+        make_immutable(directory)
+    except (UnsupportedError, PermissionDeniedError) as error:
+        say(f"warning: {error}; between mounts, programs would write into that folder itself")
+
+
+@command(
+    "checkpoint restart",
+    epilog="Example: bootseer checkpoint restart /mnt/checkpoints --timeout 5m",
+)
+@click.argument("directory")
+@click.option("--force", is_flag=True, help="Restart although files are being written.")
+@click.option(
+    "--timeout",
+    type=Seconds(0, 86400),
+    default=60.0,
+    show_default=True,
+    metavar="TIME",
+    help="How long to wait for files that are being written.",
+)
+@shows(Restarted, text=lambda one: tell(f"process {one.worker_pid} serves {one.directory} now"))
+def checkpoint_restart(directory: str, force: bool, timeout: float) -> Restarted:
+    """Serve the mount on DIRECTORY by a new process, with the code that is installed now.
+
+    What is open stays open. Waits for files that are being written, and gives up after --timeout;
+    with --force it does not wait, and their writers get an error.
+    """
+    from bootseer.fuse.striped.mounted.mount import restart_checkpoints
+
+    pid = restart_checkpoints(
+        current_settings().run_dir, Path(directory), timeout_s=timeout, force=force
+    )
+    return Restarted(directory, pid)

@@ -1,0 +1,206 @@
+"""`bootseer demo`: the whole of Bootseer on one machine, without a server."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict
+
+from bootseer.cli.show import document_of, emit_table, shows
+from bootseer.cli.text import human_bytes, tell
+from bootseer.cli.tree import command
+from bootseer.errors import BootseerError, NoSpaceError, from_oserror
+
+if TYPE_CHECKING:
+    from bootseer.demo.comparison import LaunchComparison
+    from bootseer.demo.job import Network
+
+_GIB = 1 << 30
+# Image, packages, two checkpoints, the store and two nodes' caches.
+_DISK_BYTES_BESIDE_CHECKPOINTS = 3 * _GIB
+
+
+def _say(sentence: str) -> None:
+    tell(f"demo: {sentence}")
+
+
+class ComparedStage(Struct):
+    """Stage of both launches."""
+
+    first_s: float
+    second_s: float
+    first_bytes: int
+    """Moved over the network."""
+    second_bytes: int
+    ratio: float
+    """How many times faster the second launch was."""
+    first_cpu_s: float | UnsetType = UNSET
+    """CPU time of the whole machine; of the total alone."""
+    second_cpu_s: float | UnsetType = UNSET
+
+
+class ComparedImage(Struct):
+    """Image of the demo."""
+
+    bytes: int
+    touched_share: float | None
+    """What of it the second launch moved."""
+
+
+class ComparedLaunches(Struct):
+    """Two launches of one job, compared."""
+
+    stages: dict[str, ComparedStage]
+    """By name."""
+    total: ComparedStage
+    """Until ready."""
+    image: ComparedImage
+    published_bytes: int
+    """What the first launch, and what it left running, wrote to the store."""
+    identical: bool
+    """Both launches read the same bytes."""
+    left_out: dict[str, str]
+    """What could not be shown here, and why."""
+    network: dict[str, int]
+    """The rate limit."""
+
+
+def _compared(
+    result: "LaunchComparison", left_out: dict[str, str], network: "Network"
+) -> ComparedLaunches:
+    image = result.stages.get("image")
+    share = image.second_bytes / result.image_bytes if image and result.image_bytes else None
+    first_cpu_s, second_cpu_s = result.cpu_s
+    return ComparedLaunches(
+        stages={name: document_of(ComparedStage, row) for name, row in result.stages.items()},
+        total=document_of(
+            ComparedStage, result.total, first_cpu_s=first_cpu_s, second_cpu_s=second_cpu_s
+        ),
+        image=ComparedImage(result.image_bytes, share),
+        published_bytes=result.first_publish_bytes,
+        identical=result.identical,
+        left_out=left_out,
+        network=asdict(network),
+    )
+
+
+def _cells(name: str, row: ComparedStage, note: str = "") -> tuple[object, ...]:
+    return (
+        name,
+        f"{row.first_s:.2f}",
+        f"{row.second_s:.2f}",
+        f"{row.ratio:.1f}x",
+        human_bytes(row.first_bytes),
+        human_bytes(row.second_bytes),
+        note,
+    )
+
+
+def _show(found: ComparedLaunches) -> None:
+    rows = []
+    for name, row in found.stages.items():
+        note = ""
+        if name == "image" and found.image.touched_share is not None:
+            size = human_bytes(found.image.bytes)
+            note = f"{found.image.touched_share:.0%} of the image's {size} moved"
+        rows.append(_cells(name, row, note))
+    rows.append(_cells("until ready", found.total, "stages overlap"))
+    emit_table(("stage", "first s", "second s", "ratio", "first moved", "second moved", ""), rows)
+    _say("both launches loaded the same bytes")
+
+
+@command("demo", epilog="Example: bootseer demo --json")
+@click.option(
+    "--link-mbit",
+    type=click.IntRange(8, 1_000_000),
+    default=4000,
+    show_default=True,
+    help="The network of one node, in Mbit/s.",
+)
+@click.option(
+    "--file-mbyte",
+    type=click.IntRange(1, 1_000_000),
+    default=50,
+    show_default=True,
+    help="How fast the storage serves one file, in MB/s.",
+)
+@click.option("--quick", is_flag=True, help="A checkpoint of 128 MiB instead of 1 GiB.")
+@click.option(
+    "--dir",
+    "parent",
+    type=click.Path(file_okay=False, path_type=Path, resolve_path=True),
+    help="Where to work; a folder in it is made, and removed. Default: /var/tmp.",
+)
+@click.option("--keep", is_flag=True, help="Leave the folder, to look into it.")
+@shows(ComparedLaunches, text=_show)
+def demo(
+    link_mbit: int,
+    file_mbyte: int,
+    quick: bool,
+    parent: Path | None,
+    keep: bool,
+) -> ComparedLaunches:
+    """Launch a job twice on this machine, on two "nodes" with empty caches, and compare.
+
+    Image, environment, checkpoint, FUSE mounts and container are real. Only the network is not:
+    image, store and checkpoints are on this disk, behind a rate limit that stands for a shared
+    network. As root it shows everything; without, it says what it leaves out.
+    """
+    from bootseer.demo.comparison import compare
+    from bootseer.demo.job import DemoPlan, Network, World, left_out_of
+
+    left_out = left_out_of()
+    for stage, reason in left_out.items():
+        _say(f"leaving out the {stage}: {reason}")
+    network = Network(link_mbit * 125_000, file_mbyte * 1_000_000)
+    checkpoint_bytes = _GIB // 8 if quick else _GIB
+    parent = parent or Path("/var/tmp")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(parent).free
+        if free_bytes < 3 * checkpoint_bytes + _DISK_BYTES_BESIDE_CHECKPOINTS:
+            raise NoSpaceError(
+                f"{parent} has {human_bytes(free_bytes)} free; the demo needs "
+                f"{human_bytes(3 * checkpoint_bytes + _DISK_BYTES_BESIDE_CHECKPOINTS)}; "
+                "choose another disk with --dir"
+            )
+        folder = Path(tempfile.mkdtemp(prefix="bootseer-demo-", dir=parent))
+    except OSError as error:
+        if isinstance(error, BootseerError):
+            raise
+        raise from_oserror(error, f"work in {parent}") from error
+    plan = DemoPlan(
+        folder=folder,
+        network=network,
+        checkpoint_bytes=checkpoint_bytes,
+        with_image="image" not in left_out,
+        with_environment="environment" not in left_out,
+        with_checkpoint="checkpoint" not in left_out,
+    )
+    world = World(plan, _say)
+    try:
+        world.build()
+        _say(
+            f"the network is a rate limit: {link_mbit} Mbit/s for the node, "
+            f"{file_mbyte} MB/s for each stored file"
+        )
+        _say("first launch, on a node that has nothing: pulls, installs, reads, and records")
+        first = world.launch(1)
+        if plan.with_image:
+            _say("the image and the record of the first launch are being published")
+            world.await_record()
+        published_bytes = world.bytes_written()
+        _say("second launch, on another node that has nothing: replays")
+        second = world.launch(2)
+    finally:
+        if keep:
+            _say(f"everything is left in {folder}")
+        else:
+            world.remove()
+    result = compare(first, second, image_bytes=world.image_bytes, published_bytes=published_bytes)
+    if not result.identical:
+        raise BootseerError("the two launches loaded different bytes; please report this")
+    return _compared(result, left_out, network)

@@ -1,0 +1,305 @@
+"""Grammar of the command line as plain data: every command, and the options of `run` and `standby`.
+
+The click commands (`tree`), the kill switch (`disabled`) and the early reading of `bootseer run`,
+which loads no click, are all made from these tables. Imports nothing of Bootseer. Pure.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "run": ("wrappers", "Start a training job: image, environment, checkpoint, then exec."),
+    "standby": ("wrappers", "Hold the mounts of a job for its start on this node."),
+    "warm": ("warm", "Directories of other tools: record once, read ahead later."),
+    "status": ("node", "Show mounts and background processes of this node."),
+    "unmount": ("node", "Unmount an image, environment or checkpoint folder."),
+    "report": ("report", "Explain where the time of a start went."),
+    "watch": ("report", "Follow a start that is under way."),
+    "doctor": ("doctor", "Check this machine and say what to do."),
+    "config": ("config", "Show the settings and where each came from."),
+    "gc": ("gc", "Delete unused objects from the shared store."),
+    "demo": ("demo", "Launch a job twice on this machine and compare."),
+    "image": ("", "Container images: index once, then mount and run lazily on any node."),
+    "image cache": ("image", ""),
+    "image fetch": ("image", ""),
+    "image index": ("image", ""),
+    "image list": ("image", ""),
+    "image ls": ("image", ""),
+    "image mount": ("image", ""),
+    "image show": ("image", ""),
+    "image trace": ("", "Traces: the reads of starts, recorded or listed by other tools."),
+    "image trace export": ("image_trace", ""),
+    "image trace import": ("image_trace", ""),
+    "image trace list": ("image_trace", ""),
+    "image trace show": ("image_trace", ""),
+    "snapshot": ("", "Environments: capture once, restore everywhere."),
+    "snapshot create": ("snapshot", ""),
+    "snapshot diff": ("snapshot", ""),
+    "snapshot explain": ("snapshot_run", ""),
+    "snapshot export": ("snapshot", ""),
+    "snapshot fetch": ("snapshot", ""),
+    "snapshot import": ("snapshot", ""),
+    "snapshot list": ("snapshot", ""),
+    "snapshot restore": ("snapshot", ""),
+    "snapshot run": ("snapshot_run", ""),
+    "snapshot show": ("snapshot", ""),
+    "snapshot verify": ("snapshot", ""),
+    "checkpoint": (
+        "",
+        "Striped checkpoints: mount, copy, check, convert.\n\n"
+        "A URL (`hdfs://...`, `file://...`, `s3://...`) names what is stored, striped or not; a "
+        'path without "://" is a local file.',
+    ),
+    "checkpoint convert": ("checkpoint", ""),
+    "checkpoint cp": ("checkpoint", ""),
+    "checkpoint fsck": ("checkpoint", ""),
+    "checkpoint ls": ("checkpoint", ""),
+    "checkpoint mount": ("checkpoint_mount", ""),
+    "checkpoint restart": ("checkpoint_mount", ""),
+    "checkpoint stat": ("checkpoint", ""),
+    "checkpoint verify": ("checkpoint", ""),
+    "cache": (
+        "",
+        "Caches of compilers and frameworks, kept between starts.\n\n"
+        "`bootseer run` restores them before its command and publishes what is new behind it. Each "
+        "is a snapshot, too: `snapshot show KEY` and `snapshot export KEY` take its key.",
+    ),
+    "cache delete": ("cache", ""),
+    "cache explain": ("cache", ""),
+    "cache import": ("cache", ""),
+    "cache list": ("cache", ""),
+    "snapshotter": ("cluster", "Serve images to containerd, without pulling them."),
+    "kubernetes": ("", "Services of Bootseer's own pods on a cluster."),
+    "kubernetes containerd": ("", "Snapshotter and runtime class in a node's containerd."),
+    "kubernetes containerd install": ("cluster", ""),
+    "kubernetes containerd remove": ("cluster", ""),
+    "kubernetes containerd status": ("cluster", ""),
+    "kubernetes csi": ("cluster", ""),
+    "kubernetes spawner": ("cluster", ""),
+    "kubernetes webhook": ("cluster", ""),
+    "slurm": (
+        "",
+        "Before and after a job of Slurm, on each of its nodes.\n\n"
+        "The script docker/slurm/bootseer runs these as the user of the job. See docs/slurm.md.",
+    ),
+    "slurm epilog": ("node", ""),
+    "slurm prolog": ("node", ""),
+}
+"""Module in `bootseer.cli` and line of help of each command, by the words that call it. Groups have
+no module; the function of a command is called by its words, joined by "_". Without a line of help a
+list of commands takes that of the function."""
+
+SETTINGS: Mapping[str, str] = {
+    "--store": "store_url",
+    "--cache-dir": "cache_dir",
+    "--run-dir": "run_dir",
+    "--timeline-dir": "timeline_dir",
+    "--job": "job",
+    "--attempt": "attempt",
+    "--workload": "workload",
+}
+"""Field of `settings.config.Settings` of each option that stands for one."""
+SET = "--set"
+"""The option that sets any setting: NAME=VALUE."""
+WRAPPERS = ("run", "warm")
+"""Commands that become the command behind `--`."""
+
+
+class Option(NamedTuple):
+    """Option of `run` or `standby`."""
+
+    flag: str
+    parameter: str
+    help: str
+    metavar: str = ""
+    """Placeholder of the value; empty for an option without a value."""
+    repeats: bool = False
+    choices: tuple[str, ...] = ()
+    default: str | None = None
+
+
+_PREPARED = (
+    Option("--image", "image", "Run in this image: an indexed one, or its source.", "REF"),
+    Option(
+        "--runtime",
+        "runtime",
+        "Program that starts COMMAND in the image: runc isolates it from all of the host but the "
+        "network; chroot, the default, does not.",
+        "RUNTIME",
+        choices=("chroot", "runc"),
+    ),
+    Option("--user", "user", "Run as this user of the image, not as its own.", "USER[:GROUP]"),
+    Option(
+        "--bind",
+        "binds",
+        "Show a path of this host in the image. A device node that is named may be used.",
+        "SRC:DST[:ro]",
+        repeats=True,
+    ),
+    Option(
+        "--entrypoint",
+        "entrypoint",
+        "Start COMMAND with this instead of the image's entrypoint; '' for none.",
+        "PROGRAM",
+    ),
+    Option(
+        "--setup",
+        "setups",
+        "A set-up command: run once, restored later. In order, where there are several.",
+        "CMD",
+        repeats=True,
+    ),
+    Option(
+        "--target",
+        "targets",
+        "A directory that the set-up makes or changes. Without: inferred, and printed.",
+        "DIR",
+        repeats=True,
+    ),
+    Option(
+        "--input",
+        "inputs",
+        "A file that decides the set-up's result, besides those that it names.",
+        "FILE",
+        repeats=True,
+    ),
+    Option(
+        "--input-env",
+        "variables",
+        "An environment variable that decides the set-up's result.",
+        "NAME",
+        repeats=True,
+    ),
+    Option(
+        "--mode",
+        "mode",
+        "How to restore: auto, mount, link or extract. Default: BOOTSEER_RESTORE_MODE.",
+        "MODE",
+        choices=("auto", "mount", "link", "extract"),
+    ),
+    Option(
+        "--checkpoint",
+        "checkpoints",
+        "Mount a checkpoint folder on DIR, and read the newest checkpoint ahead.",
+        "URL:DIR",
+        repeats=True,
+    ),
+    Option(
+        "--keep",
+        "kept",
+        "Keep this directory between starts, as the caches of compilers are by themselves.",
+        "DIR",
+        repeats=True,
+    ),
+    Option(
+        "--preload",
+        "preload",
+        "Start the job's Python workers from a process that has imported what their last start "
+        "imported.",
+    ),
+)
+RUN = (
+    *_PREPARED,
+    Option(
+        "--linger",
+        "linger",
+        "Keep what was mounted for so long after the job, for its next start on this node.",
+        "DURATION",
+    ),
+)
+STANDBY = (
+    *_PREPARED,
+    Option("--for", "duration", "How long it is held for a start.", "DURATION", default="1h"),
+    Option("--status", "shows", "Show what is held for the job, and stop."),
+    Option("--end", "ends", "Let go of what is held for the job."),
+)
+
+
+class RunLine(NamedTuple):
+    """Command line of `bootseer run`, read without click."""
+
+    settings: dict[str, str]
+    """Values by field of `Settings`."""
+    assignments: list[str]
+    """Values of `--set`."""
+    verbosity: int
+    options: dict[str, object]
+    """Values by parameter: of every option of `RUN`."""
+    command: tuple[str, ...]
+
+
+def read_run(words: Sequence[str]) -> RunLine | None:
+    """Return the command line of a `bootseer run`; None if click must read it: another command,
+    help, or a mistake."""
+    if "--" not in words:
+        return None
+    end = words.index("--")
+    values = defaults(RUN)
+    line = RunLine({}, [], 0, values, tuple(words[end + 1 :]))
+    known: dict[str, Option] = {}
+    verbosity = 0
+    rest = iter(words[:end])
+    for word in rest:
+        if not known and word.startswith("-v") and word == "-" + "v" * (len(word) - 1):
+            verbosity += len(word) - 1
+            continue
+        if not word.startswith("--"):
+            if known or word != "run":
+                return None
+            known = {one.flag: one for one in RUN}
+            continue
+        flag, has_value, value = word.partition("=")
+        option = known.get(flag)
+        if option is not None and not option.metavar:
+            if has_value:
+                return None
+            values[option.parameter] = True
+            continue
+        if option is None and flag not in SETTINGS and flag != SET:
+            return None
+        if not has_value:
+            value = next(rest, "--")
+            if value == "--":
+                return None
+        if flag == SET:
+            line.assignments.append(value)
+        elif option is None:
+            line.settings[SETTINGS[flag]] = value
+        elif option.choices and value not in option.choices:
+            return None
+        elif option.repeats:
+            values[option.parameter] = (*_texts(values[option.parameter]), value)
+        else:
+            values[option.parameter] = value
+    has_what_to_run = bool(line.command or values["image"])
+    return line._replace(verbosity=verbosity) if known and has_what_to_run else None
+
+
+def defaults(options: Sequence[Option]) -> dict[str, object]:
+    """Return the value of each option, by parameter, where the command line does not name it."""
+    return {
+        one.parameter: () if one.repeats else one.default if one.metavar else False
+        for one in options
+    }
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    assert isinstance(value, tuple)
+    return value
+
+
+def behind_settings(words: Sequence[str]) -> Sequence[str]:
+    """Return the words from the command on, behind the options of `bootseer` itself: of these, long
+    ones have a value, but for `--verbose`."""
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        has_value = words[at].startswith("--") and "=" not in words[at]
+        at += 2 if has_value and words[at] != "--verbose" else 1
+    return words[at:]
+
+
+def members(group: str) -> list[str]:
+    """Return the names of a group's commands; "" is the program itself."""
+    prefix = f"{group} " if group else ""
+    below = [path.removeprefix(prefix) for path in COMMANDS if path.startswith(prefix)]
+    return [name for name in below if name and " " not in name]

@@ -1,1 +1,0 @@
-"""`bootseer image` and `bootseer snapshotter`."""

@@ -1,1 +1,0 @@
-"""`bootseer kubernetes`: what Bootseer's own pods run on a cluster."""

@@ -1,0 +1,263 @@
+"""`bootseer status`, `unmount` and `slurm`: mounts and background processes of this node."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from bootseer.cli.grammar import STANDBY, defaults
+from bootseer.cli.options import Seconds
+from bootseer.cli.show import emit_table, shows
+from bootseer.cli.text import printable, say, warn_unwritten
+from bootseer.cli.tree import command, current_settings
+from bootseer.errors import EXIT_FAILURE, EXIT_OK, DeadlineError, NotFoundError
+from bootseer.served.status import Entry
+
+CHECKPOINTS = ("checkpoints", "volume")
+_COLUMNS = ("kind", "what", "where", "since", "server", "users", "health")
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_PUBLISH_S = 10.0
+
+# ---- status -----------------------------------------------------------------------------------
+
+
+class Served(Struct):
+    """Mounts and background processes of this node; with DIR, the mount there."""
+
+    served: list[Entry]
+
+
+def _asked(found: Served) -> Entry | None:
+    """Return the row of the directory that the command names, if it names one."""
+    return found.served[0] if click.get_current_context().params["directory"] else None
+
+
+def _show_served(found: Served) -> None:
+    one = _asked(found)
+    if one is None or one.figures is None:
+        emit_entries(found.served)
+        return
+    from bootseer.cli.figures import print_checkpoint_figures, print_image_figures
+
+    show = print_checkpoint_figures if one.kind in CHECKPOINTS else print_image_figures
+    show(one.figures)
+
+
+def _code_of_served(found: Served) -> int:
+    one = _asked(found)
+    return EXIT_FAILURE if one is not None and one.health in ("dead", "silent") else EXIT_OK
+
+
+@command("status", epilog="Example: bootseer status /mnt/train")
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Seconds(0, 86_400),
+    metavar="TIME",
+    help="First wait, at most so long, until what starts recorded or pulled is published.",
+)
+@shows(Served, text=_show_served, code=_code_of_served)
+def status(directory: Path | None, wait_s: float | None) -> Served:
+    """Show mounts and background processes of this node, or the figures of the mount on DIR.
+
+    Of images, environments, checkpoint folders, publishers, attendants and warming: kind and place,
+    time of begin, processes that serve and use it, faults and what to do about them. Mounts of
+    other users are named. With --json there are all figures of each mount. With DIR the exit code
+    is 1 where the server is dead or does not answer.
+    """
+    settings = current_settings()
+    if wait_s is not None:
+        from bootseer.prefetch.publish.publishing import wait_published
+
+        if not wait_published(settings, wait_s):
+            raise DeadlineError(f"a record was still being published after {wait_s:g} s")
+    if directory is not None:
+        return Served([_entry_at(settings.run_dir, directory)])
+    return Served(node_entries(settings.run_dir))
+
+
+def _entry_at(run_dir: Path, directory: Path) -> Entry:
+    """Return the row of the mount on `directory`, with the throughput of this moment.
+
+    Raises: NotFoundError; UnavailableError, DeadlineError where a checkpoint mount's server is
+        silent.
+    """
+    from bootseer.fuse.striped.mounted.status import mount_status
+    from bootseer.linux.mount_table import absolute
+    from bootseer.served.status import entry_of, known_servers
+
+    path = str(absolute(directory))
+    found = [
+        entry
+        for known in known_servers(run_dir)
+        if path in (*(entry := entry_of(known, run_dir)).where, known.state.directory)
+    ]
+    if not found:
+        raise NotFoundError(
+            f"nothing of Bootseer's is mounted on {path}; `bootseer status` shows what is mounted"
+        )
+    entry = max(found, key=lambda one: (one.figures is not None, one.since_s or 0))
+    if entry.kind in CHECKPOINTS and entry.figures is not None:
+        return replace(entry, figures=mount_status(run_dir, directory))
+    return entry
+
+
+def node_entries(run_dir: Path) -> list[Entry]:
+    """Return a row for each mount and background process of this node; asks the servers."""
+    from bootseer.prefetch.warm.state import running_states
+    from bootseer.served.status import entry_of, foreign_entries, known_servers, unserving
+
+    servers = known_servers(run_dir)
+    entries = [*(entry_of(one, run_dir) for one in servers), *unserving(run_dir)]
+    for state, log in running_states(run_dir):
+        entries.append(
+            Entry(
+                kind="warming",
+                what=f"{state.get('workload', '')} ({state.get('action', '')})",
+                where=(str(state.get("directory", "")),),
+                since_s=state.get("started_ns", 0) / 1e9,
+                pid=state.get("pid"),
+                worker_pid=None,
+                users=tuple(filter(None, [state.get("command_pid")])),
+                health="degraded" if state.get("warning") else "ok",
+                problem=state.get("warning", ""),
+                remedy=f"see {log}" if state.get("warning") else "",
+                log=os.fspath(log),
+            )
+        )
+    return [*entries, *foreign_entries(servers, run_dir)]
+
+
+def emit_entries(entries: Sequence[Entry]) -> None:
+    """Print a row for each entry, and a line for each that has a problem."""
+    emit_table(_COLUMNS, map(_cells, entries))
+    for one in entries:
+        if one.problem:
+            place = ", ".join(one.where) or one.what
+            click.echo(printable(f"{one.kind} {place}: {one.problem}; {one.remedy}"))
+
+
+def _cells(one: Entry) -> tuple[str, ...]:
+    server = " ".join(str(pid) for pid in (one.pid, one.worker_pid) if pid)
+    users = " ".join(map(str, one.users))
+    what = one.what
+    if one.until_s is not None:
+        what += f" (for another {_span(one.until_s - time.time())})"
+    since = "" if one.since_s is None else _span(time.time() - one.since_s)
+    return (one.kind, what, ", ".join(one.where), since, server, users, one.health)
+
+
+def _span(seconds: float) -> str:
+    size, unit = next((one for one in _UNITS if seconds >= one[0]), _UNITS[-1])
+    return f"{max(seconds, 0) / size:.0f} {unit}"
+
+
+# ---- unmount ----------------------------------------------------------------------------------
+
+
+class Unmounted(Struct):
+    """Mount that was taken off."""
+
+    directory: str
+    unwritten: list[str] | UnsetType = UNSET
+    """Of a checkpoint folder: files that were still being written; nothing of them is kept."""
+    still_mounted: bool | UnsetType = UNSET
+    """Of an environment: an earlier snapshot is mounted there yet."""
+
+
+def _say_covered(done: Unmounted) -> None:
+    if done.still_mounted:
+        say(f"an earlier snapshot is still mounted on {done.directory}; unmount it likewise")
+
+
+@command("unmount", epilog="Example: bootseer unmount /mnt/train")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Seconds(0, 3600),
+    metavar="TIME",
+    help="How long open files of an image or a checkpoint folder may stay open before they are cut "
+    "off (10 s).",
+)
+@click.option(
+    "--lazy", is_flag=True, help="Take an environment off also while files in it are open."
+)
+@shows(Unmounted, text=_say_covered, code=lambda done: EXIT_FAILURE if done.unwritten else EXIT_OK)
+def unmount(directory: Path, timeout_s: float | None, lazy: bool) -> Unmounted:
+    """Unmount an image, environment or checkpoint folder from DIR, also where its server is dead.
+
+    Changes of an environment are lost. If files of a checkpoint folder were still being written,
+    they are named, nothing of them is kept, and the exit code is 1.
+    """
+    from bootseer.fuse.striped.mounted.mount import unmount_checkpoints
+    from bootseer.fuse.striped.mounted.options import SUBTYPE
+    from bootseer.linux.mount_table import absolute, find_mount
+    from bootseer.served.covers import cover_at
+    from bootseer.served.status import find_known
+
+    settings = current_settings()
+    path = absolute(directory)
+    if cover_at(path) is not None:
+        from bootseer.snapshots.mounted import unmount_snapshot
+
+        if timeout_s is not None:
+            raise click.UsageError("--timeout is not for environments; --lazy is")
+        is_covered = bool(unmount_snapshot(settings, directory, lazy=lazy))
+        return Unmounted(str(path), still_mounted=is_covered)
+    if lazy:
+        raise click.UsageError(f"--lazy is for environments, and none is mounted on {path}")
+    wait_s = 10.0 if timeout_s is None else timeout_s
+    mounted, known = find_mount(path), find_known(settings.run_dir, path)
+    is_checkpoint = mounted.subtype == SUBTYPE if mounted else known and known.is_running
+    if is_checkpoint:
+        lost = unmount_checkpoints(settings.run_dir, directory, timeout_s=wait_s)
+        warn_unwritten(lost)
+        return Unmounted(str(path), unwritten=list(lost))
+    from bootseer.prefetch.images.mount import unmount_image
+
+    unmount_image(settings, directory, timeout_s=wait_s)
+    return Unmounted(str(path))
+
+
+# ---- slurm ------------------------------------------------------------------------------------
+
+
+@command("slurm prolog", epilog="Example: bootseer slurm prolog")
+def slurm_prolog() -> None:
+    """Unmount what killed jobs have left, and mount the checkpoint folders of the job's comment.
+
+    The comment is in SLURM_JOB_COMMENT: `bootseer standby --checkpoint URL:DIR`.
+    """
+    from bootseer.cli.run import hold
+    from bootseer.launch.slurm import tidy, wished_checkpoints
+
+    settings = current_settings()
+    tidy(settings, "", say)
+    wished = wished_checkpoints(os.environ.get("SLURM_JOB_COMMENT", ""))
+    if wished:
+        hold(settings, (), {**defaults(STANDBY), "checkpoints": tuple(wished)})
+
+
+@command("slurm epilog", epilog="Example: bootseer slurm epilog")
+def slurm_epilog() -> None:
+    """Clean up after the job SLURM_JOB_ID: its mounts, servers, timelines and cache.
+
+    Unmounts what the job has left, ends its servers, publishes the timelines of its starts, and
+    keeps the cache below its limit.
+    """
+    from bootseer.launch.attendant import publish_left
+    from bootseer.launch.slurm import tidy
+    from bootseer.prefetch.cache.limit import CacheRoom
+
+    settings = current_settings()
+    job = os.environ.get("SLURM_JOB_ID", "")
+    tidy(settings, job, say)
+    if job:
+        publish_left(settings, job, _PUBLISH_S)
+    CacheRoom(settings.cache_dir, settings.cache_limit_bytes).make()

@@ -1,1 +1,0 @@
-"""`bootseer status`, `config` and `doctor`: this node, as it is."""

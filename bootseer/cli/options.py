@@ -1,0 +1,113 @@
+"""Kinds of values of options, and options that several commands take."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from bootseer.cli.text import say
+from bootseer.cli.tree import current_settings
+from bootseer.errors import InvalidInputError
+from bootseer.settings.config import RESTORE_MODES
+from bootseer.settings.values import parse_age, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from bootseer.store import Store
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def open_current_store() -> "Store":
+    """Return the store of the command that is running. Close it, or use it as a context manager."""
+    from bootseer.store import open_own_store
+
+    return open_own_store(current_settings(), say)
+
+
+class FiniteRange(click.FloatRange):
+    """Number in a range; click's own takes "nan", which is outside of none, and "inf"."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number that can be compared", param, ctx)
+        return number
+
+
+class Seconds(FiniteRange):
+    """Duration in a range, in seconds: "30", "30s", "10m"."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            number = value if isinstance(value, float) else parse_duration(str(value))
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+        return float(super().convert(number, param, ctx))
+
+
+class Age(click.ParamType[float]):
+    """Age in seconds, written as "7d"."""
+
+    name = "age"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return value if isinstance(value, float) else parse_age(str(value))
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Size(click.ParamType[int]):
+    """Number of bytes, written as "512MiB"."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        return value if isinstance(value, int) else parse_size(str(value))
+
+
+class Octal(click.ParamType[int]):
+    """Permission bits, written as "022"."""
+
+    name = "mode"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        try:
+            bits = value if isinstance(value, int) else int(str(value), 8)
+        except ValueError:
+            bits = -1
+        if not 0 <= bits <= 0o777:
+            self.fail(f"{value!r} is no octal number from 0 to 777.", param, ctx)
+        return bits
+
+
+def options(*group: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Return a decorator that adds these options and arguments, in this order."""
+
+    def add(command: _F) -> _F:
+        for one in reversed(group):
+            command = one(command)
+        return command
+
+    return add
+
+
+mode_option = click.option(
+    "--mode",
+    metavar="MODE",
+    type=click.Choice(RESTORE_MODES),
+    help="How to restore: auto, mount, link or extract. Default: BOOTSEER_RESTORE_MODE.",
+)

@@ -1,1 +1,0 @@
-"""`bootseer report`: starts explained and compared."""

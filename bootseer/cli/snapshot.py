@@ -1,0 +1,563 @@
+"""`bootseer snapshot`: environments, captured once and restored everywhere.
+
+Set-up commands are in `snapshot_run`.
+"""
+
+import contextlib
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from bootseer.base.shown import shown
+from bootseer.cli.options import mode_option, open_current_store
+from bootseer.cli.show import document_of, emit_table, shows
+from bootseer.cli.text import human_bytes, human_time, printable, say
+from bootseer.cli.tree import command, current_settings
+from bootseer.errors import CorruptError, exit_code_of
+
+if TYPE_CHECKING:
+    from bootseer.blob.tree import Inode
+    from bootseer.snapshots.diff import Comparison
+    from bootseer.snapshots.manifest import Manifest
+
+# ---- documents --------------------------------------------------------------------------------
+
+
+class ShownSnapshot(Struct):
+    """Snapshot in the store."""
+
+    fingerprint: str
+    """Key of the snapshot."""
+    name: str
+    """Or empty."""
+    targets: list[str]
+    """Directories."""
+    file_count: int
+    content_bytes: int
+    stored_bytes: int
+    """Size of its own blobs."""
+    whole_bytes: int
+    """Size with the earlier snapshots' blobs that it takes content from."""
+    setup_seconds: float
+    """Duration of the set-up, which a restore saves."""
+    created: str
+    """UTC."""
+    created_ns: int
+    node: str
+
+
+class SnapshotTarget(Struct):
+    """Directory of a snapshot."""
+
+    path: str
+    whole: bool
+    """False: only what the set-up changed."""
+    blob: str
+    """Digest."""
+    blob_bytes: int
+    earlier: list[str]
+    """Digests of earlier snapshots' blobs that it takes content from."""
+    earlier_bytes: int
+    """Of these blobs, each in full."""
+    index: str
+    """Digest."""
+    file_count: int
+    content_bytes: int
+    deletions: list[str]
+    """Names that the set-up removed."""
+
+
+class SnapshotFile(Struct):
+    """Name in a snapshot."""
+
+    path: str
+    mode: int
+    uid: int
+    gid: int
+    size_bytes: int
+    mtime_ns: int
+    link_target: str
+
+
+class SnapshotDetails(Struct):
+    """Snapshot with its parts, targets and, on demand, files."""
+
+    fingerprint: str
+    name: str
+    file_count: int
+    content_bytes: int
+    stored_bytes: int
+    whole_bytes: int
+    setup_seconds: float
+    created: str
+    created_ns: int
+    node: str
+    outside: list[str]
+    """Names that the set-up changed outside its targets and that are not stored: the first
+    hundred."""
+    parts: dict[str, str]
+    """Parts of the fingerprint, by name."""
+    targets: list[SnapshotTarget]
+    files: list[SnapshotFile] | UnsetType = UNSET
+    """With `--files`."""
+
+
+class ChangedPackage(Struct):
+    """Package whose version differs."""
+
+    kind: str
+    """`python` or `conda`."""
+    name: str
+    """Normalised."""
+    before: str | None
+    """Version in the first; null: not there."""
+    after: str | None
+
+
+class ChangedFile(Struct):
+    """File that differs."""
+
+    path: str
+    change: str
+    """`added`, `removed` or `changed`."""
+    what: list[str]
+    """Of a changed one: `content`, `kind`, `mode`, `owner`, `target`, `attributes`, `device`,
+    `deletion`."""
+    before_bytes: int
+    after_bytes: int
+
+
+class SnapshotDiff(Struct):
+    """Differences of two snapshots, or of a snapshot and a directory."""
+
+    equal: bool
+    """Nothing differs."""
+    packages: list[ChangedPackage]
+    files: list[ChangedFile] | UnsetType = UNSET
+    """Not with `--packages`."""
+
+
+class CheckedSnapshot(Struct):
+    """ShownSnapshot that was checked."""
+
+    fingerprint: str
+    name: str
+    """Or empty."""
+    ok: bool
+    problems: list[str]
+    """A sentence each."""
+
+
+class ExportedSnapshot(Struct):
+    """Archive of a snapshot."""
+
+    fingerprint: str
+    file: str
+    size_bytes: int
+    """Of the archive."""
+    relative_to: str
+    """The directory that the names in it are relative to."""
+    left_out_deletions: int
+    """Names that the set-up removed, which an archive cannot say."""
+
+
+def snapshot_of(manifest: "Manifest") -> ShownSnapshot:
+    """Return the document of a snapshot."""
+    return document_of(
+        ShownSnapshot,
+        manifest,
+        targets=[shown(target.path) for target in manifest.targets],
+        setup_seconds=manifest.setup_ns / 1e9,
+        created=human_time(manifest.created_ns),
+    )
+
+
+# ---- commands ---------------------------------------------------------------------------------
+
+
+def _show_stored(made: ShownSnapshot) -> None:
+    click.echo(made.fingerprint)
+    say(
+        f"stored {made.file_count} files, {human_bytes(made.content_bytes)}, "
+        f"as {human_bytes(made.stored_bytes)}"
+    )
+
+
+@command(
+    "snapshot create", epilog="Example: bootseer snapshot create --target /opt/env --name base-env"
+)
+@click.option(
+    "--target", "targets", metavar="DIR", multiple=True, required=True, help="A directory."
+)
+@click.option("--name", metavar="NAME", default="", help="A name for `restore` and `show`.")
+@shows(ShownSnapshot, text=_show_stored)
+def snapshot_create(targets: tuple[str, ...], name: str) -> ShownSnapshot:
+    """Capture existing directories as they are."""
+    from bootseer.snapshots.archive import create_snapshot
+
+    return snapshot_of(create_snapshot(current_settings(), targets, name))
+
+
+@command("snapshot restore", epilog="Example: bootseer snapshot restore base-env")
+@click.argument("key")
+@click.option(
+    "--to",
+    "directory",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Another place; without --relocate only for a directory that holds no path of its own.",
+)
+@click.option(
+    "--relocate",
+    "relocates",
+    is_flag=True,
+    help="Change the paths in an environment, so that it works in the place given with --to.",
+)
+@click.option(
+    "--system",
+    "allows_system",
+    is_flag=True,
+    help="Also into directories of the system, such as /usr/bin and /etc, or a user's settings.",
+)
+@mode_option
+@shows(
+    ShownSnapshot,
+    text=lambda done: say(f"restored {done.file_count} files, {human_bytes(done.content_bytes)}"),
+)
+def snapshot_restore(
+    key: str, directory: Path | None, relocates: bool, allows_system: bool, mode: str | None
+) -> ShownSnapshot:
+    """Put a snapshot's directories where they were; KEY is a fingerprint, its start, or a name.
+
+    A directory that exists must be empty, or be as it was before the set-up. The snapshot says
+    where it goes: that is printed first.
+    """
+    from bootseer.snapshots.restore import early_server
+
+    if relocates and directory is None:
+        raise click.UsageError("--relocate needs --to DIR.")
+    if directory is not None and mode not in (None, "auto", "extract"):
+        raise click.UsageError("--to extracts: it has no other --mode.")
+    settings = current_settings()
+    if mode is not None:
+        settings = replace(settings, restore_mode=mode)
+    with contextlib.ExitStack() as stack:
+        # A mount waits for its server, which loads while we do.
+        process = None if directory is not None else stack.enter_context(early_server(settings))
+        from bootseer.snapshots.restore import restore_snapshot
+
+        manifest = restore_snapshot(
+            settings,
+            key,
+            directory,
+            relocates=relocates,
+            allows_system=allows_system,
+            report=say,
+            process=process,
+        )
+    return snapshot_of(manifest)
+
+
+@command("snapshot list", epilog="Example: bootseer snapshot list --json")
+@click.option(
+    "--sort",
+    type=click.Choice(("age", "size", "name", "targets")),
+    default="age",
+    show_default=True,
+    help="Newest first, largest own part of the store first, or by text.",
+)
+@shows(
+    list[ShownSnapshot],
+    *("key=fingerprint", "name", "targets", "files=file_count", "content_bytes", "stored_bytes"),
+    *("with earlier=whole_bytes", "set-up s=setup_seconds", "created", "age=created_ns"),
+)
+def snapshot_list(sort: str) -> list[ShownSnapshot]:
+    """List the snapshots in the store, with their sizes and ages."""
+    from bootseer.snapshots.catalogue import list_all
+
+    with open_current_store() as store:
+        manifests = [one for one in list_all(store) if not one.cache]
+    # Stable: equal ones stay newest first.
+    if sort == "size":
+        manifests.sort(key=lambda manifest: -manifest.stored_bytes)
+    elif sort == "name":
+        manifests.sort(key=lambda manifest: (not manifest.name, manifest.name))
+    elif sort == "targets":
+        manifests.sort(key=lambda manifest: [target.path for target in manifest.targets])
+    return [snapshot_of(one) for one in manifests]
+
+
+def _show_details(found: SnapshotDetails) -> None:
+    emit_table(("part", "value"), found.parts.items(), title=found.fingerprint)
+    click.echo()
+    emit_table(
+        ("target", "kind", "files", "deleted", "content", "stored", "earlier"),
+        (
+            (
+                target.path,
+                "whole" if target.whole else "difference",
+                target.file_count,
+                len(target.deletions),
+                human_bytes(target.content_bytes),
+                human_bytes(target.blob_bytes),
+                human_bytes(target.earlier_bytes) if target.earlier else "",
+            )
+            for target in found.targets
+        ),
+    )
+    if found.files:
+        click.echo()
+        emit_table(
+            ("path", "mode", "uid", "gid", "size"),
+            (
+                (
+                    f"{one.path} -> {one.link_target}" if one.link_target else one.path,
+                    *(stat.filemode(one.mode), one.uid, one.gid, one.size_bytes),
+                )
+                for one in found.files
+            ),
+        )
+
+
+@command("snapshot show", epilog="Example: bootseer snapshot show 3f2a91 --files")
+@click.argument("key")
+@click.option("--files", is_flag=True, help="Every name in it, with mode, owner, size.")
+@shows(SnapshotDetails, text=_show_details)
+def snapshot_show(key: str, files: bool) -> SnapshotDetails:
+    """Show the parts, targets and files of a snapshot or a kept cache."""
+    from bootseer.snapshots import catalogue
+
+    with open_current_store() as store:
+        manifest = catalogue.find(store, key)
+        trees = [catalogue.load_tree(store, target) for target in manifest.targets] if files else []
+    if sentence := manifest.outside.restored_sentence(manifest.node):
+        say(sentence)
+    listed = [
+        _file(target.path, path, tree.inode(number))
+        for target, tree in zip(manifest.targets, trees, strict=False)
+        for path, number in tree.walk()
+    ]
+    return document_of(
+        SnapshotDetails,
+        snapshot_of(manifest),
+        outside=list(manifest.outside.paths),
+        parts={part.name: part.value for part in manifest.parts},
+        targets=[
+            document_of(
+                SnapshotTarget,
+                target,
+                path=shown(target.path),
+                blob=target.blob.digest,
+                blob_bytes=target.blob.size_bytes,
+                earlier=[blob.digest for blob in target.earlier],
+                earlier_bytes=sum(blob.size_bytes for blob in target.earlier),
+                index=target.index.digest,
+                deletions=[shown(path) for path in target.deletions],
+            )
+            for target in manifest.targets
+        ],
+        files=listed if files else UNSET,
+    )
+
+
+def _file(target: bytes, path: bytes, inode: "Inode") -> SnapshotFile:
+    return document_of(
+        SnapshotFile,
+        inode,
+        path=shown(target + b"/" + path if path else target),
+        link_target=shown(inode.link_target),
+    )
+
+
+def _show_diff(found: SnapshotDiff) -> None:
+    if found.packages:
+        emit_table(
+            ("package", "before", "after"),
+            (
+                (
+                    one.name if one.kind == "python" else f"{one.name} ({one.kind})",
+                    one.before or "-",
+                    one.after or "-",
+                )
+                for one in found.packages
+            ),
+        )
+    if found.files is UNSET:
+        return
+    if found.packages:
+        click.echo()
+    signs = {"added": "+", "removed": "-", "changed": "~"}
+    for change in found.files:
+        what = f" ({', '.join(change.what)})" if change.what else ""
+        click.echo(f"{signs[change.change]} {printable(change.path)}{what}")
+    grown = sum(change.after_bytes - change.before_bytes for change in found.files)
+    counts = [f"{sum(one.change == kind for one in found.files)} {kind}" for kind in signs]
+    more = f"{human_bytes(abs(grown))} {'more' if grown >= 0 else 'less'}"
+    click.echo(f"{', '.join(counts)}; {more}")
+
+
+@command("snapshot diff", epilog="Example: bootseer snapshot diff base-env 3f2a91 --packages")
+@click.argument("before", metavar="A")
+@click.argument("after", metavar="[B]", required=False)
+@click.option("--packages", "packages_only", is_flag=True, help="No files.")
+@shows(SnapshotDiff, text=_show_diff)
+def snapshot_diff(before: str, after: str | None, packages_only: bool) -> SnapshotDiff:
+    """Show the differences from snapshot A to B: packages and their versions, and files.
+
+    B is another snapshot, or a directory (a path with a "/" in it). Without B: the directories on
+    this host that A belongs to. Files are compared by content, mode, owner, link and extended
+    attributes, not by time.
+    """
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.diff import compare, disk_view, snapshot_view
+
+    with open_current_store() as store:
+        first = catalogue.find(store, before)
+        view = snapshot_view(store, first)
+        if after is None or "/" in after:
+            other = disk_view(first, Path(after).absolute() if after else None)
+        else:
+            other = snapshot_view(store, catalogue.find(store, after))
+    return _diff(compare(view, other), packages_only)
+
+
+def _diff(comparison: "Comparison", packages_only: bool) -> SnapshotDiff:
+    return SnapshotDiff(
+        comparison.is_equal,
+        [
+            ChangedPackage(one.package.kind, one.package.name, one.before, one.after)
+            for one in comparison.packages
+        ],
+        UNSET
+        if packages_only
+        else [
+            ChangedFile(
+                shown(one.path), one.kind, list(one.what), one.before_bytes, one.after_bytes
+            )
+            for one in comparison.files
+        ],
+    )
+
+
+def _code_of_verdicts(found: list[CheckedSnapshot]) -> int:
+    damaged = sum(not one.ok for one in found)
+    if not damaged:
+        return 0
+    error = CorruptError(f"{damaged} of {len(found)} snapshots are damaged")
+    say(str(error))
+    return exit_code_of(error)
+
+
+@command("snapshot verify", epilog="Example: bootseer snapshot verify --all --quick")
+@click.argument("keys", metavar="[KEY]...", nargs=-1)
+@click.option("--all", "every", is_flag=True, help="Every snapshot in the store.")
+@click.option("--quick", is_flag=True, help="Only whether all is there and of the right size.")
+@shows(
+    list[CheckedSnapshot],
+    *("key=fingerprint", "name", "ok", "problems"),
+    code=_code_of_verdicts,
+)
+def snapshot_verify(keys: tuple[str, ...], every: bool, quick: bool) -> list[CheckedSnapshot]:
+    """Check that snapshots can be restored: read all they consist of, against the digests.
+
+    Exits with 15 where something is damaged or missing. A damaged snapshot is replaced by the
+    next set-up that would use it.
+    """
+    from bootseer.base.progress import Progress
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.catalogue import Verifier
+
+    if every == bool(keys):
+        raise click.UsageError("Give the snapshots to check, or --all.")
+    with open_current_store() as store, Progress("verifying") as progress:
+        verifier = Verifier(store, quick=quick, on_progress=progress.advance)
+        found = (
+            list(catalogue.fingerprints(store))
+            if every
+            else [catalogue.fingerprint_of(store, key) for key in keys]
+        )
+        verdicts = [verifier.check(fingerprint) for fingerprint in dict.fromkeys(found)]
+    return [
+        CheckedSnapshot(one.fingerprint, one.name, not one.problems, list(one.problems))
+        for one in verdicts
+    ]
+
+
+@command("snapshot export", epilog="Example: bootseer snapshot export base-env base-env.tar.zst")
+@click.argument("key")
+@click.argument("file", type=click.Path(path_type=Path))
+@shows(ExportedSnapshot)
+def snapshot_export(key: str, file: Path) -> ExportedSnapshot:
+    """Write a snapshot or a kept cache to FILE, a tar.zst that `tar --zstd -x` unpacks.
+
+    The names of one whole directory are relative to it. Those of several directories, or of what a
+    set-up changed in them, are absolute without the leading "/"; what it removed is not in it.
+    """
+    from bootseer.base.progress import Progress
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.archive import export_snapshot, is_plain
+
+    if str(file) == "-":
+        raise click.UsageError("FILE is the name of a file; nothing is exported to stdout.")
+    with open_current_store() as store:
+        manifest = catalogue.find(store, key)
+        total = sum(blob.size_bytes for one in manifest.targets for blob in one.blobs)
+        with Progress("exporting", total) as progress:
+            size_bytes = export_snapshot(store, manifest, file, progress.advance)
+    deleted = sum(len(target.deletions) for target in manifest.targets)
+    if deleted:
+        say(f"warning: {deleted} names that the set-up removed are not in the archive")
+    say(f"wrote {manifest.file_count} files, {human_bytes(size_bytes)}, to {file}")
+    root = shown(manifest.targets[0].path) if is_plain(manifest) else "/"
+    return ExportedSnapshot(manifest.fingerprint, str(file), size_bytes, root, deleted)
+
+
+@command(
+    "snapshot import",
+    epilog="Example: bootseer snapshot import env.tar.gz --target /opt/env --name env",
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--target", metavar="DIR", required=True, help="The directory that it is restored to."
+)
+@click.option("--name", metavar="NAME", default="", help="A name for `restore` and `show`.")
+@shows(ShownSnapshot, text=_show_stored)
+def snapshot_import(file: Path, target: str, name: str) -> ShownSnapshot:
+    """Make a snapshot of the archive FILE: a tar, tar.gz or tar.zst, with names relative to DIR.
+
+    The archive may come from anywhere, for example `conda-pack`. DIR need not exist here, and is
+    not touched.
+    """
+    from bootseer.base.progress import Progress
+    from bootseer.snapshots.archive import import_archive
+
+    total = file.stat().st_size if file.is_file() else None
+    with open_current_store() as store, Progress("importing", total) as progress:
+        return snapshot_of(
+            import_archive(current_settings(), store, file, target, name, progress.advance)
+        )
+
+
+@command("snapshot fetch", epilog="Example: bootseer snapshot fetch base-env")
+@click.argument("key")
+@shows(ShownSnapshot)
+def snapshot_fetch(key: str) -> ShownSnapshot:
+    """Bring all of a snapshot into this node's cache, for later mounts of it.
+
+    KEY is a fingerprint, its start, or a name.
+    """
+    from bootseer.prefetch.reading.fill import fetch_tree
+    from bootseer.snapshots import catalogue
+    from bootseer.snapshots.mounted import have_index, name_of
+
+    settings = current_settings()
+    with open_current_store() as store:
+        manifest = catalogue.find(store, key)
+        for target in manifest.targets:
+            have_index(settings, store, target)
+            fetch_tree(settings, store, target.index.digest, name_of(target.path))
+    return snapshot_of(manifest)

@@ -1,1 +1,0 @@
-"""`bootseer snapshot`."""
