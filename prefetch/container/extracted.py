@@ -1,13 +1,13 @@
-"""A container over an image that is extracted whole: where no FUSE file system can be mounted.
+"""Containers over extracted images, for nodes where no FUSE file system can be mounted.
 
-The ordinary path of any container engine: slow the first time on a node, and without a record.
-Alone owns `extracted` in the node's cache. Who uses something in there, or the folder of a
-container, holds a lock on it by a descriptor that exec hands on to the job; whatever is not locked
-is removed by the next one. So nothing has to watch the job.
+The image is extracted whole, as other container engines do it: the first start on a node is slow,
+and there is no record. Owns `cache_dir/extracted`. A process that uses a tree or a container's
+folder in there holds a lock on it, by a descriptor that the job inherits. The next start removes
+everything that is not locked, so that no process has to watch the job.
 
-A tree is called by its index and by this boot of the machine: nothing is synced, so what an earlier
-boot extracted may lack what a crash tore. It appears and goes in one step, and is never there in
-part, whichever process is killed.
+A tree is named after its index and the boot of the machine. It is not synced to the disk, so that
+after a crash of the machine, a tree of the earlier boot may be incomplete. A tree appears and
+disappears in one step, and is never there in part, whichever process is killed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.blob.extract.extraction import extract
-from bootseer.blob.keys import POINTS, blob_key
+from bootseer.blob.keys import POINTS
 from bootseer.errors import (
     AlreadyExistsError,
     BusyError,
@@ -40,6 +40,7 @@ from bootseer.prefetch.container.root import parse_bind
 from bootseer.prefetch.images.find import publish_later
 from bootseer.prefetch.index.node_catalogue import FoundImage, NodeCatalogue
 from bootseer.prefetch.index.records import ImageRecord
+from bootseer.prefetch.stored_frames import StoredFrames, plan_stored_frames
 from bootseer.served.ending import remove_scratch
 from bootseer.settings.config import Settings
 from bootseer.store import open_store
@@ -49,28 +50,28 @@ _log = logging.getLogger(__name__)
 _CONTAINER_PREFIX = "container-"
 _GONE_PREFIX = "removed-"
 YOUNG_S = 60.0
-"""An extraction without a lock may be about to get one."""
+"""Age up to which an unlocked extraction is kept: its process may be about to lock it."""
 _LOCK_S = 60.0
-"""A directory is locked exclusively for moments: while it is renamed, or once extracted."""
+"""Deadline of a shared lock: others lock a directory exclusively only to rename it."""
 _ATTEMPTS_MAX = 5
-"""Each fails only when another start removes what this one has just made or found."""
+"""Attempts, each of which fails if another start removes the directory before it is locked."""
 
 
 class ExtractedImage(Struct, frozen=True):
-    """An image's tree as plain files; what a `Container` wants of a `MountedImage`."""
+    """Image's tree as plain files, which `Container` uses like a `MountedImage`."""
 
     record: ImageRecord
     directory: Path
     state_dir: Path
-    """The container's own folder, which is this container's alone."""
+    """Folder of this container only."""
     ready_name: str = ""
-    """Nothing is recorded, so no process listens."""
+    """Empty: nothing is recorded, so that no process listens on a socket."""
 
     def detach(self) -> None:
-        """Nothing is mounted."""
+        """Do nothing, since nothing is mounted."""
 
     def close(self) -> None:
-        """Remove the container's folder; the tree stays for the next start. Never raises."""
+        """Remove the container's folder. The tree stays for the next start. Never raises."""
         remove_scratch(self.state_dir)
 
 
@@ -82,7 +83,9 @@ def prepare_extracted(
     user: str | None = None,
     runtime: str = CHROOT,
 ) -> Container:
-    """As `container.prepare_container`, without any mount outside the container.
+    """Extract an image for a container of this process. See `container.prepare_container`.
+
+    Nothing is mounted outside the container's namespace.
 
     Raises: NotFoundError, InvalidInputError, UnavailableError, DeadlineError, CorruptError,
     NoSpaceError.
@@ -105,7 +108,7 @@ def prepare_extracted(
 
 
 def _locked_tree(settings: Settings, resolved: FoundImage, base: Path) -> Path:
-    """The image's tree, whole and locked. Raises: BootseerError, OSError."""
+    """Return the image's tree, extracted and locked. Raises: BootseerError, OSError."""
     index_digest = resolved.record.index_digest
     own = base / _name_of(index_digest)
     for _ in range(_ATTEMPTS_MAX):
@@ -116,7 +119,7 @@ def _locked_tree(settings: Settings, resolved: FoundImage, base: Path) -> Path:
                 _extract(settings, resolved, target)
         if _lock(target):
             return target
-    raise BusyError(f"others keep removing the extracted image {own}; start it again")
+    raise BusyError(f"other processes keep removing the extracted image {own}; start it again")
 
 
 def _name_of(index_digest: str) -> str:
@@ -124,7 +127,10 @@ def _name_of(index_digest: str) -> str:
 
 
 def _before_published(settings: Settings, index_digest: str, base: Path) -> Path | None:
-    """The tree of this image as it was called before this node published it."""
+    """Return the image's tree if it was extracted before this node published the image.
+
+    The image had another index then, and the tree is named after that.
+    """
     catalogue = NodeCatalogue(settings.cache_dir, settings.store_url)
     for path in base.iterdir():
         older = f"sha256:{path.name.partition('-')[0]}"
@@ -136,59 +142,64 @@ def _before_published(settings: Settings, index_digest: str, base: Path) -> Path
 
 
 def _locked_folder(base: Path) -> Path:
-    """A new folder for a container, locked. Raises: BusyError, OSError."""
+    """Create a new folder for a container, and lock it. Raises: BusyError, OSError."""
     for _ in range(_ATTEMPTS_MAX):
         path = private_directory(base / f"{_CONTAINER_PREFIX}{secrets.token_hex(8)}")
         if _lock(path):
             return path
-    raise BusyError(f"others keep removing new folders in {base}; start the container again")
+    raise BusyError(f"other processes keep removing new folders in {base}; start it again")
 
 
 def _extract(settings: Settings, resolved: FoundImage, target: Path) -> None:
     tree = read_kept_tree(settings.cache_dir, resolved.record.index_digest)
-    keys = [blob_key(blob.digest) if blob.frames else "" for blob in tree.blobs]
-    cache = NodeCache(settings.cache_dir)
     if any(blob.digest.startswith(POINTS) for blob in tree.blobs):
         raise UnsupportedError(
             f"image {resolved.record.reference} is read from its registry by seek points, which "
             "needs FUSE; index it with BOOTSEER_COPY_LAYERS=on for nodes that have none"
         )
-    with (
-        open_store(settings.store_url, deadline_s=settings.deadline_s) as store,
-        contextlib.ExitStack() as stack,
-    ):
+    cache = NodeCache(settings.cache_dir)
+    with contextlib.ExitStack() as stack:
         local: dict[int, CachedStream] = {}
         for number, blob in enumerate(tree.blobs):
             if not blob.frames:
-                # Only an index that this node made of what it pulled may name such a stream.
+                # Only an index that this node made may name such a stream.
                 is_local = not resolved.is_published
                 stream = cache.open_whole(blob.stream_digest) if is_local else None
                 if stream is None:
                     raise NotFoundError(f"this node has lost {blob.stream_digest}; pull it again")
                 stack.callback(stream.close)
                 local[number] = stream
+        store = stack.enter_context(open_store(settings.store_url, deadline_s=settings.deadline_s))
+        frames = stack.enter_context(
+            StoredFrames(store, plan_stored_frames(tree), deadline_s=settings.deadline_s)
+        )
 
-        def read(blob: int, offset: int, length: int) -> bytes:
+        def read(blob: int, offset: int, length: int) -> bytes | memoryview:
             if blob in local:
                 return local[blob].read(offset, length)
-            return store.read(keys[blob], offset, length)
+            return frames.read(blob, offset, length)
 
         is_root = can_mount_directly()
-        extract(tree, read, target, allow_devices=is_root, skip_devices=not is_root)
+        extract(
+            tree,
+            read,
+            target,
+            is_verified=not local,
+            allow_devices=is_root,
+            skip_devices=not is_root,
+        )
 
 
 def _lock(directory: Path) -> bool:
-    """For as long as this process and what it becomes lives; False where the directory has gone.
+    """Lock a directory until the end of this process, also if it becomes another program.
 
-    Raises: OSError.
+    Return False if the directory was removed. Raises: OSError.
     """
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        # Locked exclusively by another process only while it is renamed, or has just been
-        # extracted.
         lock_within(fd, _LOCK_S, is_shared=True)
         if os.path.samestat(os.fstat(fd), os.stat(directory, follow_symlinks=False)):
             os.set_inheritable(fd, True)
@@ -211,14 +222,13 @@ def _remove_unused(base: Path, keep: Path) -> None:
             try:
                 if not try_lock(fd):
                     continue
-                # Hidden: what is being extracted, or was when its process was killed.
+                # Hidden directories are extractions under way, or of killed processes.
                 if path.name.startswith(".") and time.time() - os.fstat(fd).st_ctime < YOUNG_S:
                     continue
                 gone = base / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
-                # At once: a process that is killed meanwhile leaves nothing that looks like an
-                # image.
+                # Renamed first: if this process is killed, no incomplete tree is left.
                 path.rename(gone)
             finally:
                 os.close(fd)
             remove_scratch(gone)
-            _log.info("removed %s, which nobody uses any more", path)
+            _log.info("removed %s, which no process uses", path)

@@ -11,10 +11,12 @@ from msgspec.structs import replace
 from bootseer.blob.keys import blob_key
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
+from bootseer.prefetch import stored_frames
+from bootseer.prefetch.stored_frames import StoredFrames, plan_stored_frames
 from bootseer.settings.config import Settings
 from bootseer.snapshots import catalogue, fetch
 from bootseer.snapshots.archive import create_snapshot
-from bootseer.snapshots.fetch import FrameSource, fetch_tree, find_local_blobs, plan_frames
+from bootseer.snapshots.fetch import fetch_tree, find_local_blobs
 from bootseer.store import Store, open_store
 from bootseer.store.backend import Backend, Reader
 from bootseer.transfer.attempt import Attempt
@@ -58,7 +60,7 @@ def _damage(data: memoryview) -> None:
     data[::1000] = bytes(byte ^ 1 for byte in data[::1000])
 
 
-def _read(source: FrameSource, offset: int, length: int) -> bytes:
+def _read(source: StoredFrames, offset: int, length: int) -> bytes:
     data = b""
     while len(data) < length:
         data += source.read(0, offset + len(data), length - len(data))
@@ -90,7 +92,7 @@ def test_any_range_in_any_order(packed: tuple[Store, str, Tree, bytes]) -> None:
     store, _, tree, content = packed
     generator = random.Random(11)
     end = tree.blobs[0].frames[-1].offset
-    with FrameSource(store, plan_frames(tree), deadline_s=20) as source:
+    with StoredFrames(store, plan_stored_frames(tree), deadline_s=20) as source:
         for _ in range(100):
             offset = generator.randrange(end)
             length = generator.randrange(1, 400_000)
@@ -107,9 +109,9 @@ def test_frames_that_no_run_has_are_read_one_by_one(
     packed: tuple[Store, str, Tree, bytes],
 ) -> None:
     store, _, tree, content = packed
-    plan = plan_frames(tree)
+    plan = plan_stored_frames(tree)
     end = tree.blobs[0].frames[-1].offset
-    with FrameSource(store, replace(plan, runs=plan.runs[1::2]), deadline_s=20) as source:
+    with StoredFrames(store, replace(plan, runs=plan.runs[1::2]), deadline_s=20) as source:
         assert _read(source, 0, end) == content[:end]
 
 
@@ -118,10 +120,10 @@ def test_what_was_consumed_long_ago_can_be_read_again(
 ) -> None:
     """Its memory has been used for others meanwhile."""
     store, _, tree, content = packed
-    monkeypatch.setattr(fetch, "KEPT_BYTES", 2**20)
-    monkeypatch.setattr(fetch, "WINDOW_BYTES", 2**22)
+    monkeypatch.setattr(stored_frames, "KEPT_BYTES", 2**20)
+    monkeypatch.setattr(stored_frames, "WINDOW_BYTES", 2**22)
     end = tree.blobs[0].frames[-1].offset
-    with FrameSource(store, plan_frames(tree), deadline_s=20) as source:
+    with StoredFrames(store, plan_stored_frames(tree), deadline_s=20) as source:
         for _ in range(2):
             assert _read(source, 0, end) == content[:end]
 
@@ -132,8 +134,8 @@ def test_what_came_damaged_is_read_with_the_storages_checks(
     store, _, tree, content = packed
     damaging = _DamagingBackend(store.backend)
     end = tree.blobs[0].frames[-1].offset
-    plan = plan_frames(tree)
-    with FrameSource(Store(cast("Backend", damaging)), plan, deadline_s=20) as source:
+    plan = plan_stored_frames(tree)
+    with StoredFrames(Store(cast("Backend", damaging)), plan, deadline_s=20) as source:
         assert _read(source, 0, end) == content[:end]
     assert 0 < damaging.unchecked_count < len(plan.runs)
 
@@ -142,7 +144,7 @@ def test_lasting_damage_is_an_error(packed: tuple[Store, str, Tree, bytes]) -> N
     store, _, tree, _ = packed
     damaging = Store(cast("Backend", _DamagingBackend(store.backend, always=True)))
     with (
-        FrameSource(damaging, plan_frames(tree), deadline_s=5) as source,
+        StoredFrames(damaging, plan_stored_frames(tree), deadline_s=5) as source,
         pytest.raises(CorruptError),
     ):
         source.read(0, 0, 1)

@@ -17,11 +17,12 @@ from msgspec.structs import replace
 
 from bootseer.blob.build import build_tree
 from bootseer.blob.tree import Blob, Extent, Frame, Inode, Tree
+from bootseer.prefetch.stored_frames import plan_stored_frames
 from bootseer.snapshots import catalogue
 from bootseer.snapshots.archive import export_snapshot
 from bootseer.snapshots.capture import Change, capture, make_manifest
 from bootseer.snapshots.catalogue import Verifier
-from bootseer.snapshots.fetch import fetch_tree, plan_frames
+from bootseer.snapshots.fetch import fetch_tree
 from bootseer.snapshots.manifest import EARLIER_MAX, Manifest, Target, decode, encode
 from bootseer.snapshots.parts import Part
 from bootseer.snapshots.scan import scan
@@ -170,7 +171,7 @@ def test_only_what_is_needed_of_an_earlier_blob_is_fetched(
             (source / name).unlink()
         second = _captured(store, tmp_path, source, first)
         target: Target = second.targets[0]
-        plan = plan_frames(catalogue.load_tree(store, target))
+        plan = plan_stored_frames(catalogue.load_tree(store, target))
         assert 2_000_000 <= plan.wanted_bytes < 2_400_000
 
 
