@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -37,9 +38,11 @@ from bootseer.errors import (
     InvalidInputError,
     from_oserror,
 )
-from bootseer.linux.locks import lock_file, remove_unused_lock, try_lock
+from bootseer.linux.locks import lock_file, lock_within, remove_unused_lock, try_lock
+from bootseer.linux.private_files import make_private_directory
 from bootseer.linux.processes import boot_id
 from bootseer.prefetch.cache.stream import (
+    LOCK_S,
     TRY_AGAIN_S,
     CachedStream,
     locked_if_there,
@@ -47,12 +50,16 @@ from bootseer.prefetch.cache.stream import (
     read_starts,
     whole_starts,
 )
-from bootseer.prefetch.cache.whole_stream import WholeStream, remove_abandoned
+
+if TYPE_CHECKING:
+    from bootseer.prefetch.cache.whole_stream import WholeStream
 
 __all__ = ["CachedStream", "NodeCache", "StreamDetails", "StreamUse"]
 
 STREAMS = "streams"
 """Name of the folder of all streams, below `cache_dir`."""
+NEW_PREFIX = "new-"
+"""Beginning of the names of folders whose streams are not committed yet."""
 _KINDS = "sha256|blake3|frames|own|bundle"
 _KEY = re.compile(rf"(?:{_KINDS}):[0-9a-f]{{64}}")
 _FOLDER = re.compile(rf"(?:{_KINDS})-[0-9a-f]{{64}}")
@@ -266,13 +273,37 @@ class NodeCache:
 
     # ---- whole streams --------------------------------------------------------------------
 
-    def new_stream(self) -> WholeStream:
+    def new_stream(self) -> "WholeStream":
         """Start a stream that arrives whole and in order. Other processes see it after `commit`.
 
         Raises: BootseerError.
         """
-        remove_abandoned(self.directory)
+        # Imported here, since most processes pull nothing.
+        from bootseer.prefetch.cache.whole_stream import WholeStream
+
+        self._remove_abandoned()
         return WholeStream(self)
+
+    @contextlib.contextmanager
+    def new_folders_locked(self) -> Iterator[None]:
+        """Hold the lock for creating folders of new streams and for removing abandoned ones."""
+        make_private_directory(self.directory)
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            lock_within(fd, LOCK_S)
+            yield
+        finally:
+            os.close(fd)
+
+    def _remove_abandoned(self) -> None:
+        """Remove the folders of new streams that killed processes left."""
+        if not self.directory.is_dir():
+            return
+        with contextlib.suppress(OSError), self.new_folders_locked():
+            for directory in self.directory.glob(f"{NEW_PREFIX}*"):
+                with contextlib.suppress(OSError):
+                    os.close(lock_file(directory / "lock", 0))
+                    shutil.rmtree(directory, ignore_errors=True)
 
     def make_room(self, wanted_bytes: int) -> int:
         """Remove the longest unused streams, `wanted_bytes` in all. Return the bytes freed."""
@@ -350,7 +381,7 @@ class NodeCache:
         Also removes lock files, empty folders and unfinished streams of killed processes. Return
         the bytes freed.
         """
-        remove_abandoned(self.directory)
+        self._remove_abandoned()
         self._remove_left_over()
         streams = self.streams()
         total = sum(stream.size_bytes for stream in streams)

@@ -2,24 +2,23 @@
 
 Such a stream has a folder `new-<random>` (docs/format/cache.md) in the node cache until `commit`
 gives the folder its final name. Readers ignore the folder until then. Its writer holds the folder's
-lock; a folder whose lock is free was left by a killed process, and `remove_abandoned` removes it.
+lock; a folder whose lock is free was left by a killed process, and `NodeCache` removes it.
 
 A `WholeStream` is for one thread.
 """
 
-import contextlib
 import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import Self
 
 from bootseer.errors import InvalidInputError, NoSpaceError, from_oserror
 from bootseer.linux.disk_usage import FULL
 from bootseer.linux.locks import lock_file, lock_within
 from bootseer.linux.private_files import make_private_directory
+from bootseer.prefetch.cache.node_cache import NEW_PREFIX, NodeCache
 from bootseer.prefetch.cache.stream import (
     LOCK_S,
     OPEN_FLAGS,
@@ -31,12 +30,8 @@ from bootseer.prefetch.cache.stream import (
     write_all,
 )
 
-if TYPE_CHECKING:
-    from bootseer.prefetch.cache.node_cache import NodeCache
-
 _log = logging.getLogger(__name__)
 
-_PREFIX = "new-"
 ROOM_BYTES = 2**24
 """Bytes that are freed at a time on a full disk."""
 
@@ -47,7 +42,7 @@ class WholeStream:
     Made by `NodeCache.new_stream`.
     """
 
-    def __init__(self, cache: "NodeCache") -> None:
+    def __init__(self, cache: NodeCache) -> None:
         """Create the folder of the stream. Raises: BootseerError."""
         self.length_bytes = 0
         """Bytes appended so far."""
@@ -56,11 +51,11 @@ class WholeStream:
         self._written = 0
         self._sums: list[int] = []
         self._tail = bytearray()
-        self._directory = streams / f"{_PREFIX}{os.urandom(8).hex()}"
+        self._directory = streams / f"{NEW_PREFIX}{os.urandom(8).hex()}"
         self._fds: list[int] = []
         try:
             # A folder without a held lock looks abandoned.
-            with _folders_locked(streams):
+            with cache.new_folders_locked():
                 make_private_directory(self._directory)
                 self._fds.append(lock_file(self._directory / "lock", LOCK_S))
             self._data_fd = os.open(self._directory / "data", OPEN_FLAGS, 0o600)
@@ -184,26 +179,3 @@ class WholeStream:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
-
-
-def remove_abandoned(streams: Path) -> None:
-    """Remove the folders that killed writers left in `streams`. Never raises."""
-    if not streams.is_dir():
-        return
-    with contextlib.suppress(OSError), _folders_locked(streams):
-        for directory in streams.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                os.close(lock_file(directory / "lock", 0))
-                shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _folders_locked(streams: Path) -> Iterator[None]:
-    """Hold the lock for creating new folders and for removing abandoned ones."""
-    make_private_directory(streams)
-    fd = os.open(streams, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        lock_within(fd, LOCK_S)
-        yield
-    finally:
-        os.close(fd)

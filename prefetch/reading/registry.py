@@ -70,6 +70,11 @@ class LayerReader:
         self._client: RegistryClient | None = None
         self._opened: dict[int, tuple[SeekPoints, RangedFile]] = {}
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the image has layers that are read from the registry."""
+        return bool(self._in_registry)
+
     def read_into(self, key: str, offset: int, buffer: memoryview, attempt: Attempt) -> int:
         """Fill `buffer` with stored bytes of the blob at `key`. See `Store.read_verified`.
 

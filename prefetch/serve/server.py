@@ -162,7 +162,10 @@ class ImageServer:
         self._store: Store = open_own_store(plan.settings)
         self._is_mounted = True
         self._layers = LayerReader(plan.settings, self._store, plan.state.reference, tree.blobs)
-        self._reads = SharedReads(plan.settings, self._layers.read_into)
+        # Faults of most images need no detour through the reader of layers.
+        has_layers = self._layers.is_needed
+        read = self._layers.read_into if has_layers else self._store.read_verified
+        self._reads = SharedReads(plan.settings, read)
         self._streams = ImageBytes(
             tree.blobs,
             self._reads.read,
@@ -179,7 +182,7 @@ class ImageServer:
                 is_local=plan.options.is_local,
             ),
             on_refuted=self._refuted,
-            decode=self._layers.decode,
+            decode=self._layers.decode if has_layers else None,
         )
         self._start = Start(plan, tree, self._store, self._streams, self._reads, log)
         self._upkeep = Upkeep(
