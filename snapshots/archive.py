@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from bootseer.base.content_digest import hasher_of
+from bootseer.base.content_digest import new_hasher
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
@@ -85,7 +85,7 @@ def is_plain(manifest: Manifest) -> bool:
 
 
 def _copy_blob(store: Store, target: Target, file: BinaryIO, on_progress: OnProgress) -> None:
-    hasher = hasher_of(target.blob.digest)
+    hasher = new_hasher(target.blob.digest)
     for offset in range(0, target.blob.size_bytes, PIECE_BYTES):
         length = min(PIECE_BYTES, target.blob.size_bytes - offset)
         data = store.read(blob_key(target.blob.digest), offset, length)

@@ -22,7 +22,7 @@ from typing import BinaryIO, cast
 from msgspec import Struct, field
 
 import bootseer
-from bootseer.base.progress import Progress
+from bootseer.base.progress import ProgressBar
 from bootseer.base.redact import redact
 from bootseer.blob.index import codec as index
 from bootseer.blob.pack.packing import Others, pack_directory
@@ -150,7 +150,7 @@ def _pack(
         for path in paths
         if stat.S_ISREG(change.after[path].mode) and path not in others.files
     )
-    with Progress(f"packing {text_of(change.path)}", total) as progress:
+    with ProgressBar(f"packing {text_of(change.path)}", total) as progress:
         tree = pack_directory(
             change.host,
             file,

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.base.documents import Form
-from bootseer.base.progress import Progress
+from bootseer.base.progress import ProgressBar
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key, index_key
 from bootseer.blob.tree import Tree
@@ -200,7 +200,7 @@ def publish_target(
         (blob_key(blob.digest), blob.size_bytes, data),
         (index_key(tree.digest), tree.size_bytes, encoded),
     ):
-        with Progress("storing", size_bytes) as progress:
+        with ProgressBar("storing", size_bytes) as progress:
             pieces = _Pieces(content, progress) if isinstance(content, Path) else content
             # A cut-off object under the right name must not make every later restore fail.
             if not store.publish(key, pieces, replace=replace) and _is_other(
@@ -219,7 +219,7 @@ def _is_other(store: Store, key: str, size_bytes: int) -> bool:
 class _Pieces:
     """The content of a file, each time from its beginning, with a progress bar."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: ProgressBar) -> None:
         self._path = path
         self._progress = progress
 

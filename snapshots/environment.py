@@ -29,7 +29,7 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.shown import shown_age
+from bootseer.base.display import format_age
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -142,7 +142,7 @@ def decide(known: Known, now_ns: int) -> Decision:
             return Decision(Situation.IN_PLACE, known.in_place)
         return Decision(Situation.MISSING, "there is no snapshot of it")
     age_ns = now_ns - manifest.created_ns
-    age = shown_age(age_ns)
+    age = format_age(age_ns)
     is_old = known.max_age_s > 0 and age_ns > known.max_age_s * 1e9
     if known.in_place and not is_old:
         return Decision(Situation.IN_PLACE, known.in_place)
@@ -756,7 +756,7 @@ class _SetUp:
             changed_outside=outside.paths,
         )
         if unknown := self.resolved.all_unknown(self.bases):
-            age = f"; it is made anew once it is {shown_age(int(max_age_s * 1e9))} old"
+            age = f"; it is made anew once it is {format_age(int(max_age_s * 1e9))} old"
             self.report(
                 f"the key of the snapshot does not tell {'; '.join(unknown)}"
                 f"{age if max_age_s else ''}"
@@ -886,7 +886,7 @@ class _SetUp:
 
 
 def _age_of(manifest: Manifest) -> str:
-    return shown_age(time.time_ns() - manifest.created_ns)
+    return format_age(time.time_ns() - manifest.created_ns)
 
 
 def _nearest(parts: Sequence[Part], earlier: Sequence[Manifest]) -> str:

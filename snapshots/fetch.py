@@ -48,13 +48,13 @@ def fetch_tree(
     `recorded`: see `blob.extract`; `start`: see `StoredFrames`. Raises: as `restore`.
     """
     # Imported here, since a mount needs none of it.
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.blob.extract.extraction import extract
 
     label = f"restoring {text_of(target.path)}"
     local = find_local_blobs(store, tree)
     if local is not None:
-        with Progress(label, sum(tree.columns.extent_length)) as progress:
+        with ProgressBar(label, sum(tree.columns.extent_length)) as progress:
             result = extract(
                 tree,
                 local.read,
@@ -68,7 +68,7 @@ def fetch_tree(
         return Fetched(plan_stored_frames(tree).wanted_bytes, result.records)
     plan = plan_stored_frames(tree)
     with (
-        Progress(label, plan.wanted_bytes) as progress,
+        ProgressBar(label, plan.wanted_bytes) as progress,
         StoredFrames(
             store, plan, deadline_s=deadline_s, on_progress=progress.advance, start=start
         ) as source,

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from msgspec import Struct
 
 from bootseer.base.package_names import normal_name
-from bootseer.base.redact import HIDDEN, secret_values, without_users
+from bootseer.base.redact import HIDDEN, secret_values, strip_logins
 from bootseer.errors import InvalidInputError, NotFoundError, from_oserror
 from bootseer.linux.root_paths import Place, resolve_in_root
 from bootseer.snapshots.commands import Hints, hints_of_script, is_on, merged, moved_to
@@ -365,7 +365,7 @@ def settings_parts(
         elif path.endswith("pyproject.toml"):
             value = _uv_table(text)
         else:
-            value = _bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value
+            value = _bytes_digest(strip_logins(text).encode("utf-8", "surrogateescape")).value
         if value:
             name = f"settings {_shown(path, environ)}"
             parts.setdefault(name, Part(name, value))
@@ -449,7 +449,7 @@ def _pip_options(text: str, known: Collection[str]) -> tuple[str, tuple[str, ...
             if option.replace("_", "-") not in _PIP_INDIFFERENT
         }
     except configparser.Error:
-        return _bytes_digest(without_users(text).encode("utf-8", "surrogateescape")).value, ()
+        return _bytes_digest(strip_logins(text).encode("utf-8", "surrogateescape")).value, ()
     secrets: list[str] = []
     for name, value in options.items():
         if name.rpartition(".")[2].replace("_", "-") in _PIP_SHOWN:
@@ -469,7 +469,7 @@ def _uv_table(text: str) -> str:
 
     try:
         table = tomllib.loads(text).get("tool", {}).get("uv", {})
-        data = without_users(json.dumps(table, sort_keys=True, default=str))
+        data = strip_logins(json.dumps(table, sort_keys=True, default=str))
     except (tomllib.TOMLDecodeError, AttributeError, RecursionError):
         data = text
     return _bytes_digest(data.encode("utf-8", "surrogateescape")).value if data != "{}" else ""
@@ -752,7 +752,7 @@ class _Collector:
             text = self._text(name, _REQUIREMENTS_BYTES_MAX)
             if text is not None:
                 # Credentials change more often than what an index serves.
-                public = without_users(text)
+                public = strip_logins(text)
                 found = self._lines[name] = _read_requirements(public)
                 text = found.text if is_list else public
                 return _bytes_digest(text.encode("utf-8", "surrogateescape"))

@@ -18,7 +18,7 @@ from typing import Unpack
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from bootseer.base.redact import HIDDEN, redact, without_users
+from bootseer.base.redact import HIDDEN, redact, strip_logins
 from bootseer.errors import InvalidInputError, UnsupportedError
 from bootseer.linux.processes import KILLED_S, wait_readable
 from bootseer.linux.root_paths import Place, find_program
@@ -272,7 +272,7 @@ def resolve(request: Request, report: Report, known: Path | None = None) -> Reso
         *variables.parts,
         *(interpreter.parts() if interpreter else ()),
         Part("machine", os.uname().machine),
-        Part("image", without_users(base)),
+        Part("image", strip_logins(base)),
         Part("salt", request.salt),
         *(Part(f"target {text_of(path)}", "") for path in targets.paths),
     ]

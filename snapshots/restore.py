@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.pack.stat_record import Records
 from bootseer.blob.tree import Tree
 from bootseer.errors import (

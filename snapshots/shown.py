@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from bootseer.base.redact import HIDDEN, has_token, holds_value, without_users
+from bootseer.base.redact import HIDDEN, contains_secret, contains_token, strip_logins
 
 
 def _set(text: str) -> frozenset[str]:
@@ -356,7 +356,7 @@ def shown_values(text: str, known: Collection[str] = ()) -> tuple[str, tuple[str
     The value holds requirements, paths, versions and URLs, separated by blanks or commas.
     """
     # First: a password may hold a comma.
-    whole = _Text(without_users(text))
+    whole = _Text(strip_logins(text))
     reader = _Reader(known)
     for match in re.finditer(r"[^\s,]+", whole.text):
         reader.argument(whole, match.start(), match.end(), _DEPTH_MAX)
@@ -433,7 +433,7 @@ def _is_path(value: str) -> bool:
 def _looks_random(text: str) -> bool:
     """Whether a part of a path or name may be a token: one of a known form, a UUID, or letters and
     digits that alternate."""
-    if has_token(text) or _UUID.search(text):
+    if contains_token(text) or _UUID.search(text):
         return True
     for match in _RUN.finditer(text):
         run = match[0]
@@ -764,13 +764,13 @@ class _Reader:
             self.script(of, begin + 2, end - 1, depth - 1)
         elif value[0] == "`" and _closed(of.text, begin + 1, end, "`") == end:
             self.script(of, begin + 1, end - 1, depth - 1)
-        elif "://" in value and not self._is_known(without_users(value)):
+        elif "://" in value and not self._is_known(strip_logins(value)):
             self._url(of, begin, end)
         else:
             of.hide(*outer)
 
     def _url(self, of: _Text, begin: int, end: int) -> None:
-        url = without_users(of.text[begin:end])
+        url = strip_logins(of.text[begin:end])
         match = _URL.fullmatch(url)
         is_versioned = match is not None and bool(
             re.search(r"(?:git|hg|svn|bzr)\+", match["before"])
@@ -814,7 +814,7 @@ class _Reader:
             of.replace(begin, end, new, tuple(hidden))
 
     def _is_known(self, value: str | None) -> bool:
-        return value is not None and holds_value(value, self._known)
+        return value is not None and contains_secret(value, self._known)
 
 
 def _is_shell_flag(word: _Word) -> bool:

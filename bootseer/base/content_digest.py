@@ -27,6 +27,6 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def hasher_of(digest: str) -> Hasher:
+def new_hasher(digest: str) -> Hasher:
     """Return a new hasher for the algorithm of `digest` ("blake3:..." or "sha256:...")."""
     return blake3() if digest.startswith("blake3:") else hashlib.sha256()

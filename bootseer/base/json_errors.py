@@ -14,7 +14,7 @@ from bootseer.errors import BootseerError, SetupFailedError, UnavailableError
 _MESSAGE_CHARS_MAX = 8000
 
 
-class Failure(Struct, frozen=True):
+class ErrorDocument(Struct, frozen=True):
     """An error as a document: the name of its class, and its message."""
 
     error: str
@@ -23,7 +23,7 @@ class Failure(Struct, frozen=True):
     """Exit code of a command that Bootseer ran for the user."""
 
 
-def failure_of(error: BaseException, what: str) -> Failure:
+def encode_error(error: BaseException, what: str) -> ErrorDocument:
     """Return an error as a document of at most 64 KiB of JSON.
 
     `what` names the program that failed, in the message of an exception that is not a
@@ -34,10 +34,10 @@ def failure_of(error: BaseException, what: str) -> Failure:
     else:
         name, message = UnavailableError.__name__, f"{what} failed: {error!r}"
     exit_code = error.exit_code if isinstance(error, SetupFailedError) else None
-    return Failure(name, redact(message)[:_MESSAGE_CHARS_MAX], exit_code)
+    return ErrorDocument(name, redact(message)[:_MESSAGE_CHARS_MAX], exit_code)
 
 
-def error_of(failure: Failure) -> BootseerError:
+def decode_error(failure: ErrorDocument) -> BootseerError:
     """Return the error to raise for a document; UnavailableError if its class is unknown."""
     if failure.exit_code is not None:
         return SetupFailedError(failure.message, failure.exit_code)

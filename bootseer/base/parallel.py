@@ -14,11 +14,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class StoppedError(Exception):
+class WorkStoppedError(Exception):
     """Raised inside work whose result is not needed: other work failed, or the user interrupted."""
 
 
-class Stoppable:
+class StoppableProgress:
     """Progress callback that raises StoppedError once `stop` was called."""
 
     def __init__(self, on_progress: Callable[[int], None] | None) -> None:
@@ -31,15 +31,15 @@ class Stoppable:
 
     def __call__(self, count: int) -> None:
         if self._is_stopped.is_set():
-            raise StoppedError
+            raise WorkStoppedError
         if self._on_progress is not None:
             self._on_progress(count)
 
 
-def each_at_once(
+def map_in_threads(
     items: Mapping[str, Item],
     work: Callable[[str, Item], Result],
-    progress: Stoppable,
+    progress: StoppableProgress,
     *,
     thread_count: int,
     thread_name: str,

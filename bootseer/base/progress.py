@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _SILENT_S = 1.0
 
 
-class Progress:
-    """Progress bar of one task: `with Progress("packing", total_bytes) as p: p.advance(n)`."""
+class ProgressBar:
+    """Progress bar of one task: `with ProgressBar("packing", total_bytes) as p: p.advance(n)`."""
 
     def __init__(self, label: str, total_bytes: int | None = None) -> None:
         """Prepare the bar without drawing it; `total_bytes` is None if unknown."""

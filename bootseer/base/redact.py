@@ -64,12 +64,12 @@ def public_url(url: str) -> str:
     return bare if bare.endswith("//") else bare.rstrip("/")
 
 
-def names_user(url: str) -> bool:
+def has_login(url: str) -> bool:
     """Return whether `url` has a user name before its host."""
     return _without_plain_users(url) != url
 
 
-def without_users(text: str) -> str:
+def strip_logins(text: str) -> str:
     """Return `text` with "user:password@" removed from every URL in it."""
     return _without_plain_users(re.sub(_USER_WITH_QUOTES, r"\1", text))
 
@@ -104,7 +104,7 @@ def _without_user(word: str) -> str:
 
 
 @functools.lru_cache(4096)
-def says_secret(name: str) -> bool:
+def _is_secret_name(name: str) -> bool:
     """Return whether the name of a variable, option or header says that its value is a secret."""
     bare = name.lstrip("-")
     return bool(re.search(_NAME, bare)) and not re.search(_PUBLIC_NAME, bare)
@@ -112,7 +112,7 @@ def says_secret(name: str) -> bool:
 
 @functools.lru_cache(4096)
 def _names_value(variable: str) -> bool:
-    return says_secret(variable) and not re.search(_PLACE_NAME, variable)
+    return _is_secret_name(variable) and not re.search(_PLACE_NAME, variable)
 
 
 def secret_values(environ: Mapping[str, str]) -> frozenset[str]:
@@ -121,7 +121,7 @@ def secret_values(environ: Mapping[str, str]) -> frozenset[str]:
     return frozenset(value for value in found if _is_telling(value))
 
 
-def note_login(*secrets: str) -> None:
+def hide_login(*secrets: str) -> None:
     """Hide the password or token of a login in all messages of this process from now on."""
     _used_logins.extend(one for one in secrets if _is_telling(one) and one not in _used_logins)
 
@@ -130,12 +130,12 @@ def _is_telling(value: str) -> bool:
     return len(value) >= _KNOWN_CHARS_MIN and value.lower() not in _NO_SECRETS
 
 
-def has_token(text: str) -> bool:
+def contains_token(text: str) -> bool:
     """Return whether something in `text` has the known form of a token."""
     return bool(re.search(_TOKEN, text))
 
 
-def holds_value(text: str, known: Iterable[str]) -> bool:
+def contains_secret(text: str, known: Iterable[str]) -> bool:
     """Return whether `text` contains one of the known secrets."""
     return any(value in text and re.search(_anywhere(value), text) for value in known)
 
@@ -165,4 +165,4 @@ def _anywhere(value: str) -> str:
 def _without_value(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     is_shown = value.startswith((HIDDEN, "$"))
-    return match[0] if is_shown or not says_secret(name) else f"{name}={HIDDEN}"
+    return match[0] if is_shown or not _is_secret_name(name) else f"{name}={HIDDEN}"

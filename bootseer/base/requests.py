@@ -26,7 +26,7 @@ def count_request(kind: str) -> None:
         _counts[kind] += 1
 
 
-def counted() -> dict[str, int]:
+def request_counts() -> dict[str, int]:
     """Return the number of requests so far by figure name ("requests.bucket")."""
     return {PREFIX + kind: number for kind, number in _counts.items()}
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.columns import SECTIONS, Columns, check_names
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.index.codec import encode_digest

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from bootseer.base.content_digest import ContentHasher, hasher_of
-from bootseer.base.shown import quoted
+from bootseer.base.content_digest import ContentHasher, new_hasher
+from bootseer.base.display import quoted
 from bootseer.blob.frames import decode_frame, frames_for
 from bootseer.blob.tree import ZEROS_HASHED_MAX, Inode, Tree
 from bootseer.errors import CorruptError
@@ -94,7 +94,7 @@ def verify(tree: Tree, read: ReadBlob, on_progress: Callable[[int], None] | None
     """
     tree.validate()
     for number, blob in enumerate(tree.blobs):
-        whole = hasher_of(blob.digest)
+        whole = new_hasher(blob.digest)
         for offset in range(0, blob.size_bytes, _VERIFY_READ_BYTES):
             length = min(_VERIFY_READ_BYTES, blob.size_bytes - offset)
             data = read(number, offset, length)

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.errors import CorruptError
 
 Xattrs: TypeAlias = tuple[tuple[bytes, bytes], ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import Struct
 
-from bootseer.base.shown import shown, shown_age
+from bootseer.base.display import display_path, format_age
 from bootseer.cli.options import open_current_store
 from bootseer.cli.show import document_of, emit_records, emit_table, shows
 from bootseer.cli.text import human_bytes, say
@@ -92,7 +92,7 @@ def _cells(one: ListedCache) -> tuple[object, ...]:
     stored: tuple[object, ...] = ("-",) * 5
     if newest := one.generation:
         sizes = human_bytes(newest.content_bytes), human_bytes(newest.stored_bytes)
-        age = shown_age(time.time_ns() - newest.created_ns)
+        age = format_age(time.time_ns() - newest.created_ns)
         stored = (newest.file_count, *sizes, newest.node, age)
     last = one.here.last if one.here else ""
     return (one.key[:12], one.cache, *stored, _rate(one.here), last)
@@ -192,12 +192,12 @@ def cache_import(
     The key is that of this host, as `cache explain` prints it: you vouch for it that the files
     were made for such hosts.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.launch.caches.commands import import_cache
 
     wish, job = _job(kept, command)
     total = file.stat().st_size if file.is_file() else None
-    with open_current_store() as store, Progress("importing", total) as progress:
+    with open_current_store() as store, ProgressBar("importing", total) as progress:
         return _generation(
             import_cache(current_settings(), store, file, name, wish, job, progress.advance)
         )
@@ -225,6 +225,6 @@ def _generation(manifest: "Manifest") -> Generation:
         Generation,
         manifest,
         key=manifest.fingerprint,
-        folder=shown(manifest.targets[0].path),
+        folder=display_path(manifest.targets[0].path),
         stored_bytes=manifest.whole_bytes,
     )

@@ -115,7 +115,7 @@ def checkpoint_cp(
     there yet, where the storage can rename one. An existing TARGET directory, or one that ends
     in "/", gets the sources into it. Names are replaced as by cp.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.fuse.striped.tools.copy_tree import Place, copy_one, copy_tree, is_url
 
     if not any(map(is_url, (*sources, target))):
@@ -138,7 +138,7 @@ def checkpoint_cp(
         jobs = [_copy_job(place(source), into, is_into, recursive) for source in sources]
         total = sum(sum(sizes.values()) for _, _, sizes in jobs)
         files = size_bytes = 0
-        with Progress("copying", total) as progress:
+        with ProgressBar("copying", total) as progress:
             for source, goal, sizes in jobs:
                 if "" in sizes:
                     size_bytes += copy_one(source, goal, progress.advance)
@@ -419,8 +419,8 @@ def checkpoint_verify(url: str) -> Verified:
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from bootseer.base.parallel import Stoppable, each_at_once
-    from bootseer.base.progress import Progress
+    from bootseer.base.parallel import StoppableProgress, map_in_threads
+    from bootseer.base.progress import ProgressBar
     from bootseer.fuse.striped.tools.copy_tree import views_below
     from bootseer.fuse.striped.tools.verify import verify_file
 
@@ -435,11 +435,11 @@ def checkpoint_verify(url: str) -> Verified:
         ]
         size_bytes = sum(view.size_bytes for view in views)
         with (
-            Progress("verifying", size_bytes) as bar,
+            ProgressBar("verifying", size_bytes) as bar,
             ThreadPoolExecutor(_READS_AT_ONCE) as reads,
         ):
-            progress = Stoppable(bar.advance)
-            found = each_at_once(
+            progress = StoppableProgress(bar.advance)
+            found = map_in_threads(
                 {view.path: view for view in views},
                 lambda path, view: verify_file(storage.backend, view, reads, progress),
                 progress,
@@ -639,7 +639,7 @@ def checkpoint_convert(
     has replaced it meanwhile (exit code 19; theirs stays). Killed at any time, each file is in the
     old form or the new one. Files that fit into one stripe unit are always plain.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.fuse.striped.tools.convert import convert_file, is_stored_as
     from bootseer.fuse.striped.tools.copy_tree import views_below
 
@@ -655,7 +655,7 @@ def checkpoint_convert(
         views, damaged = views_below(storage, place.path)
         failed += [(info.path, error) for info, error in damaged]
         todo = [view for view in views if not is_stored_as(view, storage.settings)]
-        with Progress("converting", sum(view.size_bytes for view in todo)) as progress:
+        with ProgressBar("converting", sum(view.size_bytes for view in todo)) as progress:
             for view in todo:
                 try:
                     if convert_file(storage, view.path, storage.settings, progress.advance):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import Struct
 
-from bootseer.base.shown import shown
+from bootseer.base.display import display_path
 from bootseer.cli.options import Age, FiniteRange, open_current_store
 from bootseer.cli.show import emit_records, shows
 from bootseer.cli.text import human_bytes, say
@@ -157,7 +157,7 @@ def gc(
     three days stays readable in any case. Timelines of old starts go. Kept caches go when nobody
     used them for 30 days, or for --keep-days.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.gc.collect import collect
     from bootseer.gc.inventory import take_inventory
     from bootseer.gc.plan import make_plan
@@ -172,7 +172,7 @@ def gc(
         plan = make_plan(inventory, rules)
         if not delete:
             return _collection(inventory, plan, None)
-        with Progress("deleting", plan.freed_bytes) as progress:
+        with ProgressBar("deleting", plan.freed_bytes) as progress:
             owner = current_settings().node
             done = collect(store, inventory, plan, rules, owner=owner, on_deleted=progress.advance)
     return _collection(inventory, plan, done)
@@ -198,7 +198,7 @@ def _collection(inventory: "Inventory", plan: "Plan", done: "Collected | None") 
             JudgedSnapshot(
                 entry.name,
                 list(labels.get(key, ())),
-                list(map(shown, entry.targets)),
+                list(map(display_path, entry.targets)),
                 verdict.is_kept,
                 verdict.reason,
             )

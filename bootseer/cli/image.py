@@ -199,7 +199,7 @@ def image_index(source: str, name: str | None, target: str, verify: bool) -> Ind
     then oci://HOST/NAME@DIGEST, as is printed.
     """
     # Imported late: `image mount` must not pay for what only indexing needs.
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.prefetch.publish.indexing import index_image
     from bootseer.prefetch.sources import open_source
 
@@ -230,7 +230,7 @@ def image_index(source: str, name: str | None, target: str, verify: bool) -> Ind
     ):
         sizes = [layer.size_bytes for layer in opened.layers]
         total_bytes = sum(size or 0 for size in sizes) if None not in sizes else None
-        with Progress("indexing", total_bytes) as progress:
+        with ProgressBar("indexing", total_bytes) as progress:
             record = index_image(
                 opened,
                 store,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.cli.options import open_current_store
 from bootseer.cli.show import document_of, emit_records, shows
 from bootseer.cli.text import human_bytes, say, tell

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import click
 from msgspec import UNSET, Struct
 
+from bootseer.base.display import format_age
 from bootseer.base.documents import to_builtins
-from bootseer.base.shown import shown_age
 from bootseer.cli.text import human_bytes, human_time, printable
 from bootseer.errors import EXIT_OK
 
@@ -119,7 +119,7 @@ def cell_of(field: str, value: object, heading: str = "") -> str:
     if isinstance(value, int) and unit == "bytes":
         return human_bytes(value)
     if isinstance(value, int) and unit == "ns":
-        return shown_age(time.time_ns() - value) if heading == "age" else human_time(value)
+        return format_age(time.time_ns() - value) if heading == "age" else human_time(value)
     if isinstance(value, float):
         return f"{value:.3f}"
     return str(value)[: _SHORT.get(unit)]

@@ -12,7 +12,7 @@ import click
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from bootseer.base.shown import shown
+from bootseer.base.display import display_path
 from bootseer.cli.options import mode_option, open_current_store
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.text import human_bytes, human_time, printable, say
@@ -170,7 +170,7 @@ def snapshot_of(manifest: "Manifest") -> ShownSnapshot:
     return document_of(
         ShownSnapshot,
         manifest,
-        targets=[shown(target.path) for target in manifest.targets],
+        targets=[display_path(target.path) for target in manifest.targets],
         setup_seconds=manifest.setup_ns / 1e9,
         created=human_time(manifest.created_ns),
     )
@@ -350,13 +350,13 @@ def snapshot_show(key: str, files: bool) -> SnapshotDetails:
             document_of(
                 SnapshotTarget,
                 target,
-                path=shown(target.path),
+                path=display_path(target.path),
                 blob=target.blob.digest,
                 blob_bytes=target.blob.size_bytes,
                 earlier=[blob.digest for blob in target.earlier],
                 earlier_bytes=sum(blob.size_bytes for blob in target.earlier),
                 index=target.index.digest,
-                deletions=[shown(path) for path in target.deletions],
+                deletions=[display_path(path) for path in target.deletions],
             )
             for target in manifest.targets
         ],
@@ -368,8 +368,8 @@ def _file(target: bytes, path: bytes, inode: "Inode") -> SnapshotFile:
     return document_of(
         SnapshotFile,
         inode,
-        path=shown(target + b"/" + path if path else target),
-        link_target=shown(inode.link_target),
+        path=display_path(target + b"/" + path if path else target),
+        link_target=display_path(inode.link_target),
     )
 
 
@@ -436,7 +436,7 @@ def _diff(comparison: "Comparison", packages_only: bool) -> SnapshotDiff:
         if packages_only
         else [
             ChangedFile(
-                shown(one.path), one.kind, list(one.what), one.before_bytes, one.after_bytes
+                display_path(one.path), one.kind, list(one.what), one.before_bytes, one.after_bytes
             )
             for one in comparison.files
         ],
@@ -467,13 +467,13 @@ def snapshot_verify(keys: tuple[str, ...], every: bool, quick: bool) -> list[Che
     Exits with 15 where something is damaged or missing. A damaged snapshot is replaced by the
     next set-up that would use it.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.snapshots import catalogue
     from bootseer.snapshots.catalogue import Verifier
 
     if every == bool(keys):
         raise click.UsageError("Give the snapshots to check, or --all.")
-    with open_current_store() as store, Progress("verifying") as progress:
+    with open_current_store() as store, ProgressBar("verifying") as progress:
         verifier = Verifier(store, quick=quick, on_progress=progress.advance)
         found = (
             list(catalogue.fingerprints(store))
@@ -497,7 +497,7 @@ def snapshot_export(key: str, file: Path) -> ExportedSnapshot:
     The names of one whole directory are relative to it. Those of several directories, or of what a
     set-up changed in them, are absolute without the leading "/"; what it removed is not in it.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.snapshots import catalogue
     from bootseer.snapshots.archive import export_snapshot, is_plain
 
@@ -506,13 +506,13 @@ def snapshot_export(key: str, file: Path) -> ExportedSnapshot:
     with open_current_store() as store:
         manifest = catalogue.find(store, key)
         total = sum(blob.size_bytes for one in manifest.targets for blob in one.blobs)
-        with Progress("exporting", total) as progress:
+        with ProgressBar("exporting", total) as progress:
             size_bytes = export_snapshot(store, manifest, file, progress.advance)
     deleted = sum(len(target.deletions) for target in manifest.targets)
     if deleted:
         say(f"warning: {deleted} names that the set-up removed are not in the archive")
     say(f"wrote {manifest.file_count} files, {human_bytes(size_bytes)}, to {file}")
-    root = shown(manifest.targets[0].path) if is_plain(manifest) else "/"
+    root = display_path(manifest.targets[0].path) if is_plain(manifest) else "/"
     return ExportedSnapshot(manifest.fingerprint, str(file), size_bytes, root, deleted)
 
 
@@ -532,11 +532,11 @@ def snapshot_import(file: Path, target: str, name: str) -> ShownSnapshot:
     The archive may come from anywhere, for example `conda-pack`. DIR need not exist here, and is
     not touched.
     """
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.snapshots.archive import import_archive
 
     total = file.stat().st_size if file.is_file() else None
-    with open_current_store() as store, Progress("importing", total) as progress:
+    with open_current_store() as store, ProgressBar("importing", total) as progress:
         return snapshot_of(
             import_archive(current_settings(), store, file, target, name, progress.advance)
         )

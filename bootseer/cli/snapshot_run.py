@@ -7,7 +7,7 @@ import click
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.shown import shown_age
+from bootseer.base.display import format_age
 from bootseer.cli.options import Seconds, mode_option, options
 from bootseer.cli.show import document_of, emit_table, shows
 from bootseer.cli.snapshot import ShownSnapshot, snapshot_of
@@ -175,7 +175,7 @@ def _show_explained(found: ExplainedSetup) -> None:
     for what in found.unknown:
         click.echo(printable(f"not in the key: {what}"))
     if found.max_age_seconds:
-        click.echo(f"made anew once it is {shown_age(int(found.max_age_seconds * 1e9))} old")
+        click.echo(f"made anew once it is {format_age(int(found.max_age_seconds * 1e9))} old")
     click.echo(printable(_sentence(found)))
     if found.nearest_snapshot is not None:
         near = found.nearest_snapshot

@@ -10,7 +10,7 @@ import click
 from msgspec import Struct
 
 from bootseer import __version__
-from bootseer.base.shown import nearest
+from bootseer.base.display import closest_word
 from bootseer.cli.grammar import COMMANDS, SET, SETTINGS, members
 from bootseer.cli.text import begin_log
 from bootseer.errors import EXIT_OK
@@ -158,7 +158,7 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            close = nearest(args[0], self.list_commands(ctx))
+            close = closest_word(args[0], self.list_commands(ctx))
             hint = f" Did you mean {close!r}?" if close else ""
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)

@@ -207,7 +207,7 @@ def _become(command: tuple[str, ...]) -> None:
 
 
 def _warm_now(request: "WarmRequest") -> WarmedDirectory:
-    from bootseer.base.progress import Progress
+    from bootseer.base.progress import ProgressBar
     from bootseer.prefetch.warm.launch import known_record, warm_now
     from bootseer.prefetch.warm.request import planned, shortage
 
@@ -215,7 +215,7 @@ def _warm_now(request: "WarmRequest") -> WarmedDirectory:
     work = planned(request, known)
     if warning := shortage(request, work):
         say(warning)
-    with Progress("reading ahead", work.planned_bytes) as progress:
+    with ProgressBar("reading ahead", work.planned_bytes) as progress:
         figures = warm_now(request, work, progress.advance)
     return document_of(
         WarmedDirectory,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from bootseer.base.requests import counted
+from bootseer.base.requests import request_counts
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.fanout.exchange import Exchange, Fed
 from bootseer.fanout.host import HostPlan
@@ -313,7 +313,7 @@ def _note(plan: HostPlan, fed: list[Fed], *, is_alone: bool) -> None:
         span.set("bootseer.fanout.store_bytes", stored_bytes)
         span.set("bootseer.fanout.nodes", len(names))
         span.set("bootseer.fanout.list_from", membership.origin)
-        for name, value in counted().items():
+        for name, value in request_counts().items():
             span.set(name, value)
         if fed:
             longest = sorted(fed, key=lambda one: -one.byte_count)[:_SOURCES_MAX]

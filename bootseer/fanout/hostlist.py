@@ -8,7 +8,7 @@ import math
 import re
 from itertools import product
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.errors import InvalidInputError
 
 HOSTS_MAX = 65_536

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.errors import InvalidInputError
 from bootseer.fanout.hostlist import HOSTS_MAX, TEXT_BYTES_MAX, expand_hosts, is_host
 

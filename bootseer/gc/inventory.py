@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from bootseer.base.parallel import Stoppable, each_at_once
+from bootseer.base.parallel import StoppableProgress, map_in_threads
 from bootseer.errors import (
     CorruptError,
     NoSpaceError,
@@ -135,10 +135,10 @@ def look_at_each(
         except NotFoundError:
             return None  # deleted since it was listed
 
-    found = each_at_once(
+    found = map_in_threads(
         {key: key for key in keys},
         look_at,
-        Stoppable(None),
+        StoppableProgress(None),
         thread_count=_AT_ONCE,
         thread_name="inventory",
         size_of=lambda _: None,

@@ -39,8 +39,8 @@ from msgspec import Struct
 from urllib3 import exceptions
 
 from bootseer.base.closing import Closing
-from bootseer.base.patience import Patience
 from bootseer.base.requests import HTTP, count_request
+from bootseer.base.wait_budget import WaitBudget
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -284,9 +284,9 @@ def _pool_classes(guard: _Guard) -> dict[str, type[urllib3.HTTPConnectionPool]]:
 class Response(Closing):
     """An answer whose body is read piece by piece. Close it unless it was read to its end."""
 
-    def __init__(self, raw: urllib3.BaseHTTPResponse, url: str, patience: Patience) -> None:
+    def __init__(self, raw: urllib3.BaseHTTPResponse, url: str, wait_budget: WaitBudget) -> None:
         self._raw = raw
-        self._patience = patience
+        self._wait_budget = wait_budget
         self.url = url
         """What was asked for; a secret, where another server sent us there."""
         self.server = _netloc(url)
@@ -310,7 +310,7 @@ class Response(Closing):
             # None is an answer of its type, but not of its code.
             return self._raw.read1(size_bytes, decode_content=False) or b""
         except (exceptions.HTTPError, OSError, ValueError) as error:
-            self._patience.spend(time.monotonic() - began_s)
+            self._wait_budget.spend(time.monotonic() - began_s)
             raise _error(error, self.server) from error
 
     def read_all(self, size_max_bytes: int, deadline_s: float) -> bytes:
@@ -365,7 +365,9 @@ class _Upload(io.RawIOBase):
 class Transport(Closing):
     """Connections to one `Server`, and to others on its behalf."""
 
-    def __init__(self, server: Server, deadline_s: float, patience: Patience | None = None) -> None:
+    def __init__(
+        self, server: Server, deadline_s: float, wait_budget: WaitBudget | None = None
+    ) -> None:
         """Make a transport; no server is asked.
 
         Args:
@@ -375,7 +377,7 @@ class Transport(Closing):
         """
         self._server = server
         self._deadline_s = deadline_s
-        self._patience = patience or Patience()
+        self._wait_budget = wait_budget or WaitBudget()
         parts = urlsplit(server.base_url)
         self._origin = (parts.scheme, parts.netloc)
         port = parts.port or urllib3.connection.port_by_scheme[parts.scheme]
@@ -422,10 +424,10 @@ class Transport(Closing):
                 body = io.BytesIO(body)
             sent = _Upload(body, server, self._deadline_s + more_s)
         manager = self._manager(parts.scheme, parts.hostname or "")
-        left_s = self._patience.left_s
+        left_s = self._wait_budget.left_s
         if left_s <= 0:
             raise DeadlineError(
-                f"{server} was not asked: no answer within {self._patience.limit_s:g} s, in "
+                f"{server} was not asked: no answer within {self._wait_budget.limit_s:g} s, in "
                 "earlier calls"
             )
         began_s = time.monotonic()
@@ -447,9 +449,9 @@ class Transport(Closing):
                 ),
             )
         except (exceptions.HTTPError, OSError, ValueError) as error:
-            self._patience.spend(time.monotonic() - began_s)
+            self._wait_budget.spend(time.monotonic() - began_s)
             raise _error(error, server, self._server.ca_advice) from error
-        return Response(raw, url, self._patience)
+        return Response(raw, url, self._wait_budget)
 
     def follow(
         self,

@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import BootseerError
 from bootseer.launch.job import Job
 from bootseer.linux.private_files import write_private_file
@@ -33,7 +33,7 @@ def begin(settings: Settings, job: Job) -> tuple[dict[str, str], tuple[str, ...]
     Raises: BootseerError, OSError; then there is no preloader.
     """
     paths = record_paths(settings)
-    if not PATIENCE.is_spent and not paths[0].exists():
+    if not WAIT_BUDGET.is_spent and not paths[0].exists():
         with (
             contextlib.suppress(BootseerError, OSError),
             contextlib.closing(open_own_store(settings, deadline_s=_ASK_S)) as store,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from msgspec.structs import replace
 
 from bootseer import loaded_ns
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.launch.attendant import Attendant
 from bootseer.launch.checkpoints import CheckpointMounts
@@ -50,7 +50,7 @@ def launch(settings: Settings, job: Job, say: Say) -> NoReturn:
     try:
         with StopSignals():
             # A store that does not answer costs a start its deadline once, and not once a stage.
-            PATIENCE.limit(settings.deadline_s)
+            WAIT_BUDGET.limit(settings.deadline_s)
             _start(settings, job, setups, say)
     except StoppedError as stopped:
         say(f"the start was {stopped}")

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import open_private_directory
 from bootseer.linux.processes import in_a_copy
@@ -93,11 +93,11 @@ def _by_store(settings: Settings, key: str) -> str:
             return b""
         return token[:_NAME_LENGTH].encode()
 
-    limit_s = min(_DEADLINE_S, PATIENCE.left_s)
+    limit_s = min(_DEADLINE_S, WAIT_BUDGET.left_s)
     began_s = time.monotonic()
     answer = in_a_copy(ask, limit_s).decode()
     if not answer:
-        PATIENCE.spend(time.monotonic() - began_s)
+        WAIT_BUDGET.spend(time.monotonic() - began_s)
     return answer
 
 

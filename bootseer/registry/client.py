@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from bootseer.base.closing import Closing
 from bootseer.base.documents import is_digest
-from bootseer.base.patience import Patience
+from bootseer.base.wait_budget import WaitBudget
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -79,7 +79,7 @@ class RegistryClient(Closing):
         find_login: Callable[[str, str], Credential | None] = find_credential,
         deadline_s: float = 60.0,
         policy: Policy = REQUEST,
-        patience: Patience | None = None,
+        wait_budget: WaitBudget | None = None,
     ) -> None:
         """Make a client; no server is asked.
 
@@ -96,9 +96,9 @@ class RegistryClient(Closing):
         """For messages."""
         self._deadline_s = deadline_s
         self._policy = policy
-        patience = patience or Patience()
+        wait_budget = wait_budget or WaitBudget()
         self._sessions = [
-            Session(host, repository, find_login, deadline_s, patience) for host in hosts
+            Session(host, repository, find_login, deadline_s, wait_budget) for host in hosts
         ]
         self._pace = Pace()
         self._givers: OrderedDict[str, Callable[[], None]] = OrderedDict()
@@ -383,14 +383,16 @@ def open_registry_client(
     *,
     hosts_dir: Path = DEFAULT_HOSTS_DIR,
     deadline_s: float = 60.0,
-    patience: Patience | None = None,
+    wait_budget: WaitBudget | None = None,
 ) -> RegistryClient:
     """Return a client for the repository of `reference`; nothing is asked yet.
 
     Raises: InvalidInputError, PermissionDeniedError for a hosts file that cannot be used.
     """
     hosts = load_hosts(reference.host, hosts_dir)
-    return RegistryClient(reference.repository, hosts, deadline_s=deadline_s, patience=patience)
+    return RegistryClient(
+        reference.repository, hosts, deadline_s=deadline_s, wait_budget=wait_budget
+    )
 
 
 def _open_file(path: Path) -> BinaryIO:

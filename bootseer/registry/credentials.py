@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.documents import Form, parse
-from bootseer.base.redact import note_login
+from bootseer.base.redact import hide_login
 from bootseer.errors import CorruptError
 from bootseer.linux.bounded_run import run_within
 from bootseer.registry.reference import DOCKER_HUB
@@ -70,7 +70,7 @@ def find_credential(
         config = _read(path)
         credential = _from_helper(config, host, path) or _from_auths(config, host, repository, path)
         if credential:
-            note_login(credential.password, credential.identity_token)
+            hide_login(credential.password, credential.identity_token)
             return credential
     return None
 

@@ -12,7 +12,7 @@ from urllib.parse import urlencode, urlsplit
 from msgspec import Meta, Struct
 
 from bootseer.base.documents import Form
-from bootseer.base.patience import Patience
+from bootseer.base.wait_budget import WaitBudget
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -52,13 +52,13 @@ class Session:
         repository: str,
         find_login: Callable[[str, str], Credential | None],
         deadline_s: float,
-        patience: Patience,
+        wait_budget: WaitBudget,
     ) -> None:
         self.host = host
         self.name = f"{host.name}/{repository}"
         """For messages."""
         self._base_url = f"{host.base_url}/{repository}/"
-        self._transport = Transport(host, deadline_s, patience)
+        self._transport = Transport(host, deadline_s, wait_budget)
         self._authorizer = Authorizer(host, repository, self._transport, find_login, deadline_s)
         self._failed_at = float("-inf")
         self._moved: dict[str, tuple[str, float]] = {}

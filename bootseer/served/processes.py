@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
 from msgspec import Struct
 
 from bootseer.base.documents import from_builtins, from_line, to_builtins, to_line
-from bootseer.base.json_errors import Failure, error_of, failure_of
-from bootseer.base.patience import PATIENCE
+from bootseer.base.json_errors import ErrorDocument, decode_error, encode_error
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     BootseerError,
     DeadlineError,
@@ -104,7 +104,7 @@ class _Message(Struct, frozen=True):
     """What a process says to the process that started it."""
 
     answer: dict[str, Any] | None = None
-    failure: Failure | None = None
+    failure: ErrorDocument | None = None
 
 
 class Carrier(Protocol):
@@ -196,7 +196,7 @@ class Process:
             self.abandon()
         message = from_line(line, _Message) if line else _Message()
         if message.failure is not None:
-            raise error_of(message.failure)
+            raise decode_error(message.failure)
         if message.answer is None:
             raise UnavailableError(f"{self._title} ended before it was ready: {self._last_words()}")
         return from_builtins(message.answer, answer)
@@ -373,7 +373,7 @@ def _become(role: Role, files: Sequence[int], environment: Mapping[str, str]) ->
         _forget_handlers()
         os.environ.clear()
         os.environ.update(environment)
-        PATIENCE.limit(math.inf)
+        WAIT_BUDGET.limit(math.inf)
         try:
             _show_as(["python", "-m", role.module])
         except OSError:
@@ -485,7 +485,7 @@ class Report:
 
     def failed(self, error: BaseException) -> None:
         """Have the other side raise the same. Never raises."""
-        self._send(_Message(failure=failure_of(error, self._title)))
+        self._send(_Message(failure=encode_error(error, self._title)))
 
     def _send(self, message: _Message) -> bool:
         if self._fd < 0:

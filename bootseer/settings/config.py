@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct, structs
 
-from bootseer.base.shown import nearest
+from bootseer.base.display import closest_word
 from bootseer.base.urls import absolute_url
 from bootseer.errors import InvalidInputError
 from bootseer.linux.ownership import parse_owners, unwritable
@@ -337,7 +337,7 @@ def assignment(text: str) -> tuple[str, str]:
     names = {short_name(name): name for name in TABLE}
     name = names.get(key.replace("-", "_"), key)
     if name not in TABLE:
-        close = nearest(key, names)
+        close = closest_word(key, names)
         hint = f"is {close} meant?" if close else "`bootseer config` lists those there are"
         raise InvalidInputError(f"--set {key}: there is no such setting; {hint}")
     if not value:
@@ -458,7 +458,7 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     for name in environ:
         if name.startswith(_PREFIX) and name not in known and not _NOT_OURS.fullmatch(name):
             # The prefix, which all have, makes none of them alike.
-            close = nearest(name[len(_PREFIX) :], [one[len(_PREFIX) :] for one in known])
+            close = closest_word(name[len(_PREFIX) :], [one[len(_PREFIX) :] for one in known])
             _warn_of(name, close and _PREFIX + close)
 
 

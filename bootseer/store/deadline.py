@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import DeadlineError, UnavailableError
 
 Result = TypeVar("Result")
@@ -118,9 +118,9 @@ class DeadlineCaller:
         that time), or if no helper was free for as long; UnavailableError if no helper can be
         started.
         """
-        timeout_s = min(timeout_s, PATIENCE.left_s)
+        timeout_s = min(timeout_s, WAIT_BUDGET.left_s)
         if timeout_s <= 0:
-            raise NoAnswerError(f"no answer within {PATIENCE.limit_s:g} s, in earlier calls")
+            raise NoAnswerError(f"no answer within {WAIT_BUDGET.limit_s:g} s, in earlier calls")
         began_s = time.monotonic()
         call: Call[Result] = Call(function)
         self._find_helper()
@@ -132,13 +132,13 @@ class DeadlineCaller:
             raise
         if not finished:
             self._abandon(call)
-            PATIENCE.spend(time.monotonic() - began_s)
+            WAIT_BUDGET.spend(time.monotonic() - began_s)
             shown_s = round(timeout_s, 1) if timeout_s >= 1 else timeout_s
             raise NoAnswerError(f"no answer within {shown_s:g} s")
         try:
             return call.result()
         except (DeadlineError, UnavailableError):
-            PATIENCE.spend(time.monotonic() - began_s)
+            WAIT_BUDGET.spend(time.monotonic() - began_s)
             raise
 
     def _find_helper(self) -> None:

@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from bootseer.base.patience import PATIENCE
 from bootseer.base.redact import public_url
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     BootseerError,
     InvalidInputError,
@@ -83,7 +83,7 @@ class WebBackend(Folder, Backend):
             f"{parts.scheme.lower()}://{netloc}",
             ca_advice="name the file of its authority in SSL_CERT_FILE",
         )
-        self._transport = Transport(server, self._deadline_s, PATIENCE)
+        self._transport = Transport(server, self._deadline_s, WAIT_BUDGET)
 
     # ---- requests -----------------------------------------------------------------------------
 

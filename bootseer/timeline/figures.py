@@ -8,7 +8,7 @@ imported: training processes use it, too.
 import os
 from collections.abc import Callable, Iterator
 
-from bootseer.base.requests import counted
+from bootseer.base.requests import request_counts
 
 Sample = dict[str, float]
 
@@ -136,7 +136,7 @@ def _faults() -> Iterator[tuple[str, float]]:
 
 def _requests() -> Iterator[tuple[str, float]]:
     """Requests of this process to servers that nodes share."""
-    yield from counted().items()
+    yield from request_counts().items()
 
 
 _READERS: tuple[Callable[[], Iterator[tuple[str, float]]], ...] = (

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from msgspec import Struct
 
 from bootseer.base.documents import from_line, to_line
-from bootseer.base.json_errors import Failure, error_of, failure_of
+from bootseer.base.json_errors import ErrorDocument, decode_error, encode_error
 from bootseer.errors import UnsupportedError, from_oserror
 from bootseer.linux import namespaces
 from bootseer.linux.processes import kill_child
@@ -187,7 +187,7 @@ def _try_in_child(work: Callable[[], object]) -> None:
     with os.fdopen(read_fd, "rb") as pipe:
         report = pipe.read(_REPORT_BYTES_MAX)
     if report:
-        raise error_of(from_line(report, Failure))
+        raise decode_error(from_line(report, ErrorDocument))
 
 
 def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
@@ -197,7 +197,7 @@ def _child(work: Callable[[], object], parent: int, report_fd: int) -> NoReturn:
         namespaces.be_traced()
         work()
     except BaseException as error:
-        os.write(report_fd, to_line(failure_of(error, "the run")).encode("ascii"))
+        os.write(report_fd, to_line(encode_error(error, "the run")).encode("ascii"))
     finally:
         os._exit(1)
 

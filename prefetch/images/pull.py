@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bootseer.base.content_digest import ContentHasher
-from bootseer.base.parallel import Stoppable, each_at_once
+from bootseer.base.parallel import StoppableProgress, map_in_threads
 from bootseer.blob.index.codec import encode
 from bootseer.errors import (
     BootseerError,
@@ -102,7 +102,7 @@ class _SourceResolver:
         self._news = ""
         self._span: Span | None = None
         self._pulled_bytes = 0
-        self._progress = Stoppable(self._count)
+        self._progress = StoppableProgress(self._count)
         self._lock = threading.Lock()
 
     def resolve(self) -> FoundImage:
@@ -217,7 +217,7 @@ class _SourceResolver:
         # An image may hold one layer several times (empty ones, mostly).
         keys = [layer.digest or f"{name} {number}" for number, layer in enumerate(source.layers)]
         try:
-            unique = each_at_once(
+            unique = map_in_threads(
                 dict(zip(keys, source.layers, strict=True)),
                 self._layer,
                 self._progress,

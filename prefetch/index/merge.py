@@ -23,7 +23,7 @@ from itertools import chain, islice, repeat
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.gather import Gathered, Wanted
 from bootseer.blob.tree import Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs

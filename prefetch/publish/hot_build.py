@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     BootseerError,

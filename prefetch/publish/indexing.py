@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.base.parallel import Stoppable, each_at_once
+from bootseer.base.parallel import StoppableProgress, map_in_threads
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.index.codec import encode
 from bootseer.blob.keys import POINTS
@@ -144,7 +144,7 @@ def _index_layers(
     on_progress: OnProgress | None,
     on_layer: OnLayer | None,
 ) -> list[tuple[LayerRecord, LayerTree]]:
-    progress = Stoppable(on_progress)
+    progress = StoppableProgress(on_progress)
 
     def finish(key: str, layer: Layer) -> tuple[LayerRecord, LayerTree]:
         record, tree, is_new = packer.have(layer, progress)
@@ -157,7 +157,7 @@ def _index_layers(
     # An image may hold one layer several times (empty ones, mostly).
     keys = [layer.digest or str(number) for number, layer in enumerate(layers)]
     unique = dict(zip(keys, layers, strict=True))
-    done = each_at_once(
+    done = map_in_threads(
         unique,
         finish,
         progress,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from bootseer.base.content_digest import hasher_of
+from bootseer.base.content_digest import new_hasher
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.index.codec import encode
 from bootseer.blob.keys import blob_key
@@ -72,7 +72,7 @@ def stored_layer(
 def _check_blob(store: Store, record: LayerRecord) -> None:
     """Raises: CorruptError where the store's blob does not have its digest."""
     key = blob_key(record.blob_digest)
-    hasher = hasher_of(record.blob_digest)  # of seek points, SHA-256, too
+    hasher = new_hasher(record.blob_digest)  # of seek points, SHA-256, too
     for offset in range(0, record.blob_size_bytes, _READ_BYTES):
         hasher.update(store.read(key, offset, min(_READ_BYTES, record.blob_size_bytes - offset)))
     if hasher.hexdigest() != record.blob_digest.partition(":")[2]:

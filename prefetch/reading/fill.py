@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.base.progress import Progress
+from bootseer.base.progress import ProgressBar
 from bootseer.errors import BootseerError, CorruptError, NoSpaceError
 from bootseer.linux.locks import lock_file
 from bootseer.prefetch.cache.indexes import read_kept_tree
@@ -252,7 +252,7 @@ def fetch_tree(
     )
     try:
         fetches = streams.fill_fetches()
-        with Progress(f"fetching {name}", sum(fetch.length for fetch in fetches)) as progress:
+        with ProgressBar(f"fetching {name}", sum(fetch.length for fetch in fetches)) as progress:
             streams.fill(fetches)
         if streams.fill_fetches():
             raise NoSpaceError(

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bootseer.base.documents import from_line
-from bootseer.base.requests import counted
+from bootseer.base.requests import request_counts
 from bootseer.blob.tree import Tree
 from bootseer.errors import BootseerError, InvalidInputError
 from bootseer.fanout.local import SharedReads
@@ -340,7 +340,7 @@ class ImageServer:
     def _note_on_timeline(self) -> None:
         """Add the figures of serving to the timeline of the start."""
         with stage("image served") as span:
-            for name, value in {**span_attributes(self._figures()), **counted()}.items():
+            for name, value in {**span_attributes(self._figures()), **request_counts()}.items():
                 span.set(name, value)
 
     # ---- status ---------------------------------------------------------------------------

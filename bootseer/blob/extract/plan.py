@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.extract.sections import SETTINGS, Section, taken
 from bootseer.blob.frames import FrameTable
 from bootseer.blob.tree import Blob, Tree

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from msgspec import Struct, field
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import Members, plain_size
 from bootseer.blob.pack.plain_writer import PlainWriter, StreamWriter

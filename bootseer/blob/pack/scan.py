@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.errors import BootseerError, BusyError, NotFoundError, from_oserror
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, Protocol
 
 from bootseer.base.content_digest import ContentHasher, content_digest
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.build import build_tree
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import hash_zeros, plain_size

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.errors import CorruptError
 
 _TIME_NS_MAX = 2**63 - 1

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.tar import fields as tar_fields
 from bootseer.blob.tar import sparse as tar_sparse
 from bootseer.blob.tar.header import BLOCK

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-from bootseer.base.shown import quoted
+from bootseer.base.display import quoted
 from bootseer.blob.tar import fields as tar_fields
 from bootseer.blob.tar.header import BLOCK
 from bootseer.errors import CorruptError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from bootseer.base.redact import without_users
+from bootseer.base.redact import strip_logins
 from bootseer.launch.caches.known import (
     ALL_PACKAGES,
     CPU,
@@ -204,7 +204,7 @@ class _Finder:
         return [
             Part(CACHE, name),
             Part("workload", self._settings.workload),
-            Part("image", without_users(base)),
+            Part("image", strip_logins(base)),
             Part("interpreter", version),
             *(
                 Part(f"package {one}", self._versions[one])

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.launch.caches.finding import Cache, Job, Wish, find_caches
 from bootseer.launch.caches.records import (
@@ -91,8 +91,8 @@ class KeptCaches:
         return {}
 
     def _restore_all(self, caches: list[Cache]) -> tuple[list[Kept], list[Restored]]:
-        if not self._publishes or PATIENCE.is_spent:
-            reason = "the store does not answer" if PATIENCE.is_spent else ""
+        if not self._publishes or WAIT_BUDGET.is_spent:
+            reason = "the store does not answer" if WAIT_BUDGET.is_spent else ""
             return self._make_folders(caches, reason)
         # Here: most starts of what has no caches come no further than looking for them.
         from bootseer.launch.caches.restoring import restore

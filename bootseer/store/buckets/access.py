@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from bootseer.base.redact import names_user, public_url
+from bootseer.base.redact import has_login, public_url
 from bootseer.errors import InvalidInputError, PermissionDeniedError, UnsupportedError
 from bootseer.store.buckets.answers import NO_CREDENTIALS
 from bootseer.store.paths import BUCKETS, split_scheme
@@ -60,7 +60,7 @@ class Address(Struct, frozen=True):
 def address_of(url: str) -> Address:
     """Parse the URL of a bucket. Raises: InvalidInputError."""
     kind = BUCKETS[split_scheme(url)]
-    if names_user(url) and kind == "s3":
+    if has_login(url) and kind == "s3":
         raise InvalidInputError(
             f"cannot open {public_url(url)}: S3 takes no credentials from a URL; use "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"

@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from bootseer.base.patience import PATIENCE
 from bootseer.base.redact import public_url
 from bootseer.base.requests import NAMENODE, count_request
 from bootseer.base.varints import delimited, take_delimited
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     BootseerError,
     DeadlineError,
@@ -483,7 +483,7 @@ class NameNodes:
             return self._asked(site, method, request, haste)
         except (DeadlineError, UnavailableError):
             if haste is not Haste.CHECK:  # the hdfs-native call that waits for it counts the time
-                PATIENCE.spend(time.monotonic() - began_s)
+                WAIT_BUDGET.spend(time.monotonic() - began_s)
             raise
 
     def _asked(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
@@ -496,9 +496,9 @@ class NameNodes:
             deadline_s = min(_HURRIED_S, deadline_s)
         elif haste is Haste.PATIENT:
             deadline_s, policy = OUTAGE_DEADLINES * deadline_s, UNTIL_DEADLINE
-        deadline_s = min(deadline_s, PATIENCE.left_s)
+        deadline_s = min(deadline_s, WAIT_BUDGET.left_s)
         if deadline_s <= 0:
-            raise DeadlineError(f"no answer within {PATIENCE.limit_s:g} s, in earlier calls")
+            raise DeadlineError(f"no answer within {WAIT_BUDGET.limit_s:g} s, in earlier calls")
         attempts = Attempts(policy, deadline_s)
         end_s = time.monotonic() + deadline_s
         while True:

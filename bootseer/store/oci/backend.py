@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -47,7 +47,7 @@ class OciBackend(Folder, Backend):
             reference,
             hosts_dir=settings.registry_hosts_dir,
             deadline_s=deadline_s or settings.deadline_s,
-            patience=PATIENCE,
+            wait_budget=WAIT_BUDGET,
         )
         self._listed = ObjectList(self._client, reference, self.url)
 

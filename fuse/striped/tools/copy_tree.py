@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
-from bootseer.base.parallel import Stoppable, each_at_once
+from bootseer.base.parallel import StoppableProgress, map_in_threads
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -226,8 +226,8 @@ def _copy_files(
     if target.storage is None:
         for folder in {os.path.dirname(name) for name in sizes}:
             _make_directory(target.at(folder) if folder else target)
-    progress = Stoppable(on_progress)
-    done = each_at_once(
+    progress = StoppableProgress(on_progress)
+    done = map_in_threads(
         sizes,
         lambda name, size: copy_one(source.at(name), target.at(name), progress),
         progress,

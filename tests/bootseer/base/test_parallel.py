@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from bootseer.base.parallel import Stoppable, StoppedError, each_at_once
+from bootseer.base.parallel import StoppableProgress, WorkStoppedError, map_in_threads
 
 
 def test_results_have_the_order_of_the_items_and_the_largest_begins_first() -> None:
@@ -12,10 +12,10 @@ def test_results_have_the_order_of_the_items_and_the_largest_begins_first() -> N
         begun.append(key)
         return 2 * size
 
-    found = each_at_once(
+    found = map_in_threads(
         {"small": 1, "large": 9, "unknown": 0},
         work,
-        Stoppable(None),
+        StoppableProgress(None),
         thread_count=1,
         thread_name="test",
         size_of=lambda size: size or None,
@@ -26,7 +26,7 @@ def test_results_have_the_order_of_the_items_and_the_largest_begins_first() -> N
 
 def test_a_failure_stops_the_others_and_drops_what_they_made() -> None:
     told: list[int] = []
-    progress = Stoppable(told.append)
+    progress = StoppableProgress(told.append)
     is_done, is_stopped = threading.Event(), threading.Event()
     dropped: list[str] = []
 
@@ -41,13 +41,13 @@ def test_a_failure_stops_the_others_and_drops_what_they_made() -> None:
             try:
                 while True:
                     progress(0)
-            except StoppedError:
+            except WorkStoppedError:
                 is_stopped.set()
                 raise
         return key
 
     with pytest.raises(ValueError, match="broken"):
-        each_at_once(
+        map_in_threads(
             {"done": 3, "fails": 2, "goes on": 1, "never begun": 0},
             work,
             progress,

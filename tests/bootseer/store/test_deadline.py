@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from bootseer.base.patience import Patience
+from bootseer.base.wait_budget import WaitBudget
 from bootseer.errors import DeadlineError, UnavailableError
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from testbed.waiting import pause, wait_for
@@ -120,9 +120,9 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 
 def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start has one budget, for all calls of all its stages."""
-    patience = Patience()
-    monkeypatch.setattr("bootseer.store.deadline.PATIENCE", patience)
-    patience.limit(1.5)
+    wait_budget = WaitBudget()
+    monkeypatch.setattr("bootseer.store.deadline.WAIT_BUDGET", wait_budget)
+    wait_budget.limit(1.5)
     caller = DeadlineCaller(4, "test")
     release = threading.Event()
 
@@ -135,16 +135,16 @@ def test_what_was_waited_in_vain_is_not_waited_again(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(UnavailableError, match="nobody"):
         caller.run(refuse, 60)
-    assert patience.left_s < 1.0
+    assert wait_budget.left_s < 1.0
     # What brings something uses up nothing, however long it takes.
-    left_s = patience.left_s
+    left_s = wait_budget.left_s
     assert caller.run(lambda _: pause(0.7), 60) is None
-    assert patience.left_s == left_s
+    assert wait_budget.left_s == left_s
     with pytest.raises(NoAnswerError, match="within"):
         caller.run(hang, 60)
     with pytest.raises(NoAnswerError, match=r"within 1\.5 s, in earlier calls"):
         caller.run(hang, 60)
-    patience.limit(math.inf)
+    wait_budget.limit(math.inf)
     assert caller.run(lambda _: 5, 60) == 5
     release.set()
     caller.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.base.patience import PATIENCE
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import (
     BootseerError,
     DeadlineError,
@@ -270,7 +270,7 @@ def test_a_start_waits_for_a_store_that_hangs_only_once(url: str) -> None:
         over.wait(600)
 
     with talking(count_and_hang) as host, open_store(url.format(host), deadline_s=60) as store:
-        PATIENCE.limit(0.7)
+        WAIT_BUDGET.limit(0.7)
         try:
             with pytest.raises(DeadlineError):
                 store.read("a")
@@ -278,7 +278,7 @@ def test_a_start_waits_for_a_store_that_hangs_only_once(url: str) -> None:
             with pytest.raises(DeadlineError, match="in earlier calls"):
                 store.read("b")
         finally:
-            PATIENCE.limit(math.inf)
+            WAIT_BUDGET.limit(math.inf)
         assert len(came) == seen >= 1
 
 

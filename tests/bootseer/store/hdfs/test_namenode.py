@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from bootseer.base.patience import PATIENCE
 from bootseer.base.varints import delimited
+from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import UnavailableError
 from bootseer.store.hdfs import namenode
 from bootseer.store.hdfs.namenode import UNANSWERED, Haste, NameNodes, RpcError, response_in
@@ -200,13 +200,13 @@ def test_calls_end_with_the_patience_of_a_start() -> None:
         over.wait(60)
 
     with talking(hang) as address:
-        PATIENCE.limit(0.7)
+        WAIT_BUDGET.limit(0.7)
         try:
             with pytest.raises(UNANSWERED):
                 _nodes(address).call("getFsStats")
-            assert PATIENCE.is_spent
+            assert WAIT_BUDGET.is_spent
             with pytest.raises(UNANSWERED):
                 _nodes(address).call("getFsStats")
             assert len(came) == 1
         finally:
-            PATIENCE.limit(math.inf)
+            WAIT_BUDGET.limit(math.inf)

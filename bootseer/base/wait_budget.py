@@ -12,7 +12,7 @@ import math
 _FREE_S = 0.5
 
 
-class Patience:
+class WaitBudget:
     """Seconds that calls may wait without success."""
 
     def __init__(self) -> None:
@@ -36,5 +36,5 @@ class Patience:
             self.left_s -= seconds
 
 
-PATIENCE = Patience()
+WAIT_BUDGET = WaitBudget()
 """The budget of this process."""
