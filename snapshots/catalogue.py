@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.base.progress import ProgressBar
 from bootseer.blob.index import codec as index
 from bootseer.blob.keys import blob_key, index_key
@@ -61,7 +61,7 @@ class _Name(Struct, frozen=True):
     fingerprint: Key
 
 
-_NAME_FORM: Form[_Name] = Form(
+_NAME_FORM: DocumentFormat[_Name] = DocumentFormat(
     type=_Name, what="a name of a snapshot (give it anew)", versions=(1,), size_max=4096
 )
 

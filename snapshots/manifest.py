@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from bootseer.base.documents import BlobDigest, Count64, Form, PathBytes
+from bootseer.base.documents import BlobDigest, Count64, DocumentFormat, PathBytes
 from bootseer.errors import CorruptError
 from bootseer.snapshots.parts import Part, fingerprint
 from bootseer.snapshots.scan import checked_target, is_plain, text_of
@@ -177,7 +177,7 @@ does not know them must not read it, since its garbage collector would delete th
 
 MANIFEST_BYTES_MAX = 128 * 1024 * 1024
 INDEX_BYTES_MAX = 4 << 30
-FORM: Form[Manifest] = Form(
+FORM: DocumentFormat[Manifest] = DocumentFormat(
     type=Manifest,
     kind="bootseer-snapshot",
     kind_member="format",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.blob.tree import Tree
 from bootseer.errors import (
     BootseerError,
@@ -93,7 +93,7 @@ class Mounted(Struct, frozen=True):
     ready_name: str
 
 
-_FORM: Form[Mounted] = Form(type=Mounted, versions=(1,), size_max=64 * 1024)
+_FORM: DocumentFormat[Mounted] = DocumentFormat(type=Mounted, versions=(1,), size_max=64 * 1024)
 
 
 class _MountedTree(Struct, frozen=True):

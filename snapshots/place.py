@@ -26,7 +26,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form, PathBytes, to_line
+from bootseer.base.documents import DocumentFormat, PathBytes, to_line
 from bootseer.blob.index import codec as index
 from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import (
@@ -132,10 +132,14 @@ class _Committed(Struct, frozen=True):
     commit: Path
 
 
-_PLAN: Form[_Plan] = Form(type=_Plan, versions=(1,), size_max=1 << 30, value_count_max=1 << 30)
+_PLAN: DocumentFormat[_Plan] = DocumentFormat(
+    type=_Plan, versions=(1,), size_max=1 << 30, value_count_max=1 << 30
+)
 # Of a plan of any release: one that is carried out must not be taken for none.
-_POINTER: Form[_Committed] = Form(type=_Committed, size_max=1 << 30, value_count_max=1 << 30)
-_COMMIT: Form[list[Path]] = Form(type=list[Path], size_max=1 << 24)
+_POINTER: DocumentFormat[_Committed] = DocumentFormat(
+    type=_Committed, size_max=1 << 30, value_count_max=1 << 30
+)
+_COMMIT: DocumentFormat[list[Path]] = DocumentFormat(type=list[Path], size_max=1 << 24)
 
 
 class _Staging(Struct, frozen=True):

@@ -17,7 +17,7 @@ from typing import Protocol, Unpack
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.root_paths import Place, find_program
@@ -100,8 +100,10 @@ class _Remembered(Struct, frozen=True):
     interpreter: Interpreter
 
 
-_FORM: Form[Interpreter] = Form(type=Interpreter, size_max=_OUTPUT_BYTES_MAX)
-_REMEMBERED: Form[_Remembered] = Form(type=_Remembered, size_max=2 * _OUTPUT_BYTES_MAX)
+_FORM: DocumentFormat[Interpreter] = DocumentFormat(type=Interpreter, size_max=_OUTPUT_BYTES_MAX)
+_REMEMBERED: DocumentFormat[_Remembered] = DocumentFormat(
+    type=_Remembered, size_max=2 * _OUTPUT_BYTES_MAX
+)
 
 
 def find_python(place: Place, words: Sequence[str], search_path: str) -> str | None:

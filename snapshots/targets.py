@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import BootseerError, BusyError, UnsupportedError, from_oserror
 from bootseer.linux.locks import try_lock, unlock
 from bootseer.linux.private_files import (
@@ -266,7 +266,7 @@ class State(Struct, frozen=True):
     is not trusted."""
 
 
-_FORM: Form[State] = Form(type=State, versions=(2,), size_max=64 * 1024)
+_FORM: DocumentFormat[State] = DocumentFormat(type=State, versions=(2,), size_max=64 * 1024)
 
 
 def _file(cache_dir: Path, target: Path) -> Path:

@@ -4,7 +4,7 @@ The only module that reads or writes JSON documents. Reading checks, in this ord
 number of values, before any object is built (the three bytes of an empty list and a comma become 72
 bytes of objects); that no member occurs twice; the checksum, the kind and the version, where the
 format has them; the type and bounds of every member that the struct declares. Unknown members are
-ignored, unknown versions are refused by name. Only `Form.read` does I/O. Any thread.
+ignored, unknown versions are refused by name. Only `DocumentFormat.read` does I/O. Any thread.
 
 The parser is `json`, not `msgspec.json`: paths that are not UTF-8 are stored as lone surrogates,
 which `msgspec.json` refuses.
@@ -58,8 +58,8 @@ else:
     PathBytes.register(bytes)
 
 
-class Readable(Protocol):
-    """The part of a store that `Form.read` needs."""
+class ReadableStore(Protocol):
+    """The part of a store that `DocumentFormat.read` needs."""
 
     @property
     def url(self) -> str: ...
@@ -67,7 +67,7 @@ class Readable(Protocol):
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes: ...
 
 
-class Form(Struct, Generic[T], frozen=True, kw_only=True):
+class DocumentFormat(Struct, Generic[T], frozen=True, kw_only=True):
     """Format of one kind of document: its type, its limits, and the members that identify it."""
 
     type: Any
@@ -90,7 +90,7 @@ class Form(Struct, Generic[T], frozen=True, kw_only=True):
     one name the last one counts, as in Go."""
     indent: int | None = None
 
-    def read(self, store: Readable, key: str) -> T:
+    def read(self, store: ReadableStore, key: str) -> T:
         """Return the document at `key`. Raises: as `decode`; NotFoundError, UnavailableError."""
         return self.decode(store.read(key, 0, self.size_max + 1), f"{store.url}/{key}")
 
@@ -172,7 +172,7 @@ def parse(
     is_foreign: bool = False,
     value_count_max: int = VALUE_COUNT_MAX,
 ) -> Any:
-    """Return the JSON values in `data`; see `Form` for the limits. Raises: CorruptError."""
+    """Return the JSON values in `data`; see `DocumentFormat` for limits. Raises: CorruptError."""
     if len(data) > size_max:
         raise CorruptError(f"{where} is larger than {size_max} bytes")
     # Commas and brackets inside strings count too; our own documents stay far below the limit.
@@ -237,7 +237,7 @@ def to_line(value: Any) -> str:
 def from_line(line: str | bytes, kind: type[T]) -> T:
     """Return the struct in a line that `to_line` wrote. Raises: CorruptError."""
     data = line.encode("utf-8") if isinstance(line, str) else line
-    form: Form[T] = Form(type=kind, size_max=_LINE_BYTES_MAX)
+    form: DocumentFormat[T] = DocumentFormat(type=kind, size_max=_LINE_BYTES_MAX)
     return form.decode(data, "a message of another process")
 
 

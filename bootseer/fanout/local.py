@@ -39,7 +39,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from bootseer.base.closing import Closing
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.fanout.trees import TREE_COUNT
 from bootseer.served.control import is_trusted_peer
@@ -76,7 +76,7 @@ class _Header(Struct, frozen=True):
     keys: Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=1 << 16)]
 
 
-_HEADER: Form[_Header] = Form(
+_HEADER: DocumentFormat[_Header] = DocumentFormat(
     type=_Header, what="a request for an object", size_max=_HEADER_BYTES_MAX
 )
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -23,7 +23,7 @@ from bootseer.http.transport import Server, Transport
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Directory of the service account's token, certificate and namespace in a pod."""
-_OBJECT: Form[dict[str, Any]] = Form(
+_OBJECT: DocumentFormat[dict[str, Any]] = DocumentFormat(
     type=dict[str, Any], what="an object", size_max=4 * 1024 * 1024, is_foreign=True
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.base.protobuf_messages import LABELS, Messages, build, describe
 from bootseer.errors import UnsupportedError
 from bootseer.linux.grpc_service import ask
@@ -55,7 +55,7 @@ class _Info(Struct, frozen=True):
     config: _Config = _Config()
 
 
-_INFO: Form[_Info] = Form(
+_INFO: DocumentFormat[_Info] = DocumentFormat(
     type=_Info, what="a container's info", size_max=_INFO_BYTES_MAX, is_foreign=True
 )
 
@@ -68,7 +68,7 @@ class _Running(Struct, frozen=True):
     containerd: _Containerd | None = None
 
 
-_RUNNING: Form[_Running] = Form(
+_RUNNING: DocumentFormat[_Running] = DocumentFormat(
     type=_Running,
     what="a runtime's configuration",
     size_max=_INFO_BYTES_MAX,

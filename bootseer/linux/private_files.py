@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from bootseer.errors import CorruptError, UnknownFormatError, from_oserror
 
 if TYPE_CHECKING:
-    from bootseer.base.documents import Form
+    from bootseer.base.documents import DocumentFormat
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def write_private_file(path: Path, data: bytes) -> None:
         raise
 
 
-def read_private_file(path: Path, form: "Form[T]") -> T | None:
+def read_private_file(path: Path, form: "DocumentFormat[T]") -> T | None:
     """The document at `path`; None where there is none that this release reads, or where it is
     another user's: it must not be acted upon."""
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form, parse
+from bootseer.base.documents import DocumentFormat, parse
 from bootseer.base.redact import hide_login
 from bootseer.errors import CorruptError
 from bootseer.linux.bounded_run import run_within
@@ -56,7 +56,9 @@ class _Answer(Struct, frozen=True, rename="pascal"):
         return "a helper's answer"
 
 
-_ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_FILE_BYTES_MAX, is_foreign=True)
+_ANSWER: DocumentFormat[_Answer] = DocumentFormat(
+    type=_Answer, size_max=_FILE_BYTES_MAX, is_foreign=True
+)
 
 
 def find_credential(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, field
 
-from bootseer.base.documents import Digest, Form, Text, parse
+from bootseer.base.documents import Digest, DocumentFormat, Text, parse
 from bootseer.errors import CorruptError, NotFoundError, UnknownFormatError
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -149,12 +149,12 @@ class _Index(Struct, frozen=True):
     manifests: Annotated[tuple[DescriptorForm, ...], Meta(max_length=ENTRY_COUNT_MAX)] = ()
 
 
-_INDEX: Form[_Index] = Form(
+_INDEX: DocumentFormat[_Index] = DocumentFormat(
     type=_Index, what="an index of images", size_max=DOCUMENT_BYTES_MAX, is_foreign=True
 )
 
 
-def parse_second_schema(form: Form[T], data: bytes, where: str) -> T:
+def parse_second_schema(form: DocumentFormat[T], data: bytes, where: str) -> T:
     """Decode a document whose schema must be 2. Raises: CorruptError, UnknownFormatError."""
     document = form.parse(data, where)
     if isinstance(document, dict) and document.get("schemaVersion") != 2:

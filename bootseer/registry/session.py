@@ -11,7 +11,7 @@ from urllib.parse import urlencode, urlsplit
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.base.wait_budget import WaitBudget
 from bootseer.errors import (
     BootseerError,
@@ -201,7 +201,9 @@ class _Errors(Struct, frozen=True):
     errors: Annotated[tuple[_Error, ...], Meta(min_length=1)]
 
 
-_ERRORS: Form[_Errors] = Form(type=_Errors, size_max=_ERROR_BYTES_MAX, is_foreign=True)
+_ERRORS: DocumentFormat[_Errors] = DocumentFormat(
+    type=_Errors, size_max=_ERROR_BYTES_MAX, is_foreign=True
+)
 
 
 def _message(data: bytes) -> str:

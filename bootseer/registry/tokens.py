@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import (
     BootseerError,
     CorruptError,
@@ -51,7 +51,9 @@ class _Answer(Struct, frozen=True):
     expires_in: Any = None
 
 
-_ANSWER: Form[_Answer] = Form(type=_Answer, size_max=_ANSWER_BYTES_MAX, is_foreign=True)
+_ANSWER: DocumentFormat[_Answer] = DocumentFormat(
+    type=_Answer, size_max=_ANSWER_BYTES_MAX, is_foreign=True
+)
 
 
 class Challenge(Struct, frozen=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import from_oserror
 from bootseer.linux.locks import lock_within
 from bootseer.linux.private_files import (
@@ -93,7 +93,7 @@ class MountState(Struct, frozen=True):
         return self.process, ProcessId(self.worker_pid, self.worker_started)
 
 
-_STATE_FORM: Form[MountState] = Form(type=MountState, size_max=1 << 20)
+_STATE_FORM: DocumentFormat[MountState] = DocumentFormat(type=MountState, size_max=1 << 20)
 
 
 def new_identity() -> str:

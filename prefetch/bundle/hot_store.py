@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Count, Count64, Form, PathBytes, Sha256
+from bootseer.base.documents import Count, Count64, DocumentFormat, PathBytes, Sha256
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.linux.private_files import write_private_file
 from bootseer.prefetch.bundle.format import (
@@ -62,7 +62,7 @@ class HotPointer(Struct, frozen=True, omit_defaults=True):
     """Files of which each start reads different bytes, so that they are not in the bundle."""
 
 
-POINTER_FORM: Form[HotPointer] = Form(
+POINTER_FORM: DocumentFormat[HotPointer] = DocumentFormat(
     type=HotPointer,
     what="a pointer to a bundle",
     kind="bootseer-hot",

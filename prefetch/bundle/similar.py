@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Count64, Form, Sha256
+from bootseer.base.documents import Count64, DocumentFormat, Sha256
 from bootseer.blob.tree import Blob, Tree
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, UnknownFormatError
 from bootseer.prefetch.bundle import hot_store
@@ -58,7 +58,7 @@ class SimilarImages(Struct, frozen=True):
     images: Annotated[tuple[SimilarImage, ...], Meta(max_length=_KEPT)]
 
 
-FORM: Form[SimilarImages] = Form(
+FORM: DocumentFormat[SimilarImages] = DocumentFormat(
     type=SimilarImages,
     what="a record of images with bundles",
     kind="bootseer-hot-relatives",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from bootseer.base.content_digest import content_digest
-from bootseer.base.documents import Count, Form
+from bootseer.base.documents import Count, DocumentFormat
 from bootseer.blob.index.codec import decode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.tree import Tree
@@ -155,7 +155,7 @@ class _Note(Struct, frozen=True):
     ranges: tuple[_Range, ...]
 
 
-_FORM: Form[_Note] = Form(type=_Note, versions=(1,), size_max=64 * 1024)
+_FORM: DocumentFormat[_Note] = DocumentFormat(type=_Note, versions=(1,), size_max=64 * 1024)
 
 
 def note_damage(cache_dir: Path, index_digest: str, chunks: "Sequence[Chunk]") -> None:

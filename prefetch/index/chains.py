@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Digest, Form, Sha256, is_digest
+from bootseer.base.documents import Digest, DocumentFormat, Sha256, is_digest
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
 
@@ -50,7 +50,7 @@ class _ChainRecord(Struct, frozen=True, omit_defaults=True):
     index_digest: Sha256 | None = None
 
 
-_FORM: Form[_ChainRecord] = Form(
+_FORM: DocumentFormat[_ChainRecord] = DocumentFormat(
     type=_ChainRecord,
     what="the record of a chain of layers",
     kind="bootseer-chain",

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import AnyDigest, Form, Sha256
+from bootseer.base.documents import AnyDigest, DocumentFormat, Sha256
 from bootseer.blob.index.codec import decode, encode
 from bootseer.blob.index.codec import digest as digest_of
 from bootseer.blob.tree import Blob, Tree
@@ -103,14 +103,14 @@ class _ImageFile(Struct, frozen=True):
     layers: Annotated[tuple[AnyDigest, ...], Meta(max_length=10_000)] = ()
 
 
-_LAYER_FORM: Form[_LayerFile] = Form(
+_LAYER_FORM: DocumentFormat[_LayerFile] = DocumentFormat(
     type=_LayerFile,
     what="the record of a layer on this node",
     kind="bootseer-node-layer",
     versions=(1,),
     size_max=RECORD_BYTES_MAX,
 )
-_IMAGE_FORM: Form[_ImageFile] = Form(
+_IMAGE_FORM: DocumentFormat[_ImageFile] = DocumentFormat(
     type=_ImageFile,
     what="the record of an image on this node",
     kind="bootseer-node-image",
@@ -252,7 +252,7 @@ class NodeCatalogue:
     def _path(self, kind: str, name: str) -> Path:
         return self._directory / kind / f"{quote(name, safe='')}.json"
 
-    def _read(self, path: Path, form: Form[_Record]) -> _Record | None:
+    def _read(self, path: Path, form: DocumentFormat[_Record]) -> _Record | None:
         """None for what is not there, or of another release. Raises: CorruptError."""
         try:
             with path.open("rb") as file:

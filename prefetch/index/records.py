@@ -16,7 +16,7 @@ from bootseer.base.documents import (
     Count64,
     Digest,
     DigestOrNone,
-    Form,
+    DocumentFormat,
     PathBytes,
     Sha256,
     Text,
@@ -87,7 +87,7 @@ class ImageRecord(Struct, frozen=True):
     """The digest of the platform's manifest in a registry; empty where it came from elsewhere."""
 
 
-IMAGE_FORM: Form[ImageRecord] = Form(
+IMAGE_FORM: DocumentFormat[ImageRecord] = DocumentFormat(
     type=ImageRecord,
     what="the record of an image",
     kind="bootseer-image",
@@ -96,7 +96,7 @@ IMAGE_FORM: Form[ImageRecord] = Form(
     checksum_member="checksum",
     indent=1,
 )
-LAYER_FORM: Form[LayerRecord] = Form(
+LAYER_FORM: DocumentFormat[LayerRecord] = DocumentFormat(
     type=LayerRecord,
     what="the record of a layer",
     kind="bootseer-layer",

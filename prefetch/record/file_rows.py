@@ -13,7 +13,7 @@ import msgspec
 import zstandard
 from msgspec import Struct
 
-from bootseer.base.documents import Form, PathBytes
+from bootseer.base.documents import DocumentFormat, PathBytes
 from bootseer.blob.index.zstd_frame import expand
 from bootseer.errors import CorruptError
 
@@ -41,7 +41,7 @@ class TracedFile(Struct, frozen=True):
 _FILE = re.compile(rb'\["(?:[^"\\]|\\.)*", ?"(?:[0-9a-f]{64})?"\]')
 
 
-_FILES_FORM: Form[list[tuple[PathBytes, str]]] = Form(
+_FILES_FORM: DocumentFormat[list[tuple[PathBytes, str]]] = DocumentFormat(
     type=list[tuple[PathBytes, str]],
     size_max=_DECODED_BYTES_MAX,
     value_count_max=_DECODED_BYTES_MAX,
@@ -62,7 +62,7 @@ H = TypeVar("H", bound=Header)
 
 
 def encode_rows(
-    form: Form[H], header: H, files: Sequence[TracedFile], rows: Sequence[Row]
+    form: DocumentFormat[H], header: H, files: Sequence[TracedFile], rows: Sequence[Row]
 ) -> bytes:
     """The document. Deterministic."""
     lines = [form.encode(header).decode("ascii")]
@@ -76,7 +76,9 @@ def encode_rows(
     return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(text.encode("ascii"))
 
 
-def decode_rows(form: Form[H], data: bytes) -> tuple[H, tuple[TracedFile, ...], list[Row]]:
+def decode_rows(
+    form: DocumentFormat[H], data: bytes
+) -> tuple[H, tuple[TracedFile, ...], list[Row]]:
     """Header, files and rows. Raises: CorruptError; UnknownFormatError for another version."""
     head, _, rest = expand(data, form.what, _DECODED_BYTES_MAX).partition(b"\n")
     header = form.decode(head, "this document")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form, PathBytes
+from bootseer.base.documents import DocumentFormat, PathBytes
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.errors import InvalidInputError
@@ -55,7 +55,7 @@ class _Entry(Struct, frozen=True):
     path: PathBytes
 
 
-_ENTRY: Form[_Entry] = Form(
+_ENTRY: DocumentFormat[_Entry] = DocumentFormat(
     type=_Entry, what="a record of a file", size_max=HINTS_BYTES_MAX, is_foreign=True
 )
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from bootseer.base.documents import Count, Form
+from bootseer.base.documents import Count, DocumentFormat
 from bootseer.blob.parts import FileParts
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.record.file_rows import (
@@ -34,7 +34,7 @@ class _Header(Struct, frozen=True):
     row_count: Annotated[int, Meta(ge=0, le=2**22)] = field(name="range_count")
 
 
-_FORM: Form[_Header] = Form(
+_FORM: DocumentFormat[_Header] = DocumentFormat(
     type=_Header,
     what="a hot set",
     kind="bootseer-hotset",

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct, field
 
-from bootseer.base.documents import Count, Count64, Form
+from bootseer.base.documents import Count, Count64, DocumentFormat
 from bootseer.blob.tree import Tree
 from bootseer.prefetch.record.file_rows import (
     HEADER_BYTES_MAX,
@@ -41,7 +41,7 @@ class _Header(Struct, frozen=True):
     row_count: Annotated[int, Meta(ge=0, le=ACCESS_COUNT_MAX)] = field(name="access_count")
 
 
-_FORM: Form[_Header] = Form(
+_FORM: DocumentFormat[_Header] = DocumentFormat(
     type=_Header,
     what="a trace",
     kind="bootseer-trace",

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from bootseer.base.documents import Digest, Form, Text
+from bootseer.base.documents import Digest, DocumentFormat, Text
 from bootseer.errors import InvalidInputError
 from bootseer.prefetch.index.records import ImageConfig
 from bootseer.registry.documents import (
@@ -64,13 +64,13 @@ class ArchivedImage(Struct, frozen=True, rename="pascal"):
     layers: Annotated[tuple[Text, ...], Meta(max_length=LAYER_COUNT_MAX)] = ()
 
 
-def _form(kind: Any, what: str) -> Form[Any]:
-    return Form(type=kind, what=what, size_max=DOCUMENT_BYTES_MAX, is_foreign=True)
+def _form(kind: Any, what: str) -> DocumentFormat[Any]:
+    return DocumentFormat(type=kind, what=what, size_max=DOCUMENT_BYTES_MAX, is_foreign=True)
 
 
-_MANIFEST: Form[_Manifest] = _form(_Manifest, "the manifest of an image")
-_CONFIG: Form[_Config] = _form(_Config, "the configuration of an image")
-_ARCHIVE: Form[list[ArchivedImage]] = _form(
+_MANIFEST: DocumentFormat[_Manifest] = _form(_Manifest, "the manifest of an image")
+_CONFIG: DocumentFormat[_Config] = _form(_Config, "the configuration of an image")
+_ARCHIVE: DocumentFormat[list[ArchivedImage]] = _form(
     Annotated[list[ArchivedImage], Meta(max_length=ENTRY_COUNT_MAX)], "a list of images"
 )
 

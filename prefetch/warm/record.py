@@ -13,7 +13,7 @@ import zstandard
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from bootseer.base.documents import Count64, Form, PathBytes
+from bootseer.base.documents import Count64, DocumentFormat, PathBytes
 from bootseer.blob.index.zstd_frame import expand
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.store import Store
@@ -85,7 +85,7 @@ class _Header(Struct, frozen=True):
     file_count: Annotated[int, Meta(ge=0, le=FILE_COUNT_MAX)]
 
 
-_HEADER_FORM: Form[_Header] = Form(
+_HEADER_FORM: DocumentFormat[_Header] = DocumentFormat(
     type=_Header,
     kind="bootseer-warm",
     kind_member="format",
@@ -94,7 +94,9 @@ _HEADER_FORM: Form[_Header] = Form(
 )
 # A path, the file's size and time of change, and by turns offsets and lengths of its ranges.
 _Line = tuple[PathBytes, Count64, int, tuple[Count64, ...]]
-_LINES_FORM: Form[list[_Line]] = Form(type=list[_Line], size_max=_DECODED_BYTES_MAX)
+_LINES_FORM: DocumentFormat[list[_Line]] = DocumentFormat(
+    type=list[_Line], size_max=_DECODED_BYTES_MAX
+)
 
 
 def identity_of(directory: str, name: str | None) -> str:

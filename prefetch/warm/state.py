@@ -14,13 +14,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.linux.locks import lock_file
 from bootseer.linux.private_files import private_directory, read_private_file, write_private_file
 from bootseer.prefetch.warm.record import key_of
 from bootseer.served.folders import log_path
 
-_STATE_FORM: Form[dict[str, Any]] = Form(type=dict[str, Any], size_max=1 << 16)
+_STATE_FORM: DocumentFormat[dict[str, Any]] = DocumentFormat(type=dict[str, Any], size_max=1 << 16)
 
 
 class NodePaths(Struct, frozen=True):

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import (
     AlreadyExistsError,
     BootseerError,
@@ -71,7 +71,7 @@ class VolumeRecord(Struct, frozen=True):
         return tree_key(self.volume, self.backing, self.workload)
 
 
-_FORM: Form[VolumeRecord] = Form(
+_FORM: DocumentFormat[VolumeRecord] = DocumentFormat(
     type=VolumeRecord,
     what="a record of a published volume",
     kind="bootseer-volume",

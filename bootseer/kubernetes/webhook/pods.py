@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Form, Text
+from bootseer.base.documents import DocumentFormat, Text
 from bootseer.settings.values import as_name
 
 BODY_BYTES_MAX = 3 * 1024 * 1024
@@ -120,7 +120,7 @@ class AdmissionReview(Struct, frozen=True, kw_only=True, rename={"api_version": 
     request: AdmissionRequest
 
 
-REVIEW: Form[AdmissionReview] = Form(
+REVIEW: DocumentFormat[AdmissionReview] = DocumentFormat(
     type=AdmissionReview,
     what="an AdmissionReview",
     kind="AdmissionReview",
@@ -128,7 +128,7 @@ REVIEW: Form[AdmissionReview] = Form(
     value_count_max=_VALUES_MAX,
     is_foreign=True,
 )
-POD: Form[Pod] = Form(
+POD: DocumentFormat[Pod] = DocumentFormat(
     type=Pod,
     what="a pod",
     size_max=BODY_BYTES_MAX,

@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from bootseer.base.documents import Count, Count64, Form, to_line
+from bootseer.base.documents import Count, Count64, DocumentFormat, to_line
 from bootseer.linux.private_files import read_private_file, write_private_file
 from bootseer.linux.processes import living_processes, note_process
 from bootseer.linux.removal import remove_tree
@@ -56,7 +56,7 @@ class Record(Struct, frozen=True, kw_only=True):
     restored_files: Count = 0
 
 
-_FORM: Form[Record] = Form(type=Record, size_max=1 << 16)
+_FORM: DocumentFormat[Record] = DocumentFormat(type=Record, size_max=1 << 16)
 
 
 def kept_dir(cache_dir: Path) -> Path:

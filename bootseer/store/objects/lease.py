@@ -34,7 +34,7 @@ from typing import Annotated, Self
 
 from msgspec import Meta, Struct, to_builtins
 
-from bootseer.base.documents import Form
+from bootseer.base.documents import DocumentFormat
 from bootseer.errors import (
     BootseerError,
     BusyError,
@@ -74,7 +74,7 @@ class Record(Struct, frozen=True):
         return json.dumps(to_builtins(self), sort_keys=True).encode()
 
 
-_FORM: Form[Record] = Form(type=Record, size_max=16 << 10)
+_FORM: DocumentFormat[Record] = DocumentFormat(type=Record, size_max=16 << 10)
 
 
 def decode(data: bytes) -> Record | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from bootseer.base.documents import BlobDigest, Form
+from bootseer.base.documents import BlobDigest, DocumentFormat
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.store.objects.store import Store
 
@@ -36,7 +36,7 @@ class Use(Struct, frozen=True):
     blob_digests: tuple[BlobDigest, ...]
 
 
-FORM: Form[Use] = Form(
+FORM: DocumentFormat[Use] = DocumentFormat(
     type=Use,
     what="a note of a use",
     kind="bootseer-use",

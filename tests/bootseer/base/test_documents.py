@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from bootseer.base.documents import Count, Form, PathBytes, Sha256, parse
+from bootseer.base.documents import Count, DocumentFormat, PathBytes, Sha256, parse
 from bootseer.errors import CorruptError, UnknownFormatError
 from bootseer.prefetch.index.records import LAYER_FORM
 from bootseer.snapshots.manifest import decode
@@ -23,7 +23,7 @@ class Thing(Struct, frozen=True):
     paths: Annotated[tuple[PathBytes, ...], Meta(max_length=3)] = ()
 
 
-FORM: Form[Thing] = Form(
+FORM: DocumentFormat[Thing] = DocumentFormat(
     type=Thing, what="a thing", kind="thing", versions=(2, 1), size_max=10**7, indent=1,
     checksum_member="checksum",
 )  # fmt: skip
