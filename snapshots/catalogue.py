@@ -44,7 +44,7 @@ from bootseer.snapshots.manifest import (
 )
 from bootseer.snapshots.scan import STAGING_PREFIX, text_of
 from bootseer.store import Store
-from bootseer.store.objects.records import ONE_DOCUMENT, Entry, Format, Links
+from bootseer.store.objects.records import ONE_DOCUMENT, Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import note_use
 
 logger = logging.getLogger(__name__)
@@ -477,7 +477,7 @@ def _links_of_manifest(store: Store, key: str) -> Links:
                 *(blob_key(blob.digest) for blob in target.blobs),
             )
         ),
-        entry=Entry(
+        entry=RecordEntry(
             "snapshot",
             manifest.fingerprint,
             manifest.created_ns,
@@ -491,7 +491,7 @@ def _links_of_manifest(store: Store, key: str) -> Links:
 
 
 FORMATS = (
-    Format(_NAMES, _links_of_name, pattern=ONE_DOCUMENT),
-    Format(FOLDER, _links_of_manifest, pattern=ONE_DOCUMENT),
+    ObjectFormat(_NAMES, _links_of_name, pattern=ONE_DOCUMENT),
+    ObjectFormat(FOLDER, _links_of_manifest, pattern=ONE_DOCUMENT),
 )
 """What a garbage collector knows of snapshots."""

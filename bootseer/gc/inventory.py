@@ -21,7 +21,7 @@ from bootseer.errors import (
     UnknownFormatError,
 )
 from bootseer.store import Store
-from bootseer.store.objects.records import Entry, Format, Links
+from bootseer.store.objects.records import Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import use_key
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Object(Struct, frozen=True):
 
     size_bytes: int
     modified_ns: int
-    format: Format | None = None
+    format: ObjectFormat | None = None
     """None: one that nobody here knows, which is no garbage."""
     links: Links = Links()
 
@@ -50,7 +50,7 @@ class Inventory(Struct, frozen=True):
     """Everything in a store, by key."""
 
     objects: Mapping[str, Object]
-    formats: Sequence[Format]
+    formats: Sequence[ObjectFormat]
     """Each before those that it may name."""
     now_ns: int = 0
     """When the store was listed, by which ages are told: by the storage's clock, or by this node's
@@ -58,7 +58,7 @@ class Inventory(Struct, frozen=True):
     is_clock_wrong: bool = False
     """Whether the two clocks differ by more than a cluster's should."""
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
+    def entries(self) -> Iterator[tuple[str, RecordEntry]]:
         """Yield the records that users name, with their keys."""
         for key, one in self.objects.items():
             if one.links.entry is not None:
@@ -84,7 +84,7 @@ class Inventory(Struct, frozen=True):
         return max((note.modified_ns for note in notes if note is not None), default=0)
 
 
-def take_inventory(store: Store, formats: Sequence[Format]) -> Inventory:
+def take_inventory(store: Store, formats: Sequence[ObjectFormat]) -> Inventory:
     """List the store, then read the records in it.
 
     Raises: CorruptError, UnknownFormatError for a record that cannot be read: what it needs is not
@@ -111,7 +111,7 @@ def take_inventory(store: Store, formats: Sequence[Format]) -> Inventory:
     return Inventory(objects, formats, now_ns, is_clock_wrong)
 
 
-def _read(store: Store, key: str, of: Format | None) -> Links:
+def _read(store: Store, key: str, of: ObjectFormat | None) -> Links:
     assert of is not None
     assert of.read is not None
     try:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bootseer.errors import InvalidInputError, NotFoundError
 from bootseer.gc.inventory import Inventory
-from bootseer.store.objects.records import Entry
+from bootseer.store.objects.records import RecordEntry
 from bootseer.store.objects.uses import IN_USE_S
 
 DAY_S = 86_400
@@ -63,7 +63,12 @@ def judge(inventory: Inventory, rules: Rules) -> dict[str, Verdict]:
 
 
 def _judge(
-    inventory: Inventory, rules: Rules, key: str, entry: Entry, rank: int, labels: Sequence[str]
+    inventory: Inventory,
+    rules: Rules,
+    key: str,
+    entry: RecordEntry,
+    rank: int,
+    labels: Sequence[str],
 ) -> Verdict:
     if entry.kind == "image":
         return Verdict(True, "not named")
@@ -92,7 +97,7 @@ def _judge(
     return Verdict(False, "no rule keeps it")
 
 
-def _ranks(entries: Mapping[str, Entry]) -> dict[str, int]:
+def _ranks(entries: Mapping[str, RecordEntry]) -> dict[str, int]:
     """Return of each entry how many of its group are newer."""
     groups: dict[str, list[str]] = defaultdict(list)
     for key, entry in entries.items():
@@ -104,7 +109,7 @@ def _ranks(entries: Mapping[str, Entry]) -> dict[str, int]:
     return ranks
 
 
-def _find_snapshot(inventory: Inventory, entries: Mapping[str, Entry], text: str) -> str:
+def _find_snapshot(inventory: Inventory, entries: Mapping[str, RecordEntry], text: str) -> str:
     for one in inventory.objects.values():
         if text and one.links.label == text:
             return one.links.hangs_on[0]
@@ -120,7 +125,7 @@ def _find_snapshot(inventory: Inventory, entries: Mapping[str, Entry], text: str
     return found[0]
 
 
-def _find_images(entries: Mapping[str, Entry], text: str) -> list[str]:
+def _find_images(entries: Mapping[str, RecordEntry], text: str) -> list[str]:
     names = (text, f"{text}:latest")
     found = [key for key, one in entries.items() if one.kind == "image" and one.name in names]
     if not found:

@@ -6,14 +6,14 @@ from bootseer.prefetch.bundle.links import FORMATS as IMAGES
 from bootseer.report.sources import FOLDER as STARTS
 from bootseer.report.sources import start_of
 from bootseer.snapshots.catalogue import FORMATS as SNAPSHOTS
-from bootseer.store.objects.records import TREES, USES, Format
+from bootseer.store.objects.records import TREES, USES, ObjectFormat
 
 FORMATS = (
     *SNAPSHOTS,
     *IMAGES,
-    Format(STARTS, series=start_of),
+    ObjectFormat(STARTS, series=start_of),
     # A job that still runs writes its record anew: only ages count.
-    Format(PRELOAD, series=lambda key: ("", key)),
+    ObjectFormat(PRELOAD, series=lambda key: ("", key)),
     USES,
     *BUNDLES,
     *TREES,

@@ -78,7 +78,7 @@ def _by_store(settings: Settings, key: str) -> str:
     """Of the nodes that share the store. It may be slow, or not answer: a copy of us asks."""
     # Here, and not in the copy: who names a store needs it later, too.
     from bootseer.store import open_backend
-    from bootseer.store.objects.lease import agree
+    from bootseer.store.objects.lease import agree_on_token
 
     def is_over(token: str) -> bool:
         return _is_over(settings, token[:_NAME_LENGTH])
@@ -87,7 +87,9 @@ def _by_store(settings: Settings, key: str) -> str:
         lease = f"leases/starts/{settings.job}/{key}"
         try:
             with contextlib.closing(open_backend(settings.store_url, deadline_s=_DEADLINE_S)) as at:
-                token = agree(at, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over)
+                token = agree_on_token(
+                    at, lease, ttl_s=_TOGETHER_S, owner=settings.node, is_over=is_over
+                )
         except Exception as error:
             _log.info("the store does not say which submission this start is of: %s", error)
             return b""

@@ -21,7 +21,7 @@ from bootseer.errors import DeadlineError, UnavailableError
 
 Result = TypeVar("Result")
 
-_LOOK_EVERY_S = 5.0
+_ON_WAIT_EVERY_S = 5.0
 
 
 class NoAnswerError(DeadlineError):
@@ -59,26 +59,26 @@ class Call(Generic[Result]):
             _HERE.call = None
             self._finished.release()
 
-    def wait(self, timeout_s: float, look: Callable[[], None] | None = None) -> bool:
-        """Wait for the call, calling `look` now and then; return whether it finished.
+    def wait(self, timeout_s: float, on_wait: Callable[[], None] | None = None) -> bool:
+        """Wait for the call, calling `on_wait` now and then; return whether it finished.
 
         Return False after `timeout_s` without progress.
         """
         seen_count = 0
-        while not self._ends_within(timeout_s, look):
+        while not self._ends_within(timeout_s, on_wait):
             if self.progress_count == seen_count:
                 return False
             seen_count = self.progress_count
         return True
 
-    def _ends_within(self, timeout_s: float, look: Callable[[], None] | None) -> bool:
-        if look is None:
+    def _ends_within(self, timeout_s: float, on_wait: Callable[[], None] | None) -> bool:
+        if on_wait is None:
             return self._finished.acquire(timeout=timeout_s)
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
-            if self._finished.acquire(timeout=min(left_s, _LOOK_EVERY_S)):
+            if self._finished.acquire(timeout=min(left_s, _ON_WAIT_EVERY_S)):
                 return True
-            look()
+            on_wait()
         return self._finished.acquire(blocking=False)
 
     def result(self) -> Result:
@@ -94,10 +94,10 @@ class DeadlineCaller:
     def __init__(self, threads_max: int, name: str) -> None:
         self._threads_max = threads_max
         self._name = name
-        self.begin()
-        begin_in_children(self)
+        self.reset()
+        reset_in_children(self)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start without helpers. A forked child calls this: threads stay in the parent."""
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -108,11 +108,11 @@ class DeadlineCaller:
         self,
         function: Callable[[Call[Result]], Result],
         timeout_s: float,
-        look: Callable[[], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> Result:
         """Run `function` in a helper thread; return its result or raise its exception.
 
-        While it runs, `look` is called every few seconds in the caller's thread.
+        While it runs, `on_wait` is called every few seconds in the caller's thread.
 
         Raises: NoAnswerError if it made no progress for `timeout_s` (noticed after at most twice
         that time), or if no helper was free for as long; UnavailableError if no helper can be
@@ -126,7 +126,7 @@ class DeadlineCaller:
         self._find_helper()
         self._queue.put(call)  # type: ignore[arg-type]  # the queue never looks at the result
         try:
-            finished = call.wait(timeout_s, look)
+            finished = call.wait(timeout_s, on_wait)
         except BaseException:  # KeyboardInterrupt in the waiting thread
             self._abandon(call)
             raise
@@ -193,25 +193,25 @@ def note_progress() -> None:
         call.progress()
 
 
-class Begun(Protocol):
+class ForkResettable(Protocol):
     """Object with locks, threads or connections that a forked child must replace by new ones."""
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Set up new locks and connections: inherited locks may stay held for ever."""
         ...
 
 
-_BEGUN: "WeakSet[Begun]" = WeakSet()
+_RESETTABLE: "WeakSet[ForkResettable]" = WeakSet()
 
 
-def begin_in_children(begun: Begun) -> None:
-    """Register an object whose `begin` is called in each process forked from this one."""
-    _BEGUN.add(begun)
+def reset_in_children(resettable: ForkResettable) -> None:
+    """Register an object whose `reset` is called in each process forked from this one."""
+    _RESETTABLE.add(resettable)
 
 
 def _begin_in_child() -> None:
-    for begun in list(_BEGUN):
-        begun.begin()
+    for resettable in list(_RESETTABLE):
+        resettable.reset()
 
 
 os.register_at_fork(after_in_child=_begin_in_child)

@@ -105,7 +105,7 @@ BUCKETS = {
 """Provider of the buckets that each URL scheme names."""
 
 
-class Folder:
+class PathMixin:
     """Mixin for backends: names of paths in messages, and checks of file paths."""
 
     url: str

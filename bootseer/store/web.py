@@ -33,7 +33,7 @@ from bootseer.errors import (
 from bootseer.http.ranges import Range
 from bootseer.http.transport import Response, Server, Transport, date_of
 from bootseer.store.backend import Backend, FileInfo, Space, Traits, Writer
-from bootseer.store.paths import Folder, split_path
+from bootseer.store.paths import PathMixin, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S
 from bootseer.transfer.policy import REQUEST, Attempts, is_transient
@@ -54,7 +54,7 @@ _LINK = re.compile(
 )
 
 
-class WebBackend(Folder, Backend):
+class WebBackend(PathMixin, Backend):
     """Files below one URL of a web server."""
 
     traits = Traits()

@@ -13,7 +13,7 @@ from bootseer.prefetch.index.catalogue import layer_key
 from bootseer.prefetch.index.chains import chain_ids, chain_key, read_chain
 from bootseer.prefetch.index.records import IMAGE_FORM, LAYER_FORM
 from bootseer.store import Store
-from bootseer.store.objects.records import ONE_DOCUMENT, Entry, Format, Links
+from bootseer.store.objects.records import ONE_DOCUMENT, Links, ObjectFormat, RecordEntry
 
 
 def _links_of_image(store: Store, key: str) -> Links:
@@ -28,7 +28,7 @@ def _links_of_image(store: Store, key: str) -> Links:
             *map(chain_key, chain_ids(diff_ids)),
             hot_store.name_folder(name_of(image.reference)),
         ),
-        entry=Entry("image", image.reference, image.created_ns),
+        entry=RecordEntry("image", image.reference, image.created_ns),
     )
 
 
@@ -73,19 +73,19 @@ def _links_of_bundle(key: str) -> Links:
 
 
 FORMATS = (
-    Format("images/", _links_of_image, pattern=ONE_DOCUMENT),
-    Format("chains/", _links_of_chain, pattern=ONE_DOCUMENT),
-    Format("layers/", _links_of_layer, pattern=ONE_DOCUMENT),
-    Format("hot/names/", _links_of_similar),
-    Format("hot/streams/", _links_of_similar),
-    Format("hot/", _links_of_pointer),
-    Format("traces/", links_of=_links_of_trace),
+    ObjectFormat("images/", _links_of_image, pattern=ONE_DOCUMENT),
+    ObjectFormat("chains/", _links_of_chain, pattern=ONE_DOCUMENT),
+    ObjectFormat("layers/", _links_of_layer, pattern=ONE_DOCUMENT),
+    ObjectFormat("hot/names/", _links_of_similar),
+    ObjectFormat("hot/streams/", _links_of_similar),
+    ObjectFormat("hot/", _links_of_pointer),
+    ObjectFormat("traces/", links_of=_links_of_trace),
 )
 """Formats of records with links."""
 CONTENT = (
     # Headers name the parts, so that they are removed first.
-    Format("bundles/", links_of=_links_of_bundle, suffix="/header", is_content=True),
-    Format("bundles/", links_of=_links_of_bundle, is_content=True),
-    Format("hotsets/", is_content=True),
+    ObjectFormat("bundles/", links_of=_links_of_bundle, suffix="/header", is_content=True),
+    ObjectFormat("bundles/", links_of=_links_of_bundle, is_content=True),
+    ObjectFormat("hotsets/", is_content=True),
 )
 """Formats of objects that pointers name."""

@@ -21,13 +21,13 @@ from bootseer.registry.tokens import parse_challenges
 from bootseer.store.hdfs.messages import MESSAGES
 from bootseer.store.hdfs.namenode import (
     UNANSWERED,
-    Haste,
+    CallWait,
     NameNodes,
     Replica,
     StoredBlock,
     response_in,
 )
-from bootseer.store.hdfs.reading import Connection, DataNodes, packet_headers
+from bootseer.store.hdfs.reading import DataNodeConnection, DataNodes, packet_headers
 from bootseer.store.paths import split_path
 from bootseer.store.web import names_in
 from bootseer.transfer.attempt import Attempt
@@ -76,7 +76,7 @@ class _Answered(NameNodes):
 
     data = b""
 
-    def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
+    def answer(self, method: str, request: bytes, wait: CallWait) -> bytes:
         return response_in(self.data)
 
 
@@ -128,7 +128,7 @@ def _read_transfer(data: bytes) -> None:
         theirs.sendall(data[: 2**16])
         theirs.shutdown(socket.SHUT_WR)
         nodes = DataNodes(5)
-        connection = Connection(("127.0.0.1", 1), ours)
+        connection = DataNodeConnection(("127.0.0.1", 1), ours)
         nodes.take = lambda address: connection  # type: ignore[method-assign]
         block = StoredBlock(0, _BLOCK, b"token", (Replica(("127.0.0.1", 1)),))
         buffer = bytearray(_LENGTH)

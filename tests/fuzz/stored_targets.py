@@ -133,7 +133,7 @@ def _records() -> list[Any]:
              "diff_ids": [samples.DIGEST], "index_digest": samples.INDEX}  # fmt: skip
     use = {"kind": "bootseer-use", "version": 1, "index_digest": samples.INDEX,
            "blob_digests": [samples.DIGEST]}  # fmt: skip
-    held = lease.Record("owner", "0" * 32, 5, 10)
+    held = lease.LeaseRecord("owner", "0" * 32, 5, 10)
     found = [
         json.loads(data)
         for data in (

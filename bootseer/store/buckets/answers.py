@@ -62,7 +62,7 @@ NO_CREDENTIALS = (
 )
 
 
-class Answer(Struct, frozen=True):
+class ServerAnswer(Struct, frozen=True):
     """Error response of a server; 0 or "" for each field that is missing."""
 
     status: int = 0
@@ -76,14 +76,14 @@ class Answer(Struct, frozen=True):
         return f"{shown} (request id {self.request_id})" if self.request_id else shown
 
 
-def answer_of(error: BaseException) -> Answer:
+def parse_answer(error: BaseException) -> ServerAnswer:
     """Parse the server's answer from the text of an exception of obstore."""
     text = str(error).partition(_DEBUG)[0]
     head, status = _HEAD.search(text), _STATUS.search(text)
     body = status[2] if status else text
     code = _CODE.search(body)
     message, request_id = _MESSAGE.search(body), _REQUEST_ID.search(body)
-    return Answer(
+    return ServerAnswer(
         status=int(status[1]) if status else 0,
         code=next(filter(None, code.groups())) if code else "",
         message=message[1] if message else "",
@@ -92,19 +92,19 @@ def answer_of(error: BaseException) -> Answer:
     )
 
 
-def is_conflict(answer: Answer) -> bool:
+def is_conflict(answer: ServerAnswer) -> bool:
     """Return whether another writer uses the same key now (S3: ConditionalRequestConflict)."""
     return answer.status == 409 and answer.code not in _EXISTS_CODES
 
 
-def is_no_bucket(answer: Answer) -> bool:
+def is_no_bucket(answer: ServerAnswer) -> bool:
     """Return whether the bucket does not exist."""
     return answer.code in ("NoSuchBucket", "ContainerNotFound")
 
 
 def is_behind_end(error: BaseException) -> bool:
     """Return whether the requested range begins at or beyond the end of the object."""
-    return answer_of(error).status == 416 or _BEHIND_END.search(str(error)) is not None
+    return parse_answer(error).status == 416 or _BEHIND_END.search(str(error)) is not None
 
 
 def is_odd_name(error: BaseException) -> bool:
@@ -116,8 +116,8 @@ def is_odd_name(error: BaseException) -> bool:
 
 
 @contextmanager
-def telling(what: str, bucket: str) -> Iterator[None]:
-    """Raise obstore's exceptions from the block as Bootseer's errors (see `told`).
+def translated_errors(what: str, bucket: str) -> Iterator[None]:
+    """Raise obstore's exceptions from the block as Bootseer's errors (see `translate`).
 
     Some answers make obstore panic, and Rust's PanicException is not an Exception.
     """
@@ -127,16 +127,16 @@ def telling(what: str, bucket: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise told(error, what, bucket) from error
+            raise translate(error, what, bucket) from error
         raise
 
 
-def told(error: BaseException, what: str, bucket: str) -> BootseerError:
+def translate(error: BaseException, what: str, bucket: str) -> BootseerError:
     """Return the error to raise for an exception of obstore.
 
     `what` names the operation, as in "read s3://bucket/key".
     """
-    answer = answer_of(error)
+    answer = parse_answer(error)
     text = str(error)
     if any(host in text for host in _METADATA):
         return PermissionDeniedError(f"cannot {what}: {NO_CREDENTIALS}")

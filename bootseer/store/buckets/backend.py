@@ -40,16 +40,16 @@ from bootseer.store.buckets.access import (
     open_bucket,
 )
 from bootseer.store.buckets.answers import (
-    answer_of,
     is_behind_end,
     is_conflict,
     is_no_bucket,
     is_odd_name,
-    telling,
+    parse_answer,
+    translated_errors,
 )
 from bootseer.store.buckets.writer import PART_BYTES, PARTS_AT_ONCE, SINGLE_BYTES, BucketWriter
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
-from bootseer.store.paths import Folder, check_deadline, split_path
+from bootseer.store.paths import PathMixin, check_deadline, split_path
 from bootseer.transfer.attempt import Attempt
 from bootseer.transfer.pace import STALL_S, Progress
 from bootseer.transfer.policy import REQUEST, Attempts
@@ -77,7 +77,7 @@ class _Forks:
     pid = 0
 
 
-class BucketBackend(Folder, Backend):
+class BucketBackend(PathMixin, Backend):
     """Files below one prefix of a bucket."""
 
     traits = Traits(one_step_replace=True)
@@ -176,7 +176,7 @@ class BucketBackend(Folder, Backend):
             while True:
                 count_request(BUCKET)
                 try:
-                    with telling(what, bucket):
+                    with translated_errors(what, bucket):
                         return work(store, key, call)
                 except BootseerError as error:
                     pause_s = left.pause_s(error) if attempts else None
@@ -354,7 +354,7 @@ class BucketBackend(Folder, Backend):
 
         def body(call: Call[None]) -> None:
             progress, came = Progress(time.monotonic()), 0
-            with telling(what, self._bucket(path)[2]):
+            with translated_errors(what, self._bucket(path)[2]):
                 for chunk in answer.stream(min_chunk_size=_PIECE_BYTES):
                     data = memoryview(chunk)
                     came += len(data)
@@ -412,7 +412,7 @@ class BucketBackend(Folder, Backend):
             try:
                 load().put(store, key, data, mode=mode, use_multipart=False)
             except load().exceptions.AlreadyExistsError as error:
-                if overwrite or is_conflict(answer_of(error)):
+                if overwrite or is_conflict(parse_answer(error)):
                     # The next attempt finds out which writer was first.
                     raise UnavailableError(
                         f"cannot write {self._name(path)}: another writer is at work on it"
@@ -432,7 +432,7 @@ class BucketBackend(Folder, Backend):
     def upload(self, path: str, pieces: Iterator[Piece]) -> None:
         """Create an object by a multipart upload."""
         store, key, bucket = self._bucket(path, "upload")
-        with telling(f"write {self._name(path)}", bucket):
+        with translated_errors(f"write {self._name(path)}", bucket):
             load().put(
                 store,
                 key,
@@ -526,7 +526,7 @@ class BucketBackend(Folder, Backend):
                 try:
                     load().delete(store, some[0] if len(some) == 1 else some)
                 except FileNotFoundError as error:
-                    if is_no_bucket(answer_of(error)):
+                    if is_no_bucket(parse_answer(error)):
                         raise
                 call.progress()
 

@@ -26,7 +26,7 @@ LAST_PARTS_S = PARTS_AT_ONCE * PART_BYTES / SLOWEST_BYTES_PER_S
 _QUEUE_BYTES = 2 * PART_BYTES
 
 
-class Sends(Protocol):
+class WriterRequests(Protocol):
     """Requests that a writer needs of its backend. Each raises BootseerError."""
 
     def put(self, path: str, pieces: Sequence[Piece], size_bytes: int, overwrite: bool) -> None:
@@ -46,20 +46,20 @@ class BucketWriter(Writer):
     """Writer that keeps data in memory until `close`, or until a multipart upload is worthwhile."""
 
     def __init__(
-        self, sends: Sends, path: str, name: str, *, overwrite: bool, deadline_s: float
+        self, requests: WriterRequests, path: str, name: str, *, overwrite: bool, deadline_s: float
     ) -> None:
         """Prepare to write `path`, which messages call `name`.
 
         `deadline_s`: longest time that a write may wait without progress.
         """
-        self._sends = sends
+        self._requests = requests
         self._path = path
         self._name = name
         self._overwrite = overwrite
         self._deadline_s = deadline_s
         self._pieces: list[Piece] = []
         self._size_bytes = 0
-        self._upload: _Upload | None = None
+        self._upload: _MultipartUpload | None = None
         self._is_closed = False
 
     def write(self, data: Piece) -> None:
@@ -72,10 +72,10 @@ class BucketWriter(Writer):
         self._pieces.append(data)
         if self._size_bytes > SINGLE_BYTES:
             if not self._overwrite:
-                self._sends.refuse_existing(self._path)
+                self._requests.refuse_existing(self._path)
             kept, self._pieces = self._pieces, []
-            self._upload = _Upload(
-                lambda pieces: self._sends.upload(self._path, pieces), self._name
+            self._upload = _MultipartUpload(
+                lambda pieces: self._requests.upload(self._path, pieces), self._name
             )
             for piece in kept:
                 self._upload.put(piece, self._deadline_s)
@@ -88,7 +88,7 @@ class BucketWriter(Writer):
             self._upload.finish(self._deadline_s)
             return
         pieces, self._pieces = self._pieces, []
-        self._sends.put(self._path, pieces, self._size_bytes, self._overwrite)
+        self._requests.put(self._path, pieces, self._size_bytes, self._overwrite)
 
     def abort(self) -> None:
         self._is_closed = True
@@ -106,7 +106,7 @@ class _AbortedError(Exception):
     """Raised in the upload's thread to end the upload without an object."""
 
 
-class _Upload:
+class _MultipartUpload:
     """Multipart upload in its own thread, which takes pieces from a queue of bounded size."""
 
     def __init__(self, send: Callable[[Iterator[Piece]], None], name: str) -> None:

@@ -34,7 +34,7 @@ from bootseer.errors import (
 from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.deadline import Call, DeadlineCaller, NoAnswerError
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
-from bootseer.store.paths import Folder, split_path, split_scheme
+from bootseer.store.paths import PathMixin, split_path, split_scheme
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ _SLOWEST_BYTES_PER_S = 1_000_000
 _MEMORY_LOCK = threading.RLock()
 
 
-class FsspecBackend(Folder, Backend):
+class FsspecBackend(PathMixin, Backend):
     """Files below one prefix of an fsspec file system."""
 
     def __init__(
@@ -114,7 +114,7 @@ class FsspecBackend(Folder, Backend):
                 with self._guard:
                     return work(call)
             except Exception as error:
-                raise self._told(error, what) from error
+                raise self._translate(error, what) from error
 
         if self._is_memory:
             return guarded(Call(guarded))
@@ -306,7 +306,7 @@ class FsspecBackend(Folder, Backend):
             raise
         file.close()
 
-    def _told(self, error: Exception, what: str) -> BootseerError:
+    def _translate(self, error: Exception, what: str) -> BootseerError:
         """Return the BootseerError for an exception of the file system."""
         if isinstance(error, BootseerError):
             return error

@@ -28,10 +28,10 @@ from bootseer.store.deadline import Call
 from bootseer.store.hdfs.direct_write import Placer
 from bootseer.store.hdfs.namenode import UNANSWERED, NameNodes, NoCallsError, RpcError
 from bootseer.store.hdfs.native import Native, translate
-from bootseer.store.hdfs.placement import PlacedGroup, Placement
+from bootseer.store.hdfs.placement import PlacedGroup, ServerChooser
 from bootseer.store.hdfs.reading import DataNodes, HdfsReader, fill, info_of, read_bytes
 from bootseer.store.hdfs.writer import AGAIN_IN_A_GROUP, HdfsWriter
-from bootseer.store.paths import Folder, split_path
+from bootseer.store.paths import PathMixin, split_path
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _DEADLINE_S = 60.0
 _SILENCES_PER_DEADLINE = 4
 
 
-class HdfsBackend(Folder, Backend):
+class HdfsBackend(PathMixin, Backend):
     """Files below one folder of an HDFS cluster."""
 
     traits = Traits(one_step_rename=True)
@@ -69,7 +69,7 @@ class HdfsBackend(Folder, Backend):
             replication=replication,
         )
         self._placer = Placer(self._name_nodes)
-        self._placement = Placement()
+        self._placement = ServerChooser()
         self._data_nodes = DataNodes(deadline_s / _SILENCES_PER_DEADLINE)
 
     def wait_for_servers(self, patience_s: float) -> None:
@@ -95,7 +95,7 @@ class HdfsBackend(Folder, Backend):
             lambda client: client.get_file_info(full),
             "look at",
             self._name(path),
-            is_question=True,
+            is_idempotent=True,
         )
         return info_of(path, status)
 
@@ -112,7 +112,7 @@ class HdfsBackend(Folder, Backend):
                 call.progress()
             return found
 
-        infos = self._native.run(work, "list", self._name(path), is_question=True)
+        infos = self._native.run(work, "list", self._name(path), is_idempotent=True)
         infos.sort(key=lambda info: info.path)
         return iter(infos)
 
@@ -198,7 +198,7 @@ class HdfsBackend(Folder, Backend):
                 lambda client: client.mkdirs(full, native.folder_mode(client), True),
                 "create",
                 self._name(path),
-                is_question=True,
+                is_idempotent=True,
             )
         except AlreadyExistsError as error:
             raise InvalidInputError(str(error)) from error
@@ -210,7 +210,7 @@ class HdfsBackend(Folder, Backend):
                 lambda client: client.delete(full, recursive),
                 "delete",
                 self._name(path),
-                is_question=True,
+                is_idempotent=True,
             )
 
     def space(self) -> Space | None:

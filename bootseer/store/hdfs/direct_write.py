@@ -32,7 +32,7 @@ from msgspec import Struct
 from bootseer.base.varints import take_delimited
 from bootseer.errors import BootseerError
 from bootseer.store.backend import Piece
-from bootseer.store.deadline import begin_in_children
+from bootseer.store.deadline import reset_in_children
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import (
     TOO_FEW_DATANODES,
@@ -110,7 +110,7 @@ class TooFewServersError(Exception):
     """Raised if the cluster has too few DataNodes other than the excluded ones."""
 
 
-class Placed(Struct, frozen=True):
+class PlacedBlock(Struct, frozen=True):
     """Allocated first block of the file `path`, whose lease the client `holder` has."""
 
     path: str
@@ -127,10 +127,10 @@ class Placer:
         self._seen: dict[str, messages.Message] = {}
         """DatanodeInfo of each DataNode that was chosen before, by UUID; exclusions contain it."""
         self._replica_count = 0
-        self.begin()
-        begin_in_children(self)
+        self.reset()
+        reset_in_children(self)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Replace the lock; a forked child calls this."""
         self._lock = threading.Lock()
 
@@ -140,7 +140,7 @@ class Placer:
         with self._lock:
             return len({server.location for server in self._seen.values()}) <= 1
 
-    def place(self, path: str, avoid: Collection[str]) -> Placed | None:
+    def place(self, path: str, avoid: Collection[str]) -> PlacedBlock | None:
         """Allocate the first block of the empty file at the absolute `path`.
 
         `avoid` lists UUIDs of DataNodes to exclude. Return None if the NameNode does not answer.
@@ -171,10 +171,10 @@ class Placer:
             self._holder = holder
             self._seen.update(added.servers)
             self._replica_count = max(self._replica_count, len(added.servers))
-        return Placed(path, holder, added)
+        return PlacedBlock(path, holder, added)
 
     def open_direct(
-        self, placed: Placed, silence_max_s: float, kind: ChecksumKind
+        self, placed: PlacedBlock, silence_max_s: float, kind: ChecksumKind
     ) -> "DirectFile | None":
         """Begin a direct write to an allocated block; return None if that is not possible.
 
@@ -208,7 +208,7 @@ class DirectFile:
     def __init__(
         self,
         name_nodes: NameNodes,
-        placed: Placed,
+        placed: PlacedBlock,
         block_bytes: int,
         silence_max_s: float,
         kind: ChecksumKind,
@@ -222,7 +222,7 @@ class DirectFile:
         self._block_bytes = block_bytes
         self._silence_max_s = silence_max_s
         self._kind = kind
-        self._block = _Block(placed.added, placed.holder, silence_max_s, kind)
+        self._block = _BlockWriter(placed.added, placed.holder, silence_max_s, kind)
         self._waiting: list[memoryview] = []
         """Data of the next packet, until the packet is full."""
         self._waiting_bytes = 0
@@ -274,10 +274,10 @@ class DirectFile:
         previous = self._block.finish()
         self._block.drop()
         added = self._name_nodes.add_block(path, holder, previous=previous)
-        self._block = _Block(added, holder, self._silence_max_s, self._kind)
+        self._block = _BlockWriter(added, holder, self._silence_max_s, self._kind)
 
 
-class _Block:
+class _BlockWriter:
     """Block that is being written, over a connection to the first of its DataNodes."""
 
     def __init__(

@@ -38,7 +38,7 @@ from bootseer.errors import (
     UnavailableError,
 )
 from bootseer.store.backend import Space
-from bootseer.store.deadline import begin_in_children
+from bootseer.store.deadline import reset_in_children
 from bootseer.store.hdfs.messages import (
     MESSAGES,
     PROTOCOL,
@@ -73,7 +73,7 @@ _LOCATED_BYTES = 1000 << 20
 _LARGE_BLOCK_BYTES = 64 << 20
 
 _DEFAULT_PORT = 8020
-_HURRIED_S = 5.0
+_SHORT_S = 5.0
 _CHECK_S = 2.0
 # Time after which NameNodes that did not answer are asked again.
 SILENT_S = 60.0
@@ -185,7 +185,7 @@ class AddedBlock(Struct, frozen=True):
 # ---- NameNodes -----------------------------------------------------------------------------------
 
 
-class _Site(Struct, frozen=True):
+class _ClusterConfig(Struct, frozen=True):
     """NameNodes of a cluster, from its URL and the Hadoop configuration of this machine."""
 
     addresses: tuple[Address, ...]
@@ -197,7 +197,7 @@ class _Site(Struct, frozen=True):
     """Whether DataNodes are contacted by host name instead of IP address."""
 
 
-class _State(Enum):
+class _CallState(Enum):
     """Whether NameNodes accept our calls."""
 
     UNKNOWN = auto()
@@ -209,16 +209,16 @@ class _State(Enum):
     """The cluster requires Kerberos, but the configuration of this machine does not say so."""
 
 
-class Haste(Enum):
+class CallWait(Enum):
     """Length of a call's wait for NameNodes that do not answer."""
 
     CHECK = auto()
     """One attempt of at most two seconds."""
-    HURRIED = auto()
+    SHORT = auto()
     """Five seconds, for an answer that the caller can do without."""
     USUAL = auto()
     """The deadline."""
-    PATIENT = auto()
+    LONG = auto()
     """Several deadlines, also for a NameNode that is not ready: without an answer a write fails."""
 
 
@@ -233,18 +233,18 @@ class NameNodes:
         """Note the cluster, `hdfs://HOST:PORT` or `hdfs://NAMESERVICE`; no request is sent."""
         self._cluster = cluster
         self._deadline_s = deadline_s
-        self._state = _State.UNKNOWN
+        self._state = _CallState.UNKNOWN
         self._silent_until_s = 0.0
-        self._site: _Site | None = None
+        self._config: _ClusterConfig | None = None
         """Set in the state OPEN."""
         self._first = 0
         """Index of the NameNode that answered last, which is asked first."""
         self._space: tuple[Space | None, float] = None, 0.0
         self._no_quota_until_s = 0.0
-        self.begin()
-        begin_in_children(self)
+        self.reset()
+        reset_in_children(self)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Replace the lock; a forked child calls this."""
         self._lock = threading.Lock()
         """Also held while the NameNodes are asked for the first time."""
@@ -261,49 +261,53 @@ class NameNodes:
         configuration does not.
         """
         with self._lock:
-            site = _site(self._cluster)
-            if self._state is _State.UNKNOWN:
-                if site.is_secure:
-                    self._await_reachable(site)
-                if error := self._find(site, Haste.CHECK):
-                    self._await_reachable(site)
+            config = _config(self._cluster)
+            if self._state is _CallState.UNKNOWN:
+                if config.is_secure:
+                    self._await_reachable(config)
+                if error := self._find(config, CallWait.CHECK):
+                    self._await_reachable(config)
                     self._say_why(error)
-            if self._state is _State.UNCONFIGURED:
+            if self._state is _CallState.UNCONFIGURED:
                 raise PermissionDeniedError(
                     f"{self._cluster} wants Kerberos: let HADOOP_CONF_DIR name the folder of its "
                     "core-site.xml and hdfs-site.xml"
                 )
-            return site.is_secure
+            return config.is_secure
 
     def take_calls(self) -> bool:
         """Return whether the active NameNode accepts our calls; with Kerberos it does not."""
-        return self._found(Haste.USUAL) is not None
+        return self._found(CallWait.USUAL) is not None
 
-    def _found(self, haste: Haste) -> _Site | None:
+    def _found(self, wait: CallWait) -> _ClusterConfig | None:
         with self._lock:
-            is_due = haste is Haste.PATIENT or time.monotonic() >= self._silent_until_s
-            if self._state is _State.UNKNOWN and is_due and self._find(_site(self._cluster), haste):
+            is_due = wait is CallWait.LONG or time.monotonic() >= self._silent_until_s
+            if (
+                self._state is _CallState.UNKNOWN
+                and is_due
+                and self._find(_config(self._cluster), wait)
+            ):
                 self._silent_until_s = time.monotonic() + SILENT_S
-            return self._site
+            return self._config
 
-    def _find(self, site: _Site, haste: Haste) -> BootseerError | None:
+    def _find(self, config: _ClusterConfig, wait: CallWait) -> BootseerError | None:
         """Find out whether calls are accepted; return the error if no NameNode answers."""
-        if site.is_secure:
-            self._state = _State.CLOSED
+        if config.is_secure:
+            self._state = _CallState.CLOSED
             return None
         request = MESSAGES["GetFileInfoRequest"](src="/").SerializeToString()
         try:
-            self._answer(site, "getFileInfo", request, haste)
+            self._answer(config, "getFileInfo", request, wait)
         except RpcError as error:
             is_kerberos = _REFUSAL in str(error)
-            self._state = _State.UNCONFIGURED if is_kerberos else _State.CLOSED
+            self._state = _CallState.UNCONFIGURED if is_kerberos else _CallState.CLOSED
         except BootseerError as error:
             return error
         else:
-            self._state, self._site = _State.OPEN, site
+            self._state, self._config = _CallState.OPEN, config
         return None
 
-    def _await_reachable(self, site: _Site) -> None:
+    def _await_reachable(self, config: _ClusterConfig) -> None:
         """Wait until a NameNode takes a connection, and log the wait.
 
         hdfs-native would try for a minute without a message. Raises: UnavailableError with the
@@ -312,11 +316,11 @@ class NameNodes:
         limit_s = min(self._deadline_s, _REACH_S)
         attempts = Attempts(UNTIL_DEADLINE, limit_s)
         hint = f"check the URL {public_url(self._cluster)}"
-        if urlsplit(self._cluster).port is None and not site.names:
+        if urlsplit(self._cluster).port is None and not config.names:
             hint += (
                 ", or, for a nameservice, that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
             )
-        while failures := _refusals(site.addresses, min(_REACH_CONNECT_S, attempts.left_s)):
+        while failures := _refusals(config.addresses, min(_REACH_CONNECT_S, attempts.left_s)):
             reasons = ", ".join(
                 f"{host}:{port}: {_reason(error)}" for (host, port), error in failures.items()
             )
@@ -348,7 +352,7 @@ class NameNodes:
         hdfs-native retries connections, so that its caller cannot tell a NameNode that is down from
         one that hangs.
         """
-        failures = list(_refusals(_site(self._cluster).addresses, _CHECK_S).values())
+        failures = list(_refusals(_config(self._cluster).addresses, _CHECK_S).values())
         return failures[-1] if failures else None
 
     def order(self) -> dict[str, str]:
@@ -358,9 +362,9 @@ class NameNodes:
         since it waits for ever for a silent NameNode.
         """
         with self._lock:
-            if self._site is None or len(self._site.names) < 2:
+            if self._config is None or len(self._config.names) < 2:
                 return {}
-            names = self._site.names[self._first :] + self._site.names[: self._first]
+            names = self._config.names[self._first :] + self._config.names[: self._first]
             return {_NAMES + (urlsplit(self._cluster).hostname or ""): ",".join(names)}
 
     def has_left(self, order: dict[str, str]) -> bool:
@@ -377,7 +381,7 @@ class NameNodes:
 
     def concat(self, target: str, sources: Sequence[str]) -> None:
         """Append the files `sources` to `target`, and remove them."""
-        self.call("concat", Haste.PATIENT, trg=target, srcs=sources)
+        self.call("concat", CallWait.LONG, trg=target, srcs=sources)
 
     def writing_servers(self, path: str) -> tuple[str, ...]:
         """Return the UUIDs of the DataNodes of the last block of `path`, which is being written."""
@@ -390,7 +394,7 @@ class NameNodes:
 
         Raises: RpcError with FileNotFoundException in its text if there is no such file.
         """
-        return bool(self._located(path, 1, Haste.USUAL).underConstruction)
+        return bool(self._located(path, 1, CallWait.USUAL).underConstruction)
 
     def stored_blocks(self, path: str) -> tuple[StoredBlock, ...]:
         """Return up to about a thousand of the first blocks of a file, in order.
@@ -410,8 +414,8 @@ class NameNodes:
             for one in found.blocks
         )
 
-    def _located(self, path: str, end: int, haste: Haste = Haste.HURRIED) -> Message:
-        return self.call("getBlockLocations", haste, src=path, offset=0, length=end).locations
+    def _located(self, path: str, end: int, wait: CallWait = CallWait.SHORT) -> Message:
+        return self.call("getBlockLocations", wait, src=path, offset=0, length=end).locations
 
     def _replicas(self, block: Message) -> tuple[Replica, ...]:
         servers: Sequence[Message] = () if block.corrupt else block.locs
@@ -421,7 +425,7 @@ class NameNodes:
         )
 
     def _address(self, server: Message) -> Address:
-        by_name = self._site is not None and self._site.calls_by_name
+        by_name = self._config is not None and self._config.calls_by_name
         host = server.id.hostName if by_name else server.id.ipAddr
         return _text(host), server.id.xferPort
 
@@ -433,12 +437,12 @@ class NameNodes:
         The next block is the first one, or the one after `previous` as soon as the DataNodes have
         reported `previous`.
         """
-        haste = Haste.HURRIED if previous is None else Haste.PATIENT
+        wait = CallWait.SHORT if previous is None else CallWait.LONG
         attempts = Attempts(SOON, self._deadline_s)
         fields = {"src": path, "clientName": holder, "previous": previous, "excludeNodes": excluded}
         while True:
             try:
-                located = self.call("addBlock", haste, **fields).block
+                located = self.call("addBlock", wait, **fields).block
                 break
             except RpcError as error:
                 if "NotReplicatedYet" not in str(error):
@@ -456,45 +460,45 @@ class NameNodes:
     def complete(self, path: str, holder: str, last: Message) -> None:
         """Close a file with its `last` block once the DataNodes have reported all blocks."""
         attempts, fields = Attempts(SOON, self._deadline_s), {"clientName": holder, "last": last}
-        while not self.call("complete", Haste.PATIENT, src=path, **fields).result:
+        while not self.call("complete", CallWait.LONG, src=path, **fields).result:
             _wait_for_reports(attempts, TimeoutError("the NameNode does not know the last block"))
 
     def plain_block_bytes(self, path: str) -> int:
         """Return the block size of a file; 0 if the file is encrypted or erasure-coded."""
-        status = self.call("getFileInfo", Haste.PATIENT, src=path).fs
+        status = self.call("getFileInfo", CallWait.LONG, src=path).fs
         return int(status.blocksize) if _is_plain(status) else 0
 
-    def call(self, method: str, haste: Haste = Haste.HURRIED, **fields: Any) -> Message:
+    def call(self, method: str, wait: CallWait = CallWait.SHORT, **fields: Any) -> Message:
         """Call a method of ClientProtocol with the given request fields; return its response."""
         name = method[0].upper() + method[1:]
         request = MESSAGES[f"{name}Request"](**fields)
-        return parse(f"{name}Response", self.answer(method, request.SerializeToString(), haste))
+        return parse(f"{name}Response", self.answer(method, request.SerializeToString(), wait))
 
-    def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
+    def answer(self, method: str, request: bytes, wait: CallWait) -> bytes:
         """Return the response to a serialized request."""
-        site = self._found(haste)
-        if site is None:
+        config = self._found(wait)
+        if config is None:
             raise NoCallsError("the NameNode takes no calls from us")
-        return self._answer(site, method, request, haste)
+        return self._answer(config, method, request, wait)
 
-    def _answer(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
+    def _answer(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
         began_s = time.monotonic()
         try:
-            return self._asked(site, method, request, haste)
+            return self._asked(config, method, request, wait)
         except (DeadlineError, UnavailableError):
-            if haste is not Haste.CHECK:  # the hdfs-native call that waits for it counts the time
+            if wait is not CallWait.CHECK:  # the hdfs-native call that waits for it counts the time
                 WAIT_BUDGET.spend(time.monotonic() - began_s)
             raise
 
-    def _asked(self, site: _Site, method: str, request: bytes, haste: Haste) -> bytes:
-        client, count = os.urandom(16), len(site.addresses)
+    def _asked(self, config: _ClusterConfig, method: str, request: bytes, wait: CallWait) -> bytes:
+        client, count = os.urandom(16), len(config.addresses)
         # One of several NameNodes will be active soon; a single one that refuses stays as it is.
         deadline_s, policy = self._deadline_s, UNTIL_DEADLINE if count > 1 else REQUEST
-        if haste is Haste.CHECK:
+        if wait is CallWait.CHECK:
             deadline_s, policy = min(_CHECK_S, deadline_s / 2), ONCE
-        elif haste is Haste.HURRIED:
-            deadline_s = min(_HURRIED_S, deadline_s)
-        elif haste is Haste.PATIENT:
+        elif wait is CallWait.SHORT:
+            deadline_s = min(_SHORT_S, deadline_s)
+        elif wait is CallWait.LONG:
             deadline_s, policy = OUTAGE_DEADLINES * deadline_s, UNTIL_DEADLINE
         deadline_s = min(deadline_s, WAIT_BUDGET.left_s)
         if deadline_s <= 0:
@@ -504,7 +508,7 @@ class NameNodes:
         while True:
             first, retry_count = self._first, attempts.failures_count
             is_last = retry_count + 1 == policy.attempts
-            sent = _frames_of(site.user, client, retry_count, method, request)
+            sent = _frames_of(config.user, client, retry_count, method, request)
             for turn in range(count):
                 # A silent NameNode (dead or hung) must leave time for the others, and for another
                 # round, since for a while none may be active.
@@ -513,12 +517,12 @@ class NameNodes:
                 until_s = now_s + max(0.0, end_s - now_s) / left_count
                 connect_s = until_s - now_s if count == 1 else min(until_s - now_s, _CONNECT_S)
                 try:
-                    answer = _exchange(site.addresses[index], sent, connect_s, until_s)
+                    answer = _exchange(config.addresses[index], sent, connect_s, until_s)
                 except RpcError as error:
                     is_standby = "StandbyException" in str(error)
                     if not is_standby:
                         self._first = index
-                        if haste is not Haste.PATIENT or not is_not_serving(error):
+                        if wait is not CallWait.LONG or not is_not_serving(error):
                             raise
                     cause: Exception = error
                 except OSError as error:
@@ -696,7 +700,7 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _site(cluster: str) -> _Site:
+def _config(cluster: str) -> _ClusterConfig:
     config, parts = _configuration(), urlsplit(cluster)
     host = parts.hostname or ""
     listed = config.get(_NAMES + host, "") if parts.port is None else ""
@@ -704,7 +708,7 @@ def _site(cluster: str) -> _Site:
         name.strip(): config.get(f"{_ADDRESS}{host}.{name.strip()}") for name in listed.split(",")
     }
     addresses = tuple(_address(text) for text in known.values() if text)
-    return _Site(
+    return _ClusterConfig(
         addresses or ((host, parts.port or _DEFAULT_PORT),),
         tuple(name for name, text in known.items() if text),
         os.environ.get("HADOOP_USER_NAME") or _user(),

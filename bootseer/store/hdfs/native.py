@@ -35,7 +35,7 @@ from bootseer.errors import (
     UnsupportedError,
     from_oserror,
 )
-from bootseer.store.deadline import Call, DeadlineCaller, begin_in_children
+from bootseer.store.deadline import Call, DeadlineCaller, reset_in_children
 from bootseer.store.hdfs.namenode import (
     OUT_OF_ROOM,
     RPC_TEXT,
@@ -88,13 +88,13 @@ class Native:
         self._mode: int | None = None
         self._caller = DeadlineCaller(_THREADS_MAX, "bootseer-hdfs")
         self._client: Client | None = None
-        self.begin()
-        begin_in_children(self)
+        self.reset()
+        reset_in_children(self)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start without a client; a forked child calls this."""
         if self._client is not None:
-            keep_for_ever(self._client)
+            leak(self._client)
         self._lock = threading.Lock()
         self._client = None
         self._order: dict[str, str] = {}
@@ -110,13 +110,13 @@ class Native:
         verb: str,
         name: str,
         *,
-        is_question: bool = False,
+        is_idempotent: bool = False,
     ) -> Result:
         """Return the result of `function(client)` within the deadline.
 
-        Errors contain `verb` and `name`. `is_question`: see `run`.
+        Errors contain `verb` and `name`. `is_idempotent`: see `run`.
         """
-        return self.run(lambda _: function(self.client()), verb, name, is_question=is_question)
+        return self.run(lambda _: function(self.client()), verb, name, is_idempotent=is_idempotent)
 
     def run(
         self,
@@ -125,11 +125,11 @@ class Native:
         name: str,
         *,
         deadline_s: float | None = None,
-        is_question: bool = False,
+        is_idempotent: bool = False,
     ) -> Result:
         """Return the result of `work`, which reports progress to its call, within the deadline.
 
-        Errors contain `verb` and `name`. `is_question` says that the work is idempotent: it is
+        Errors contain `verb` and `name`. `is_idempotent` says that the work is idempotent: it is
         repeated if the active NameNode has changed, or if the connection to it was lost. NameNodes
         that are not ready are waited for until the deadline, or for `patience_s`.
         """
@@ -137,10 +137,10 @@ class Native:
         attempts = Attempts(UNTIL_DEADLINE, self.patience_s or deadline_s)
         while True:
             try:
-                return self._run_once(work, verb, name, deadline_s, is_question=is_question)
+                return self._run_once(work, verb, name, deadline_s, is_idempotent=is_idempotent)
             except UnavailableError as error:
                 may_repeat = is_not_serving(error.__cause__) or (
-                    is_question and _may_ask_again(error.__cause__, attempts.failures_count)
+                    is_idempotent and _may_ask_again(error.__cause__, attempts.failures_count)
                 )
                 pause_s = attempts.pause_s(error) if may_repeat else None
                 if pause_s is None:
@@ -154,12 +154,12 @@ class Native:
         name: str,
         deadline_s: float,
         *,
-        is_question: bool,
+        is_idempotent: bool,
     ) -> Result:
         refusal: OSError | None = None
         count_request(NAMENODE)
 
-        def look() -> None:
+        def check_refusal() -> None:
             nonlocal refusal
             refusal = self._name_nodes.refusal() or refusal
 
@@ -174,9 +174,9 @@ class Native:
 
         # Exceptions of the waiting thread, such as KeyboardInterrupt, are not translated.
         try:
-            return self._caller.run(translated, deadline_s, look)
+            return self._caller.run(translated, deadline_s, check_refusal)
         except DeadlineError as error:
-            look()
+            check_refusal()
             if refusal is not None:
                 # The NameNode may be back by now; hdfs-native may not have noticed.
                 raise UnavailableError(
@@ -187,8 +187,8 @@ class Native:
                 with self._lock:
                     if self._order is order:
                         self._client = None  # the next client begins with the active NameNode
-                if is_question:
-                    return self._run_once(work, verb, name, deadline_s, is_question=False)
+                if is_idempotent:
+                    return self._run_once(work, verb, name, deadline_s, is_idempotent=False)
                 raise UnavailableError(
                     f"cannot {what}: {error} from a NameNode that is not the active one any more"
                 ) from error
@@ -425,10 +425,10 @@ def _collect_garbage() -> None:
 def _begin_in_child() -> None:
     _Fork.time_s = time.monotonic() if _Fork.has_client else 0.0
     for client in list(_Fork.clients):
-        keep_for_ever(client)
+        leak(client)
 
 
-def keep_for_ever(parents: "Client | FileReader") -> None:
+def leak(parents: "Client | FileReader") -> None:
     """Leak a client or file of the parent process.
 
     Freeing it would wait, with the GIL held, for threads that stayed in the parent.

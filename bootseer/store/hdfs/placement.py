@@ -3,8 +3,8 @@
 HDFS chooses DataNodes at random. With eight parts on four DataNodes the busiest one gets three or
 four parts, and a striped file is as slow as its slowest part, whenever it is written or read. So
 HDFS is asked to choose, for each file of a group, among the DataNodes with the fewest open files.
-`Placement` counts open files by DataNode for all groups of a backend; a `PlacedGroup` also counts
-its closed files until the whole group is closed.
+`ServerChooser` counts open files by DataNode for all groups of a backend; a `PlacedGroup` counts
+its closed files too until the whole group is closed.
 
 Thread-safe, except `PlacedWriter`, which belongs to one thread.
 """
@@ -35,7 +35,7 @@ Place = Callable[[Collection[str]], Group | None]
 """`HdfsWriter.place` of one file; the argument lists servers to avoid."""
 
 
-class Placement:
+class ServerChooser:
     """Number of open files by server, from which the servers of new files are chosen."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class PlacedGroup(FileGroup):
     def __init__(
         self,
         backend: Backend,
-        placement: Placement,
+        placement: ServerChooser,
         create: Callable[[str], HdfsWriter],
         is_one_rack: Callable[[], bool],
     ) -> None:

@@ -31,10 +31,10 @@ from msgspec import Struct
 from bootseer.base.varints import take_delimited
 from bootseer.errors import InvalidInputError
 from bootseer.store.backend import FileInfo
-from bootseer.store.deadline import Call, begin_in_children
+from bootseer.store.deadline import Call, reset_in_children
 from bootseer.store.hdfs import messages
 from bootseer.store.hdfs.namenode import Address, Replica, StoredBlock
-from bootseer.store.hdfs.native import Native, keep_for_ever
+from bootseer.store.hdfs.native import Native, leak
 from bootseer.transfer.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -112,15 +112,15 @@ class HdfsReader:
         self.blocks = blocks
         self._file: tuple[FileReader, FileInfo, int] | None = None
         self._opened_until_s = 0.0
-        self.begin()
-        begin_in_children(self)
+        self.reset()
+        reset_in_children(self)
         if not blocks:
             native.call(lambda _: self.opened, "read", name)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start without an open file; a forked child calls this."""
         if self._file is not None:
-            keep_for_ever(self._file[0])
+            leak(self._file[0])
         self._lock = threading.Lock()
         self._file = None
 
@@ -211,7 +211,7 @@ def read_bytes(native: Native, path: str, name: str, offset: int, length: int | 
         # One copy; a bytearray turned into bytes would be two.
         return b"".join(chunks)
 
-    return native.run(work, "read", name, is_question=True)
+    return native.run(work, "read", name, is_idempotent=True)
 
 
 def fill(
@@ -261,7 +261,7 @@ def _stream(reader: "FileReader", offset: int, length: int | None) -> Iterator[b
 # ---- by DataNodes --------------------------------------------------------------------------------
 
 
-class Connection:
+class DataNodeConnection:
     """Connection to one DataNode, used by one thread; closed when the last reference is dropped."""
 
     def __init__(self, address: Address, connected: socket.socket) -> None:
@@ -293,15 +293,15 @@ class DataNodes:
         `silence_max_s`: longest time in which a DataNode may send (almost) nothing.
         """
         self._silence_max_s = silence_max_s
-        self.begin()
-        begin_in_children(self)
+        self.reset()
+        reset_in_children(self)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start without connections; a forked child calls this."""
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[DataNodeConnection] = []
         """Idle connections, the one that is idle longest first."""
-        self._replicas = Replicas()
+        self._replicas = ReplicaChooser()
 
     def read_into(
         self, blocks: Sequence[StoredBlock], offset: int, buffer: memoryview, attempt: Attempt
@@ -377,7 +377,7 @@ class DataNodes:
         self._keep(connection)
 
     def _receive(
-        self, connection: Connection, views: list[memoryview], length: int, attempt: Attempt
+        self, connection: DataNodeConnection, views: list[memoryview], length: int, attempt: Attempt
     ) -> None:
         """Fill `views`, in which there are `length` bytes of the file. Raises: _GivenUpError."""
         start_bytes = attempt.done_bytes
@@ -418,7 +418,9 @@ class DataNodes:
                 views[at] = views[at][count:]
             attempt.done_bytes = start_bytes + max(0, length - missing)
 
-    def _check_response(self, connection: Connection, within: int, attempt: Attempt) -> None:
+    def _check_response(
+        self, connection: DataNodeConnection, within: int, attempt: Attempt
+    ) -> None:
         """Receive BlockOpResponseProto, and check that bytes from `within` on will follow."""
         received = b""
         while True:
@@ -433,14 +435,14 @@ class DataNodes:
         if (reading.checksum.type, reading.chunkOffset) != (messages.NO_CHECKSUM, within):
             raise ValueError("not what was asked for")
 
-    def _exactly(self, connection: Connection, count: int, attempt: Attempt) -> bytes:
+    def _exactly(self, connection: DataNodeConnection, count: int, attempt: Attempt) -> bytes:
         data = bytearray(count)
         self._receive(connection, [memoryview(data)], 0, attempt)
         return bytes(data)
 
     # ---- connections ------------------------------------------------------------------------
 
-    def take(self, address: Address) -> Connection:
+    def take(self, address: Address) -> DataNodeConnection:
         with self._lock:
             self._forget_old()
             for index in reversed(range(len(self._idle))):
@@ -448,9 +450,9 @@ class DataNodes:
                     connection = self._idle.pop(index)
                     if not connection.poll.poll(0):  # readable means that the DataNode closed it
                         return connection
-        return Connection(address, socket.create_connection(address, _CONNECT_S))
+        return DataNodeConnection(address, socket.create_connection(address, _CONNECT_S))
 
-    def _keep(self, connection: Connection) -> None:
+    def _keep(self, connection: DataNodeConnection) -> None:
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
@@ -515,7 +517,7 @@ class _Read(Struct, eq=False):
     """Number of reads in progress at the DataNode when this read began, including this one."""
 
 
-class Replicas:
+class ReplicaChooser:
     """Choice of the DataNode for each read, by the load, speed and failures of the DataNodes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

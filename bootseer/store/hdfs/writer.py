@@ -39,7 +39,7 @@ from bootseer.store.hdfs.direct_write import (
     STANDARD,
     ChecksumKind,
     DirectFile,
-    Placed,
+    PlacedBlock,
     Placer,
     TooFewServersError,
 )
@@ -70,7 +70,7 @@ _STALL_SHARE = 0.25
 _SILENCE_SHARE = 0.5
 
 
-class _State(Enum):
+class _WriterState(Enum):
     BUFFERED = auto()
     """All data is in the tail; the file is empty in HDFS."""
     DIRECT = auto()
@@ -101,9 +101,9 @@ class HdfsWriter(Writer):
         self._path = path
         self._name = name
         self._again = again
-        self._state = _State.BUFFERED
+        self._state = _WriterState.BUFFERED
         self._is_verified = False
-        self._placed: Placed | None = None
+        self._placed: PlacedBlock | None = None
         self._direct: DirectFile | None = None
         """Set in the state DIRECT."""
         self._servers: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class HdfsWriter(Writer):
 
     @property
     def is_buffered(self) -> bool:
-        return self._state is not _State.DIRECT
+        return self._state is not _WriterState.DIRECT
 
     @property
     def held_bytes(self) -> int:
@@ -166,12 +166,12 @@ class HdfsWriter(Writer):
             self.write_all([small], _ignore)
 
     def write_all(self, pieces: Sequence[Piece], note_progress: Callable[[], None]) -> None:
-        if self._state is _State.CLOSED:
+        if self._state is _WriterState.CLOSED:
             raise InvalidInputError(f"cannot write {self._name}: closed")
-        if self._is_verified and self._state is _State.BUFFERED and not self._size_bytes:
+        if self._is_verified and self._state is _WriterState.BUFFERED and not self._size_bytes:
             self._direct = self._begin_direct(LARGE)
             if self._direct is not None:
-                self._state = _State.DIRECT
+                self._state = _WriterState.DIRECT
         if self._direct is not None:
             for piece in pieces:
                 self._directly(self._direct.write, piece)
@@ -181,10 +181,10 @@ class HdfsWriter(Writer):
         count = sum(map(len, pieces))
         self._tail_bytes += count
         self._size_bytes += count
-        if self._state is _State.BUFFERED:
+        if self._state is _WriterState.BUFFERED:
             if self._size_bytes <= _SMALL_MAX_BYTES:
                 return
-            self._state = _State.STREAMED
+            self._state = _WriterState.STREAMED
             pieces = list(self._tail)
         try:
             # One call for all pieces, so that threads switch once.
@@ -199,10 +199,10 @@ class HdfsWriter(Writer):
         if self._direct is not None:
             # No abort after a failure: the caller may read the bytes written so far.
             self._directly(self._direct.close)
-        elif self._state is not _State.CLOSED:
+        elif self._state is not _WriterState.CLOSED:
             try:
                 try:
-                    if self._state is _State.STREAMED or not self._write_small():
+                    if self._state is _WriterState.STREAMED or not self._write_small():
                         self._close_stream()
                 except UnavailableError as error:
                     self._recover(error, close=True)
@@ -216,7 +216,7 @@ class HdfsWriter(Writer):
         """Close the file by lease recovery, since only a closed file can be read to its end."""
         if self._direct is not None:
             self._direct.drop()
-        if self._state is _State.CLOSED:
+        if self._state is _WriterState.CLOSED:
             return True
         try:
             self._native.recover_lease(self._path, self._name)
@@ -229,7 +229,7 @@ class HdfsWriter(Writer):
         return True
 
     def abort(self) -> None:
-        was_open = self._state is not _State.CLOSED
+        was_open = self._state is not _WriterState.CLOSED
         # The stream is not closed, since that would make the file look complete.
         self._end()
         if was_open:
@@ -243,7 +243,7 @@ class HdfsWriter(Writer):
                 _log.warning("left %s behind: %s", self._name, error)
 
     def _end(self) -> None:
-        self._state = _State.CLOSED
+        self._state = _WriterState.CLOSED
         if self._direct is not None:
             self._direct.drop()
             self._direct = None
@@ -270,7 +270,7 @@ class HdfsWriter(Writer):
         """Write the buffered bytes directly and complete the file; return False if they were sent
         by hdfs-native instead, and the file must still be closed.
         """
-        self._state = _State.STREAMED  # a recovery after a failure streams
+        self._state = _WriterState.STREAMED  # a recovery after a failure streams
         if not self._tail:
             return False
         self.place(())

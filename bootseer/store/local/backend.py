@@ -40,7 +40,7 @@ from bootseer.store.local.network import (
     NetworkWriter,
     lies_on_network,
 )
-from bootseer.store.paths import Folder, local_root, split_path
+from bootseer.store.paths import PathMixin, local_root, split_path
 from bootseer.transfer.attempt import Attempt
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ _THREADS_MAX = 128
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class LocalBackend(Folder, Backend):
+class LocalBackend(PathMixin, Backend):
     """Files below one folder, which is created by the first write."""
 
     traits = Traits(one_step_rename=True, one_step_replace=True)

@@ -30,15 +30,15 @@ class LocalWriter(Writer):
         root: str,
         parent: int,
         name: str,
-        translated: Callable[[OSError], BootseerError],
+        translate: Callable[[OSError], BootseerError],
         *,
         overwrite: bool,
     ) -> None:
         """Create the file, and take over the descriptor `parent` of its folder if that succeeds.
 
-        `translated` turns an OSError of a later call into a BootseerError. Raises: OSError.
+        `translate` turns an OSError of a later call into a BootseerError. Raises: OSError.
         """
-        self._translated = translated
+        self._translate = translate
         self._parent = parent
         self._name = name
         self._home, self._current = parent, name
@@ -66,14 +66,14 @@ class LocalWriter(Writer):
             while view:
                 view = view[os.write(self._fd, view[:CALL_BYTES_MAX]) :]
         except OSError as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
 
     def sync(self) -> None:
         """Flush the data written so far to the storage. Raises: as `write`."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
 
     def close(self) -> None:
         if self._fd < 0:
@@ -87,7 +87,7 @@ class LocalWriter(Writer):
             sync_fd(self._parent)
         except OSError as error:
             self.abort()
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         self._release()
 
     def abort(self) -> None:
@@ -126,11 +126,11 @@ class LocalReader:
     can_stop = True
     has_replicas = False
 
-    def __init__(self, path: str, fd: int, translated: Callable[[OSError], BootseerError]) -> None:
-        """Take over the descriptor `fd`; `translated` turns an OSError into a BootseerError."""
+    def __init__(self, path: str, fd: int, translate: Callable[[OSError], BootseerError]) -> None:
+        """Take over the descriptor `fd`; `translate` turns an OSError into a BootseerError."""
         self._fd = fd
         self._path = path
-        self._translated = translated
+        self._translate = translate
 
     def fileno(self) -> int:
         """Return the file descriptor, which the reader owns and closes."""
@@ -151,7 +151,7 @@ class LocalReader:
                 done += count
                 attempt.done_bytes = done
         except OSError as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         return done
 
     def current(self) -> FileInfo:

@@ -29,7 +29,7 @@ def is_marked(root: str) -> bool:
     return os.path.lexists(os.path.join(root, MARK))
 
 
-def admit(root: str, memory: Path | None) -> str:
+def mark_store(root: str, memory: Path | None) -> str:
     """Mark the folder `root` as a store, before the first object is published into it.
 
     `memory` is the folder in which this node remembers stores. Return a message for the user if the

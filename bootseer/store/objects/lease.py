@@ -61,7 +61,7 @@ _Time = Annotated[int, Meta(ge=-(2**63 - 1), le=2**63 - 1)]
 _JOIN_S = 5.0
 
 
-class Record(Struct, frozen=True):
+class LeaseRecord(Struct, frozen=True):
     """Content of a lease's object."""
 
     owner: str
@@ -74,10 +74,10 @@ class Record(Struct, frozen=True):
         return json.dumps(to_builtins(self), sort_keys=True).encode()
 
 
-_FORM: DocumentFormat[Record] = DocumentFormat(type=Record, size_max=16 << 10)
+_FORM: DocumentFormat[LeaseRecord] = DocumentFormat(type=LeaseRecord, size_max=16 << 10)
 
 
-def decode(data: bytes) -> Record | None:
+def decode(data: bytes) -> LeaseRecord | None:
     """Return the record in `data`, or None if it is not a record. Pure."""
     try:
         return _FORM.decode(data, "a lease")
@@ -88,7 +88,7 @@ def decode(data: bytes) -> Record | None:
 class Lease:
     """Lease that this process holds until it is released, lost or expired."""
 
-    def __init__(self, backend: Backend, key: str, record: Record, valid_until: float) -> None:
+    def __init__(self, backend: Backend, key: str, record: LeaseRecord, valid_until: float) -> None:
         self.key = key
         self.owner = record.owner
         self._backend = backend
@@ -125,7 +125,7 @@ class Lease:
             if not self.still_held:
                 raise BusyError(f"the lease {self._backend.url}/{self.key} expired or was released")
             started = time.monotonic()
-            record = Record(
+            record = LeaseRecord(
                 self.owner,
                 self._record.token,
                 time.time_ns() + self._record.ttl_ns,
@@ -180,7 +180,7 @@ class LeaseWatch:
         # to observe if a node died before it replaced the object at the key.
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def is_over(self, record: Record, expires_at_ns: int, asked_at: float) -> bool:
+    def is_over(self, record: LeaseRecord, expires_at_ns: int, asked_at: float) -> bool:
         """Note a record that was read after `asked_at` (monotonic); return whether it has expired.
 
         It has expired if it stayed the same for so long that its holder counts it as lost.
@@ -225,7 +225,7 @@ def acquire(
     return None
 
 
-def agree(
+def agree_on_token(
     backend: Backend, key: str, *, ttl_s: float, owner: str, is_over: Callable[[str], bool]
 ) -> str:
     """Return a token that is the same for all callers within `ttl_s` of the first one.
@@ -252,17 +252,17 @@ def agree(
     raise BusyError(f"{backend.url}/{key} was replaced {_AGREE_TIMES} times while it was read")
 
 
-def _new_record(owner: str, ttl_s: float) -> Record:
+def _new_record(owner: str, ttl_s: float) -> LeaseRecord:
     ttl_ns = int(ttl_s * _NS)
-    return Record(owner, os.urandom(16).hex(), time.time_ns() + ttl_ns, ttl_ns)
+    return LeaseRecord(owner, os.urandom(16).hex(), time.time_ns() + ttl_ns, ttl_ns)
 
 
-def _spare_s(record: Record) -> float:
+def _spare_s(record: LeaseRecord) -> float:
     """Return how long before the end of a lease its holder stops writing to the key."""
     return min(SKEW_S, record.ttl_ns / _NS / 4)
 
 
-def _take_over(backend: Backend, key: str, token: str, record: Record, started: float) -> bool:
+def _take_over(backend: Backend, key: str, token: str, record: LeaseRecord, started: float) -> bool:
     """Take over the expired lease `token`; return False if another node did.
 
     `started` is the time at which `record` was made (monotonic).
@@ -276,7 +276,7 @@ def _take_over(backend: Backend, key: str, token: str, record: Record, started: 
     return True
 
 
-def _read(backend: Backend, path: str) -> Record | None:
+def _read(backend: Backend, path: str) -> LeaseRecord | None:
     """Return the record at `path`, or None if there is no object.
 
     An object that is not a record (a stray file) counts as a lease of one hour from its last
@@ -288,7 +288,7 @@ def _read(backend: Backend, path: str) -> Record | None:
         if record is None:
             made_ns = backend.stat(path).modified_ns
             token = hashlib.sha256(data).hexdigest()[:32]
-            record = Record("unknown", token, made_ns + 3600 * _NS, 3600 * _NS)
+            record = LeaseRecord("unknown", token, made_ns + 3600 * _NS, 3600 * _NS)
     except NotFoundError:
         return None
     return record

@@ -13,7 +13,7 @@ from bootseer.store.objects.store import Store
 from bootseer.store.objects.uses import FOLDER, IN_USE_S, read_use
 
 
-class Entry(Struct, frozen=True):
+class RecordEntry(Struct, frozen=True):
     """Record that users name, and that stays until one of their rules removes it."""
 
     kind: str
@@ -44,10 +44,10 @@ class Links(Struct, frozen=True):
     """Keys of objects of which one must stay for this object to stay."""
     label: str = ""
     """User's name of the object in `hangs_on`."""
-    entry: Entry | None = None
+    entry: RecordEntry | None = None
 
 
-class Format(Struct, frozen=True):
+class ObjectFormat(Struct, frozen=True):
     """Kind of object. In a list of formats, a format precedes those that its objects link to."""
 
     folder: str
@@ -90,7 +90,7 @@ def _links_of_use(store: Store, key: str) -> Links:
     return Links((tree, *map(blob_key, use.blob_digests)), hangs_on=(tree,))
 
 
-USES = Format(FOLDER, _links_of_use, fresh_s=IN_USE_S)
+USES = ObjectFormat(FOLDER, _links_of_use, fresh_s=IN_USE_S)
 """Notes of trees in use."""
-TREES = (Format("indexes/", is_content=True), Format("blobs/", is_content=True))
+TREES = (ObjectFormat("indexes/", is_content=True), ObjectFormat("blobs/", is_content=True))
 """Tree indexes and blobs, the content of images and environments."""

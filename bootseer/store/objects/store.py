@@ -16,11 +16,11 @@ from pathlib import Path
 from bootseer.base.closing import Closing
 from bootseer.errors import BootseerError, DeadlineError, InvalidInputError, NotFoundError
 from bootseer.store.backend import Backend, FileInfo, IsFolder, Reader
-from bootseer.store.local.marked_folder import MARK, admit, remember
+from bootseer.store.local.marked_folder import MARK, mark_store, remember
 from bootseer.store.objects.lease import Lease, LeaseWatch, acquire
 from bootseer.store.objects.publish import TEMPORARY, publish_object
-from bootseer.store.once import Once
 from bootseer.store.paths import split_path
+from bootseer.store.single_flight import SingleFlight
 from bootseer.transfer.attempt import Attempt
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,11 @@ class Store(Closing):
         self._folder = backend if isinstance(backend, IsFolder) else None
         self._memory = memory
         self._say = say
-        self._is_admitted = False
+        self._is_marked = False
         self._is_remembered = False
         self._swept = False
         self._readers: OrderedDict[str, Reader] = OrderedDict()
-        self._opening = Once()
+        self._opening = SingleFlight()
         self._damaged: set[str] = set()
         """Keys of objects of which a read has returned damaged bytes."""
         self._lock = threading.Lock()
@@ -166,7 +166,7 @@ class Store(Closing):
         )
         if not replace and not creates_whole and self._occupied(key):
             return False
-        self._admit_once()
+        self._mark_once()
         self._sweep_once()
         if publish_object(self.backend, key, data, replace=replace):
             return True
@@ -241,7 +241,7 @@ class Store(Closing):
         The lease of a dead holder can be taken once it has expired; see `lease`. A caller that asks
         repeatedly passes the same `watch`: then a wrong clock of the holder does not matter.
         """
-        self._admit_once()
+        self._mark_once()
         return acquire(self.backend, check_key(key), ttl_s=ttl_s, owner=owner, watch=watch)
 
     def time_ns(self) -> int:
@@ -266,19 +266,19 @@ class Store(Closing):
                 self.backend.delete(info.path, recursive=True)
         return len(stale)
 
-    def _admit_once(self) -> None:
-        """Mark the folder as a store, before the first write; see `marked_folder.admit`.
+    def _mark_once(self) -> None:
+        """Mark the folder as a store, before the first write; see `marked_folder.mark_store`.
 
         Raises: BootseerError.
         """
         # Without a lock, so that threads do not wait one after the other for a folder that hangs.
-        if self._folder is not None and not self._is_admitted:
+        if self._folder is not None and not self._is_marked:
             root, memory = self._folder.root, self._memory
             sentence = self._folder.within_deadline(
-                "begin a store in", "", lambda: admit(root, memory)
+                "begin a store in", "", lambda: mark_store(root, memory)
             )
             with self._lock:
-                is_first, self._is_admitted = not self._is_admitted, True
+                is_first, self._is_marked = not self._is_marked, True
             if sentence and is_first:
                 self._say(sentence)
 

@@ -27,14 +27,14 @@ from bootseer.store.backend import Backend, FileInfo, Space, Traits
 from bootseer.store.generic.spool import SPOOL_BYTES, SpoolingWriter
 from bootseer.store.oci.object_list import ObjectList
 from bootseer.store.oci.objects import StoredObject
-from bootseer.store.paths import Folder, split_path
+from bootseer.store.paths import PathMixin, split_path
 from bootseer.transfer.attempt import Attempt
 
 PREFIX = "oci://"
 _PIECE_BYTES = 4 << 20
 
 
-class OciBackend(Folder, Backend):
+class OciBackend(PathMixin, Backend):
     """Objects beside one image."""
 
     traits = Traits()

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from bootseer.store.backend import Backend, HasDescriptor, Reader
-from bootseer.store.once import Once
+from bootseer.store.single_flight import SingleFlight
 
 # Each one is a new chance of another replica; a block rarely has more than three.
 _READERS_MAX = 5
@@ -32,7 +32,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._readers: dict[int, Reader] = {}
         self._numbers = itertools.count()
-        self._opening = Once()
+        self._opening = SingleFlight()
         self._block_bytes = _DEFAULT_BLOCK_BYTES
         self._slow: set[tuple[int, int]] = set()
         self._good: dict[int, int] = {}

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from bootseer.gc.inventory import Inventory, Object
 from bootseer.gc.plan import make_plan, stages
 from bootseer.gc.retention import DAY_S, Rules
-from bootseer.store.objects.records import Entry, Format, Links
+from bootseer.store.objects.records import Links, ObjectFormat, RecordEntry
 from bootseer.store.objects.uses import use_key
 
 DAY_NS = DAY_S * 10**9
 NOW_NS = 1000 * DAY_NS
 RECORDS, NOTES, STARTS, CONTENT = FORMATS = (
-    Format("records/"),
-    Format("used/", fresh_s=3 * DAY_S),
-    Format("starts/", series=lambda key: ("job", key)),
-    Format("content/", is_content=True),
+    ObjectFormat("records/"),
+    ObjectFormat("used/", fresh_s=3 * DAY_S),
+    ObjectFormat("starts/", series=lambda key: ("job", key)),
+    ObjectFormat("content/", is_content=True),
 )
 NAMES = "abcd"
 CONTENT_KEYS = [f"content/{folder}/{name}" for folder in "xy" for name in NAMES]
@@ -29,12 +29,12 @@ _AGE_DAYS = st.sampled_from((0.5, 2, 5))
 def _objects(draw: st.DrawFn) -> dict[str, Object]:
     found = {}
 
-    def add(key: str, of: Format | None, links: Links) -> None:
+    def add(key: str, of: ObjectFormat | None, links: Links) -> None:
         found[key] = Object(1, NOW_NS - int(draw(_AGE_DAYS) * DAY_NS), of, links)
 
     for name in draw(st.sets(st.sampled_from(NAMES))):
         needs = (*draw(_ANY_CONTENT), *draw(_ANY_RECORD))
-        entry = Entry("snapshot", name * 64, group=name) if draw(st.booleans()) else None
+        entry = RecordEntry("snapshot", name * 64, group=name) if draw(st.booleans()) else None
         hangs_on = () if entry else tuple(draw(_ANY_RECORD))
         links = Links(needs, tuple(draw(_ANY_CONTENT)), hangs_on, "", entry)
         add(f"records/{name}", RECORDS, links)
@@ -121,7 +121,7 @@ def test_the_plan_keeps_what_is_needed_and_nothing_else(
 def test_a_cache_that_nobody_used_for_a_month_goes(
     made_days: float, used_days: float | None, rules: Rules, is_kept: bool
 ) -> None:
-    entry = Entry("snapshot", "a" * 64, trees=("sha256:x",), is_cache=True)
+    entry = RecordEntry("snapshot", "a" * 64, trees=("sha256:x",), is_cache=True)
     ages = {"records/a": (made_days, Links(("content/x/a",), entry=entry))}
     ages["content/x/a"] = (made_days, Links())
     if used_days is not None:

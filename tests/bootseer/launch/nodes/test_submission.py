@@ -11,7 +11,7 @@ from bootseer.report.explain import break_down
 from bootseer.report.read import read_graph
 from bootseer.report.sources import TimelineFolder, list_starts
 from bootseer.store.local.backend import LocalBackend
-from bootseer.store.objects.lease import agree
+from bootseer.store.objects.lease import agree_on_token
 from bootseer.timeline.otlp import Stage
 
 _CLEAR = ("SLURM", "TORCHELASTIC", "BOOTSEER", "TRACEPARENT", "RANK", "PET_", "MASTER_")
@@ -114,7 +114,7 @@ def test_who_had_an_agreement_before_begins_another(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path)
 
     def ask(*known: str) -> str:
-        return agree(backend, "k", ttl_s=600, owner="n", is_over=lambda one: one in known)
+        return agree_on_token(backend, "k", ttl_s=600, owner="n", is_over=lambda one: one in known)
 
     first = ask()
     assert ask() == first

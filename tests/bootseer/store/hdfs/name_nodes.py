@@ -81,8 +81,8 @@ def scripted(answer: Callable[[Call], bytes], up: threading.Event | None = None)
         )
         start = pb.number(1, 0) + pb.number(2, 0)
         try:
-            is_question = (call.method, request) == ("getFileInfo", pb.text(1, "/"))
-            body = delimited(start) + delimited(OPEN if is_question else answer(call))
+            is_idempotent = (call.method, request) == ("getFileInfo", pb.text(1, "/"))
+            body = delimited(start) + delimited(OPEN if is_idempotent else answer(call))
         except RaisedError as error:
             kind, text = error.args
             raised = pb.number(1, 0) + pb.number(2, 1) + pb.text(4, kind) + pb.text(5, text)

@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from bootseer.store.hdfs.namenode import Haste, NameNodes
+from bootseer.store.hdfs.namenode import CallWait, NameNodes
 from tests.bootseer.store.hdfs import protobuf as pb
 
 # Leave the other quota as it is (HdfsConstants.QUOTA_DONT_SET).
@@ -13,4 +13,4 @@ def set_space_quota(url: str, quota_bytes: int) -> None:
     """Let all replicas of what is below the folder at `url` take so much."""
     parts = urlsplit(url)
     request = pb.text(1, parts.path) + pb.number(2, _DONT_SET) + pb.number(3, quota_bytes)
-    NameNodes(f"hdfs://{parts.netloc}", 20.0).answer("setQuota", request, Haste.USUAL)
+    NameNodes(f"hdfs://{parts.netloc}", 20.0).answer("setQuota", request, CallWait.USUAL)

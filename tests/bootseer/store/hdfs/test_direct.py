@@ -17,7 +17,7 @@ from bootseer.base.varints import delimited, take_delimited
 from bootseer.errors import UnavailableError
 from bootseer.store import Writer, open_store
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.direct_write import DirectFile, Placed, Placer, crc32c
+from bootseer.store.hdfs.direct_write import DirectFile, PlacedBlock, Placer, crc32c
 from bootseer.transfer.attempt import Attempt
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.hdfs.name_node_relay import NameNodeRelay
@@ -81,7 +81,7 @@ def _divert(
     """Let direct writes go to the `address` that is returned for a DataNode's."""
     place = Placer.place
 
-    def elsewhere(*arguments: object) -> Placed | None:
+    def elsewhere(*arguments: object) -> PlacedBlock | None:
         placed = place(*arguments)  # type: ignore[arg-type]
         assert placed is not None
         return replace(placed, added=replace(placed.added, address=address(placed.added.address)))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bootseer.store.hdfs.direct_write import LARGE, DirectFile, Placed
+from bootseer.store.hdfs.direct_write import LARGE, DirectFile, PlacedBlock
 from bootseer.store.hdfs.messages import MESSAGES
-from bootseer.store.hdfs.namenode import UNANSWERED, AddedBlock, Haste, NameNodes
+from bootseer.store.hdfs.namenode import UNANSWERED, AddedBlock, CallWait, NameNodes
 from testbed.servers.answering import answering
 from testbed.waiting import pause
 
@@ -41,7 +41,7 @@ def _datanode(answer: bytes, *, hangs: bool) -> Iterator[tuple[str, int]]:
         gone.set()
 
 
-def _write(placed: Placed) -> None:
+def _write(placed: PlacedBlock) -> None:
     file = DirectFile(_NOBODY, placed, 4096, 0.1, LARGE)
     with contextlib.ExitStack() as stack:
         stack.callback(file.drop)
@@ -68,7 +68,7 @@ def test_a_block_that_is_not_confirmed_is_no_file(answer: bytes, hangs: bool) ->
     with _datanode(answer, hangs=hangs) as address:
         added = AddedBlock(_LOCATED, address, {})
         with pytest.raises(UNANSWERED) as caught:
-            _write(Placed("/f", "holder", added))
+            _write(PlacedBlock("/f", "holder", added))
     assert "NameNode" not in str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_a_datanode_that_talks_without_end_is_left(begin: bytes, forever: bytes)
     with answering(reply) as address:
         added = AddedBlock(_LOCATED, address, {})
         with pytest.raises(UNANSWERED):
-            _write(Placed("/f", "holder", added))
+            _write(PlacedBlock("/f", "holder", added))
     assert sent < 1000
 
 
@@ -111,5 +111,5 @@ def test_an_answer_of_the_name_node_has_one_deadline() -> None:
     with answering(trickle) as address:
         found = NameNodes(f"hdfs://{address[0]}:{address[1]}", 0.3)
         with pytest.raises(UNANSWERED):
-            found.answer("getServerDefaults", b"", Haste.USUAL)
+            found.answer("getServerDefaults", b"", CallWait.USUAL)
     assert sent < 1000

@@ -11,7 +11,7 @@ from bootseer.base.varints import delimited
 from bootseer.base.wait_budget import WAIT_BUDGET
 from bootseer.errors import UnavailableError
 from bootseer.store.hdfs import namenode
-from bootseer.store.hdfs.namenode import UNANSWERED, Haste, NameNodes, RpcError, response_in
+from bootseer.store.hdfs.namenode import UNANSWERED, CallWait, NameNodes, RpcError, response_in
 from testbed.bounded import run_bounded
 from testbed.servers.answering import answering, talking
 from tests.bootseer.store.hdfs import protobuf as pb
@@ -155,7 +155,7 @@ def test_an_answer_of_the_largest_size_takes_little_memory() -> None:
     assert len(frame) < 2**20
 
     class Answered(NameNodes):
-        def answer(self, method: str, request: bytes, haste: Haste) -> bytes:
+        def answer(self, method: str, request: bytes, wait: CallWait) -> bytes:
             return response_in(frame)
 
     def read() -> None:

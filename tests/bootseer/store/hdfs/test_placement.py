@@ -15,7 +15,7 @@ import pytest
 from bootseer.errors import UnavailableError
 from bootseer.store import open_backend
 from bootseer.store.hdfs.backend import HdfsBackend
-from bootseer.store.hdfs.placement import Placement
+from bootseer.store.hdfs.placement import ServerChooser
 from testbed.hdfs.cluster import MiniHdfs
 from testbed.waiting import pause, wait_for
 from tests.bootseer.store.hdfs.name_nodes import NativeClient, replaced_library
@@ -44,7 +44,7 @@ class Drawing:
 @pytest.mark.parametrize("server_count", [3, 4, 8, 100])
 def test_parts_are_spread_evenly(server_count: int, replica_count: int) -> None:
     for seed in range(20):
-        drawing, placement = Drawing(server_count, replica_count, seed), Placement()
+        drawing, placement = Drawing(server_count, replica_count, seed), ServerChooser()
         parts: Counter[str] = Counter()
         for _ in range(8):
             parts.update(placement.choose(drawing.place))
@@ -62,7 +62,7 @@ def _always(servers: tuple[str, ...], avoid: Collection[str]) -> tuple[str, ...]
 @pytest.mark.parametrize("server_count", [7, 8, 12])
 def test_parts_with_two_replicas_are_joined_to_a_ring(server_count: int) -> None:
     """Two that lay on the same two DataNodes were both read from one where the other was slow."""
-    drawing, placement = Drawing(server_count, 2, 5), Placement()
+    drawing, placement = Drawing(server_count, 2, 5), ServerChooser()
     for pair in zip(drawing.servers, drawing.servers[1:], strict=False):
         placement.release(placement.choose(partial(_always, pair)))
     for _ in range(20):
@@ -77,7 +77,7 @@ def test_parts_with_two_replicas_are_joined_to_a_ring(server_count: int) -> None
 
 
 def test_parts_that_have_ended_count_no_more() -> None:
-    drawing, placement = Drawing(2, 1, 0), Placement()
+    drawing, placement = Drawing(2, 1, 0), ServerChooser()
     first = placement.choose(drawing.place)
     assert placement.choose(drawing.place) != first
     placement.release(first)
@@ -86,7 +86,7 @@ def test_parts_that_have_ended_count_no_more() -> None:
 
 def test_a_server_that_takes_no_part_is_not_chosen_again() -> None:
     """It is dead and has no open parts, so that all others would be placed on it."""
-    drawing, placement = Drawing(3, 1, 1), Placement()
+    drawing, placement = Drawing(3, 1, 1), ServerChooser()
     dead = placement.choose(drawing.place)
     others = [(server,) for server in drawing.servers if (server,) != dead]
     assert placement.settle(dead, others[0]) == others[0]
@@ -99,7 +99,7 @@ def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     """On a busy node eight placements took longer than one may: the last ones were left to chance,
     two of eight DataNodes had none of the file, and two had twice their share."""
     monkeypatch.setattr("bootseer.store.hdfs.placement.TURN_MAX_S", 4.0)
-    drawing, placement = Drawing(8, 1, 0), Placement()
+    drawing, placement = Drawing(8, 1, 0), ServerChooser()
 
     def place(avoid: Collection[str]) -> tuple[str, ...] | None:
         # Eight in turn take longer than one may wait; one is far from it on a busy machine.
@@ -113,7 +113,7 @@ def test_a_slow_storage_places_all_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bootseer.store.hdfs.placement.TURN_MAX_S", 0.05)
-    placement, over = Placement(), threading.Event()
+    placement, over = ServerChooser(), threading.Event()
 
     def hang(avoid: Collection[str]) -> tuple[str, ...] | None:
         over.wait(60)
@@ -129,7 +129,7 @@ def test_a_storage_that_hangs_places_none(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_storage_that_says_nothing() -> None:
-    placement = Placement()
+    placement = ServerChooser()
     assert placement.choose(lambda avoid: ()) == ()
     assert placement.settle((), ("a",)) == ()
     assert placement.choose(lambda avoid: None) == ()
@@ -176,7 +176,7 @@ def test_hdfs_lets_its_servers_be_chosen(hdfs: MiniHdfs, hdfs_url: str) -> None:
     assert isinstance(backend, HdfsBackend)
     counts: Counter[str] = Counter()
     writers = []
-    placement = Placement()
+    placement = ServerChooser()
     for number in range(2 * hdfs.datanode_count):
         path = f"f{number}"
         writers.append(backend.create(path))

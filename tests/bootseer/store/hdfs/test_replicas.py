@@ -1,7 +1,7 @@
 """Which DataNode is read from: each as much as it can give, and none that is away."""
 
 from bootseer.store.hdfs.namenode import Address, Replica
-from bootseer.store.hdfs.reading import Replicas
+from bootseer.store.hdfs.reading import ReplicaChooser
 from bootseer.transfer.attempt import Attempt
 
 A, B, C = (("10.0.0.1", 9866), ("10.0.0.2", 9866), ("10.0.0.3", 9866))
@@ -16,7 +16,7 @@ class Clock:
 
 
 def test_the_one_with_the_fewest_reads_is_chosen() -> None:
-    replicas = Replicas()
+    replicas = ReplicaChooser()
     first, second = Attempt(), Attempt()
     assert replicas.begin(HERE, first) == A
     assert replicas.begin(HERE, second) == B
@@ -25,7 +25,7 @@ def test_the_one_with_the_fewest_reads_is_chosen() -> None:
     assert replicas.begin(HERE, Attempt()) == B
 
 
-def _read(replicas: Replicas, clock: Clock, address: Address, seconds: float) -> None:
+def _read(replicas: ReplicaChooser, clock: Clock, address: Address, seconds: float) -> None:
     """A read of 1 MiB from a DataNode that takes so long."""
     attempt = Attempt()
     assert replicas.begin((Replica(address),), attempt) == address
@@ -36,7 +36,7 @@ def _read(replicas: Replicas, clock: Clock, address: Address, seconds: float) ->
 
 def test_one_that_is_slower_gets_as_much_less() -> None:
     clock = Clock()
-    replicas = Replicas(clock)
+    replicas = ReplicaChooser(clock)
     _read(replicas, clock, A, 10.0)
     _read(replicas, clock, B, 1.0)
     _read(replicas, clock, C, 1.2)
@@ -49,7 +49,7 @@ def test_one_that_is_slower_gets_as_much_less() -> None:
 
 def test_those_that_differ_little_are_read_from_evenly() -> None:
     clock = Clock()
-    replicas = Replicas(clock)
+    replicas = ReplicaChooser(clock)
     _read(replicas, clock, A, 2.0)
     _read(replicas, clock, B, 1.0)
     assert [replicas.begin(HERE, Attempt()) for _ in range(4)] == [A, B, A, B]
@@ -57,7 +57,7 @@ def test_those_that_differ_little_are_read_from_evenly() -> None:
 
 def test_what_does_not_come_is_asked_for_elsewhere_and_so_is_what_comes_next() -> None:
     clock = Clock()
-    replicas = Replicas(clock)
+    replicas = ReplicaChooser(clock)
     _read(replicas, clock, B, 0.03)
     stuck = Attempt()
     assert replicas.begin(HERE, stuck) == A
@@ -72,7 +72,7 @@ def test_what_does_not_come_is_asked_for_elsewhere_and_so_is_what_comes_next() -
 
 def test_what_was_given_up_early_does_not_look_fast() -> None:
     clock = Clock()
-    replicas = Replicas(clock)
+    replicas = ReplicaChooser(clock)
     _read(replicas, clock, B, 1.0)
     _read(replicas, clock, A, 20.0)
     stopped = Attempt()
@@ -84,7 +84,7 @@ def test_what_was_given_up_early_does_not_look_fast() -> None:
 
 def test_one_that_failed_is_left_alone_for_a_while() -> None:
     clock = Clock()
-    replicas = Replicas(clock)
+    replicas = ReplicaChooser(clock)
     replicas.failed(A)
     assert [replicas.begin(HERE, Attempt()) for _ in range(2)] == [B, B]
     assert replicas.begin((Replica(A),), Attempt()) is None
@@ -94,6 +94,6 @@ def test_one_that_failed_is_left_alone_for_a_while() -> None:
 
 
 def test_one_in_another_rack_is_for_when_the_near_one_has_much_to_do() -> None:
-    replicas = Replicas()
+    replicas = ReplicaChooser()
     apart = (Replica(A), Replica(B, is_far=True))
     assert [replicas.begin(apart, Attempt()) for _ in range(6)] == [A, A, A, A, B, A]

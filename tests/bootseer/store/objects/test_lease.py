@@ -132,7 +132,7 @@ def test_who_waits_needs_no_clock_of_the_holders(
 
 def test_a_watch_begins_anew_with_each_renewal() -> None:
     watch = LeaseWatch()
-    record = lease.Record("owner", "0" * 32, 1, 60 * 10**9)
+    record = lease.LeaseRecord("owner", "0" * 32, 1, 60 * 10**9)
     began = time.monotonic()
     assert not watch.is_over(record, 1, began)
     assert not watch.is_over(record, 1, began + 60)

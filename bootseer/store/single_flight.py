@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 _WAIT_S = 5.0
 
 
-class Once:
+class SingleFlight:
     """Calls in progress by key."""
 
     def __init__(self) -> None:
