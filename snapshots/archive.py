@@ -20,7 +20,7 @@ from bootseer.blob.pack.members import Members
 from bootseer.blob.pack.packing import pack_tar
 from bootseer.blob.read import BlobReader
 from bootseer.blob.tar.header import END
-from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, Limits, decompress
+from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, ExpansionLimits, decompress
 from bootseer.blob.tree import Inode, Tree
 from bootseer.errors import (
     AlreadyExistsError,
@@ -43,7 +43,7 @@ from bootseer.snapshots.targets import declared_targets, locked, remember
 from bootseer.store import Store, open_own_store
 
 _ROOT = Path("/")
-LIMITS = Limits()
+LIMITS = ExpansionLimits()
 OnProgress = Callable[[int], None]
 
 

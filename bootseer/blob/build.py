@@ -55,7 +55,7 @@ def build_tree(
     extents = [extent for inode in inodes for extent in inode.extents]
     try:
         return make_tree(
-            Values(
+            ColumnValues(
                 numbers={
                     "name_parent": (parent for parent, _, _ in entries),
                     "name_inode": (number for _, _, number in entries),
@@ -83,7 +83,7 @@ def build_tree(
         raise InvalidInputError(f"not a valid tree: {error}") from error
 
 
-class Values(Struct, frozen=True):
+class ColumnValues(Struct, frozen=True):
     """Values of a tree's columns. Each iterable is consumed once."""
 
     numbers: Mapping[str, Iterable[int]]
@@ -98,7 +98,7 @@ class Values(Struct, frozen=True):
     """Digest of each inode's content; b"" if it has none."""
 
 
-def make_tree(values: Values, inode_count: int, blobs: Sequence[Blob]) -> Tree:
+def make_tree(values: ColumnValues, inode_count: int, blobs: Sequence[Blob]) -> Tree:
     """Return the tree of these values, after checking all of them. Raises: CorruptError."""
     links: dict[bytes, int] = {}
     xattrs: dict[Xattrs, int] = {}

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from bootseer.blob.build import Values, make_tree
+from bootseer.blob.build import ColumnValues, make_tree
 from bootseer.blob.columns import SECTIONS, Columns
 from bootseer.blob.tree import Blob, Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs
@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 _NO_XATTRS: Xattrs = ()
 
 
-class Wanted(Struct, frozen=True):
+class Selection(Struct, frozen=True):
     """Selection of inodes and names for the new tree."""
 
     root: Inode
     """Attributes of the root directory, which is not taken from any tree."""
     inodes: Sequence[int]
-    """Other inodes, by their numbers in `Gathered`, in the order of their new numbers 1, 2, ..."""
+    """Other inodes by their numbers in `CombinedInodes`, by new number 1, 2..."""
     names: Sequence[bytes]
     """Names, sorted by the new number of their directory, then by name."""
     parents: Iterable[int]
@@ -37,7 +37,7 @@ class Wanted(Struct, frozen=True):
     """New number of the inode of each name."""
 
 
-class Gathered:
+class CombinedInodes:
     """Inodes of several trees, numbered consecutively from the first tree's on."""
 
     def __init__(self, trees: Sequence[Tree]) -> None:
@@ -47,7 +47,7 @@ class Gathered:
 
     def tree(
         self,
-        wanted: Wanted,
+        wanted: Selection,
         *,
         mode: Callable[[int], int],
         mtime_ns: Callable[[int], int],
@@ -86,7 +86,7 @@ class Gathered:
             "extent_blob_offset": of_extents("extent_blob_offset"),
             "extent_length": of_extents("extent_length"),
         }
-        values = Values(
+        values = ColumnValues(
             numbers,
             wanted.names,
             referred(_links, b""),

@@ -24,7 +24,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bootseer.base.display import quoted
-from bootseer.blob.gather import Gathered, Wanted
+from bootseer.blob.gather import CombinedInodes, Selection
 from bootseer.blob.tree import Inode, Tree
 from bootseer.blob.xattr_codec import Xattrs
 from bootseer.errors import CorruptError
@@ -57,7 +57,7 @@ class LayerTree(Struct, frozen=True):
 
 
 class _Folder(Struct):
-    """A directory of the merged tree. Inodes have the numbers of `Gathered`."""
+    """A directory of the merged tree. Inodes have the numbers of `CombinedInodes`."""
 
     inode: int
     children: dict[bytes, "int | _Folder"] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def merge(layers: Sequence[LayerTree]) -> Tree:
     """
     if len(layers) == 1 and not layers[0].is_changeset:
         return layers[0].tree
-    gathered = Gathered([layer.tree for layer in layers])
+    gathered = CombinedInodes([layer.tree for layer in layers])
     root = _Folder(_NO_INODE)
     for number, layer in enumerate(layers):
         try:
@@ -162,7 +162,7 @@ def _find(root: _Folder, path: bytes) -> "int | _Folder | None":
     return node
 
 
-def _collect(root: _Folder, mtime_ns: int) -> Wanted:
+def _collect(root: _Folder, mtime_ns: int) -> Selection:
     """The names of the merged tree, and its inodes in the order of a walk."""
     numbers = {root.inode: 0}
     names: list[bytes] = []
@@ -189,7 +189,7 @@ def _collect(root: _Folder, mtime_ns: int) -> Wanted:
             break
         else:
             stack.pop()
-    return Wanted(
+    return Selection(
         replace(DEFAULT_ROOT, mtime_ns=mtime_ns),
         array("I", islice(numbers, 1, None)),
         names,

@@ -21,7 +21,7 @@ from bootseer.blob.pack.tar_packing import (
     copy_member,
     extents_of,
 )
-from bootseer.blob.tar.reader import Member, Readable, TarReader
+from bootseer.blob.tar.reader import ReadableStream, TarMember, TarReader
 from bootseer.blob.tree import Blob, Extent
 from bootseer.errors import CorruptError
 from bootseer.prefetch.index.merge import LayerTree
@@ -40,7 +40,7 @@ class _Layer(Unpacked):
         self._below_in: dict[bytes, set[bytes]] = {}
         """The links by the folders they lie in."""
 
-    def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
+    def add(self, member: TarMember, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_hard_link:
             target = self._target(member.link)
             if target not in self._names:
@@ -57,7 +57,7 @@ class _Layer(Unpacked):
         if member.is_hard_link:
             self._set_attributes(self._names[target], member)
 
-    def _set_attributes(self, number: int, member: Member) -> None:
+    def _set_attributes(self, number: int, member: TarMember) -> None:
         """Containerd and Docker set what a link's entry says on the file that it links to."""
         inode = self._inodes[number]
         kind = stat.S_IFMT(inode.mode)
@@ -106,7 +106,7 @@ class _Layer(Unpacked):
         return tuple(link for link in self._below.items() if link[0] not in self._names)
 
 
-def index_layer(stream: Readable, stream_digest: Callable[[], str]) -> LayerTree:
+def index_layer(stream: ReadableStream, stream_digest: Callable[[], str]) -> LayerTree:
     """The tree of a layer's uncompressed tar, whose stream the caller keeps; reads to its end, and
     then asks for its digest. No file has a digest in the tree: contents are only passed over.
 
@@ -140,7 +140,7 @@ class _Passed:
         self.position += sum(map(len, pieces))
 
 
-def read_layer(stream: Readable, blob: Blob) -> LayerTree:
+def read_layer(stream: ReadableStream, blob: Blob) -> LayerTree:
     """Return the tree of a layer's uncompressed tar, with the files' digests; reads to its end.
     `blob` is where that stream is stored.
 
@@ -149,7 +149,7 @@ def read_layer(stream: Readable, blob: Blob) -> LayerTree:
     return _read(stream, _Passed(), lambda: blob)
 
 
-def _read(stream: Readable, writer: TarWriter, finish: Callable[[], Blob]) -> LayerTree:
+def _read(stream: ReadableStream, writer: TarWriter, finish: Callable[[], Blob]) -> LayerTree:
     reader = TarReader(stream)
     layer = _Layer()
     for member in reader:
@@ -159,7 +159,7 @@ def _read(stream: Readable, writer: TarWriter, finish: Callable[[], Blob]) -> La
 
 
 def pack_layer(
-    stream: Readable,
+    stream: ReadableStream,
     sink: BinaryIO,
     on_progress: Callable[[int], None] | None = None,
     *,

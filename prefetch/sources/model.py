@@ -18,8 +18,8 @@ from msgspec import Struct, field
 
 from bootseer.base.closing import Closing
 from bootseer.base.content_digest import ContentHasher
-from bootseer.blob.tar.inflate import Limits
-from bootseer.blob.tar.reader import Readable
+from bootseer.blob.tar.inflate import ExpansionLimits
+from bootseer.blob.tar.reader import ReadableStream
 from bootseer.errors import CorruptError, InvalidInputError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
 from bootseer.prefetch.index.records import ImageConfig
@@ -74,7 +74,7 @@ class Layer(Protocol):
 class _Kept:
     """What is read from `stream` is given to `sink`, too."""
 
-    def __init__(self, stream: Readable, sink: Sink, *, is_hashed: bool) -> None:
+    def __init__(self, stream: ReadableStream, sink: Sink, *, is_hashed: bool) -> None:
         self._stream = stream
         self._sink = sink
         self._hash = ContentHasher() if is_hashed else None
@@ -104,7 +104,7 @@ class TarLayer(Struct, frozen=True):
     """The digest of the stored bytes; None where the source does not know it."""
     open_stored: Callable[[], BinaryIO]
     """Opens the stored bytes for one read from start to end."""
-    limits: Limits = field(default_factory=Limits)
+    limits: ExpansionLimits = field(default_factory=ExpansionLimits)
     registry_digest: str | None = None
     """`stored_digest`, where the layer can be read from a registry by ranges."""
     is_copied: bool = True

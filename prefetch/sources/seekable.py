@@ -26,7 +26,7 @@ from bootseer.blob import seek_points
 from bootseer.blob.frames import FRAME_STREAM_BYTES_MAX, FrameTable
 from bootseer.blob.keys import POINTS
 from bootseer.blob.seek_points import UNIT_BYTES, SeekPoint, SeekPoints
-from bootseer.blob.tar.inflate import PIECE_BYTES, Limits
+from bootseer.blob.tar.inflate import PIECE_BYTES, ExpansionLimits
 from bootseer.blob.tree import Blob
 from bootseer.errors import CorruptError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
@@ -63,7 +63,7 @@ def write_seek_points(
     stored: BinaryIO,
     expected: Expected,
     sink: BinaryIO,
-    limits: Limits,
+    limits: ExpansionLimits,
     on_progress: Callable[[int], None],
     span_bytes: int = SPAN_BYTES,
 ) -> LayerTree:
@@ -130,7 +130,7 @@ def _copy(
 def _find_blocks(
     file: BinaryIO,
     expected: Expected,
-    limits: Limits,
+    limits: ExpansionLimits,
     span_bytes: int,
     on_progress: Callable[[int], None],
 ) -> list[_Block]:

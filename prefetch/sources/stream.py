@@ -3,7 +3,7 @@
 Three threads besides the reader's: one reads the source, one decompresses, one hashes what that
 gives, each a few MiB ahead of the next. Memory is bounded by these; nothing seeks. Neither the
 declared size nor the stored bytes are believed: a layer that goes on past its size, expands beyond
-`Limits`, or contains something else is refused.
+`ExpansionLimits`, or contains something else is refused.
 
 The manifest's digest of the stored bytes is not computed: what is used of a layer is its content,
 the digest of which is in the image's configuration, which the manifest names by digest. Without
@@ -20,7 +20,7 @@ from typing import BinaryIO, Self
 
 from msgspec import Struct
 
-from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, Limits, decompress
+from bootseer.blob.tar.inflate import ERRORS, PIECE_BYTES, ExpansionLimits, decompress
 from bootseer.errors import BootseerError, CorruptError, from_oserror
 from bootseer.prefetch.sources.read_ahead import ReadAhead
 
@@ -97,7 +97,10 @@ def _pieces(source: BinaryIO, expected: Expected) -> Iterator[bytes]:
 
 
 def decompressed(
-    source: BinaryIO, expected: Expected, limits: Limits, on_progress: Callable[[int], None]
+    source: BinaryIO,
+    expected: Expected,
+    limits: ExpansionLimits,
+    on_progress: Callable[[int], None],
 ) -> Iterator[bytes]:
     """The uncompressed tar in pieces; closes `source`. `on_progress` is called with counts of
     stored bytes, with 0 while none come, and may raise to end it.
@@ -135,7 +138,7 @@ class TarStream:
         self,
         source: BinaryIO,
         expected: Expected,
-        limits: Limits,
+        limits: ExpansionLimits,
         on_progress: Callable[[int], None],
     ) -> None:
         """Takes `source`, the stored bytes, over."""

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from bootseer.blob.keys import blob_key
-from bootseer.blob.tar.inflate import Limits
+from bootseer.blob.tar.inflate import ExpansionLimits
 from bootseer.errors import (
     AlreadyExistsError,
     CorruptError,
@@ -208,7 +208,7 @@ def test_garbage_bombs_and_other_compressions_are_refused(
     ):
         with pytest.raises(error, match=r"hostile\.tar"):
             _import(node, store, _archive(tmp_path, data=data), tmp_path / "env")
-    monkeypatch.setattr(archive, "LIMITS", Limits(free_bytes=1 << 20))
+    monkeypatch.setattr(archive, "LIMITS", ExpansionLimits(free_bytes=1 << 20))
     bomb = zstandard.compress(tar_of([Member("zeros", data=bytes(64 << 20))]))
     with pytest.raises(CorruptError, match="bomb"):
         _import(node, store, _archive(tmp_path, data=bomb), tmp_path / "env")

@@ -23,12 +23,12 @@ from typing import Any
 from msgspec import Struct
 
 from bootseer.base.documents import to_builtins
-from bootseer.blob.extract.plan import Plan, plan_extraction, worker_columns
-from bootseer.blob.extract.pool import FILES_MAX, Pool
+from bootseer.blob.extract.plan import ExtractionPlan, plan_extraction, worker_columns
+from bootseer.blob.extract.pool import FILES_MAX, WorkerPool
 from bootseer.blob.extract.sections import SETTINGS, Section, write_columns
 from bootseer.blob.extract.source import ReadSome, Supply, pieces, read_ahead
-from bootseer.blob.extract.worker import DamagedError, Worker
-from bootseer.blob.extract.writer import Settings, Writer
+from bootseer.blob.extract.worker import DamagedError, ExtractionWorker
+from bootseer.blob.extract.writer import ExtractionSettings, TreeWriter
 from bootseer.blob.pack.frame_writer import usable_cpus
 from bootseer.blob.pack.stat_record import RECORD, Records
 from bootseer.blob.tree import Tree
@@ -141,7 +141,7 @@ def extract(
         root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not in_place:
             lock_within(root_fd, 0)
-        settings = Settings(
+        settings = ExtractionSettings(
             owners=os.geteuid() == 0 if owners is None else owners,
             umask=_umask(),
             uid=os.geteuid(),
@@ -170,7 +170,7 @@ def extract(
             more = {"is_verified": is_verified, "file_count": len(files)}
             columns = worker_columns(tree, plan, to_builtins(settings) | more, recorded)
             records = _make_records(tree, recorded, pool)
-            writer = Writer(tree, plan, columns, root_fd, settings)
+            writer = TreeWriter(tree, plan, columns, root_fd, settings)
             stack.callback(writer.close)
             writer.make_large_files()
 
@@ -303,7 +303,7 @@ def _sync_directory(path: Path) -> None:
 
 def _start_pool(
     tree: Tree, processes: int | None, root_fd: int, files: Sequence[int]
-) -> Pool | None:
+) -> WorkerPool | None:
     """Start the worker processes for a tree; return None if this process should do the work.
 
     `processes` and `files`: see `extract`.
@@ -316,13 +316,13 @@ def _start_pool(
     if processes == 1:
         return None
     try:
-        return Pool(processes, root_fd, files)
+        return WorkerPool(processes, root_fd, files)
     except OSError as error:
         _log.warning("extracting with one process, since others cannot be started: %s", error)
         return None
 
 
-def _make_records(tree: Tree, recorded: bytes, pool: Pool | None) -> Records:
+def _make_records(tree: Tree, recorded: bytes, pool: WorkerPool | None) -> Records:
     """Return memory for a record of each name and of the root, shared with the workers.
 
     The memory is empty if no records are requested. Raises: OSError.
@@ -336,10 +336,10 @@ def _make_records(tree: Tree, recorded: bytes, pool: Pool | None) -> Records:
 
 def _run_here(
     tree: Tree,
-    plan: Plan,
+    plan: ExtractionPlan,
     columns: Mapping[str, Section],
     read: ReadSome,
-    writer: Writer,
+    writer: TreeWriter,
     root_fd: int,
     records: Records,
     count: Callable[[int], None],
@@ -351,7 +351,7 @@ def _run_here(
         return b"".join(pieces(tree, read, blob, offset - bases[blob], length))
 
     named = {**columns, "name_list": tree.columns.names}
-    worker = Worker(named, stored, root_fd, records, looks_ahead=False)
+    worker = ExtractionWorker(named, stored, root_fd, records, looks_ahead=False)
     try:
         for task in plan.tasks():
             writer.make_directories(task)
@@ -370,11 +370,11 @@ def _run_here(
 
 def _run_in_pool(
     tree: Tree,
-    plan: Plan,
+    plan: ExtractionPlan,
     columns: Mapping[str, Section],
     read: ReadSome,
-    pool: Pool,
-    writer: Writer,
+    pool: WorkerPool,
+    writer: TreeWriter,
     files: Sequence[int],
     count: Callable[[int], None],
 ) -> None:

@@ -30,7 +30,7 @@ Place = tuple[int, int, int, int]
 """(file offset, blob, offset in its stream, length)"""
 
 
-class Plan(Struct, frozen=True):
+class ExtractionPlan(Struct, frozen=True):
     """Plan of an extraction.
 
     The steps are: make `directories` and `large`, run the tasks, make `others` and `links`. A task
@@ -116,7 +116,7 @@ def plan_extraction(
     max_bytes: int,
     allow_devices: bool = False,
     skip_devices: bool = False,
-) -> Plan:
+) -> ExtractionPlan:
     """Return the plan of an extraction.
 
     Raises: InvalidInputError beyond a limit; PermissionDeniedError for a device node that is
@@ -196,7 +196,7 @@ def plan_extraction(
     parts = [(i, part) for i in large_files for part in _parts(tree, tree.extents(c.name_inode[i]))]
     task_bytes.extend([0] * (len(group_start) - 1 - len(task_bytes)))
     task_bytes.extend(sum(place[3] for place in part) for _, part in parts)
-    return Plan(
+    return ExtractionPlan(
         _parents_first(tree, directories),
         large_files,
         others,
@@ -301,7 +301,7 @@ def _parts(tree: Tree, places: list[Place]) -> Iterator[list[Place]]:
 
 
 def worker_columns(
-    tree: Tree, plan: Plan, settings: Mapping[str, int], recorded: bytes
+    tree: Tree, plan: ExtractionPlan, settings: Mapping[str, int], recorded: bytes
 ) -> dict[str, Section]:
     """Return the columns that a worker needs, as listed in `sections.SECTIONS`.
 

@@ -1,8 +1,8 @@
 """Pool of the worker processes of an extraction: starts them, sends tasks, receives their reports.
 
 The processes are started while the caller still plans, inherit only the descriptors that they need,
-and have ended when `close` returns. A `Pool` belongs to one thread; a second thread of its own
-brings the bytes that tasks need.
+and have ended when `close` returns. A `WorkerPool` belongs to one thread; a second thread brings
+the bytes that tasks need.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 OnReport = Callable[[int, dict[str, Any]], None]
 
 
-class Pool:
+class WorkerPool:
     """Worker processes of one extraction."""
 
     def __init__(self, count: int, root_fd: int, files: Sequence[int]) -> None:

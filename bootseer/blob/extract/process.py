@@ -16,7 +16,7 @@ from bisect import bisect_right
 from struct import Struct
 
 from bootseer.blob.extract.sections import SETTINGS, read_columns
-from bootseer.blob.extract.worker import DamagedError, Stored, UnreadError, Worker
+from bootseer.blob.extract.worker import DamagedError, ExtractionWorker, Stored, UnreadError
 
 TASK = Struct("<I")
 RESULT = Struct("<II")
@@ -55,12 +55,12 @@ def _stored_in(bases: "array[int]", has_files: bool) -> Stored:
     return stored
 
 
-def _worker() -> Worker:
+def _worker() -> ExtractionWorker:
     columns = read_columns(memoryview(mmap.mmap(COLUMNS_FD, 0, prot=mmap.PROT_READ)))
     records = memoryview(mmap.mmap(RECORDS_FD, 0)) if columns["recorded"] else bytearray()
     has_files = bool(columns["settings"][SETTINGS.index("file_count")])
     stored = _stored_in(columns["blob_base"], has_files)
-    return Worker(columns, stored, ROOT_FD, records, looks_ahead=True)
+    return ExtractionWorker(columns, stored, ROOT_FD, records, looks_ahead=True)
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     os.umask(0)
     # The loop creates no reference cycles.
     gc.disable()
-    worker: Worker | None = None
+    worker: ExtractionWorker | None = None
     while data := os.read(TASKS_FD, TASK.size):
         (task,) = TASK.unpack(data)
         report: dict[str, object] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, TypeAlias
 
-from bootseer.blob.extract.plan import Plan
+from bootseer.blob.extract.plan import ExtractionPlan
 from bootseer.blob.frames import frames_for
 from bootseer.blob.tree import Tree
 from bootseer.errors import CorruptError
@@ -37,7 +37,7 @@ Run = tuple[int, int, int]
 """(blob, first unit, end of the units)"""
 
 
-def read_ahead(tree: Tree, plan: Plan, files: Sequence[int], task: int) -> None:
+def read_ahead(tree: Tree, plan: ExtractionPlan, files: Sequence[int], task: int) -> None:
     """Tell the kernel which ranges of the blobs' files a task will read. Raises: OSError."""
     for blob, start, end in _span(tree, plan, task) or _ranges(tree, plan, task):
         stored = tree.blobs[blob]
@@ -72,7 +72,7 @@ class Supply:
     """Memory file with the stored frames that queued and running tasks need."""
 
     def __init__(
-        self, tree: Tree, plan: Plan, read: ReadSome, columns: Mapping[str, Any], fd: int
+        self, tree: Tree, plan: ExtractionPlan, read: ReadSome, columns: Mapping[str, Any], fd: int
     ) -> None:
         """Map the memory file `fd`; `columns` are those of the workers. Raises: OSError."""
         self._tree = tree
@@ -155,7 +155,7 @@ class Supply:
                     start, view = start + count, view[count:]
 
 
-def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:
+def _span(tree: Tree, plan: ExtractionPlan, task: int) -> list[Run]:
     """Return one range that covers all files of a task, from the first to the last.
 
     Faster than `_ranges`. Return no range if the files are in several blobs, or if less than half
@@ -174,7 +174,7 @@ def _span(tree: Tree, plan: Plan, task: int) -> list[Run]:
     return [(c.extent_blob[first], start, end)]
 
 
-def _ranges(tree: Tree, plan: Plan, task: int) -> Iterator[Run]:
+def _ranges(tree: Tree, plan: ExtractionPlan, task: int) -> Iterator[Run]:
     """Yield the ranges (blob, start, end) of the streams that a task needs, in its order."""
     blob = start = end = -1
     for _, place_blob, offset, length in plan.places(tree, task):

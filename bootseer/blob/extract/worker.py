@@ -13,7 +13,7 @@ import zstandard
 from blake3 import blake3
 
 from bootseer.blob.extract.sections import SETTINGS, taken
-from bootseer.blob.extract.writer import Directories
+from bootseer.blob.extract.writer import DirectoryCache
 from bootseer.blob.pack.stat_record import Records, put_record
 
 Stored: TypeAlias = Callable[[int, int], "bytes | memoryview"]
@@ -41,7 +41,7 @@ class UnreadError(Exception):
         self.error = error
 
 
-class Worker:
+class ExtractionWorker:
     """Writer of the files of tasks: groups of whole files, and parts of large files. One thread."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Worker:
         self._stored = stored
         self._records = records
         self._settings = dict(zip(SETTINGS, columns["settings"], strict=True))
-        self._directories = Directories(
+        self._directories = DirectoryCache(
             columns["name_list"], columns["name_parent"], columns["directory_name"], root_fd
         )
         self._decompressor = zstandard.ZstdDecompressor()

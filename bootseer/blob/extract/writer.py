@@ -16,7 +16,7 @@ from itertools import chain
 
 from msgspec import Struct
 
-from bootseer.blob.extract.plan import Plan
+from bootseer.blob.extract.plan import ExtractionPlan
 from bootseer.blob.extract.sections import Section
 from bootseer.blob.pack.stat_record import Records, put_directory, put_record
 from bootseer.blob.tree import Tree
@@ -30,7 +30,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_MAX = 64
 
 
-class Settings(Struct, frozen=True):
+class ExtractionSettings(Struct, frozen=True):
     """Attributes of new files that depend on this process and the target file system."""
 
     owners: bool
@@ -49,16 +49,16 @@ class Skipped(Struct):
     set_id_bits: int = 0
 
 
-class Writer:
+class TreeWriter:
     """State of one extraction in the process that makes directories, links and special files."""
 
     def __init__(
         self,
         tree: Tree,
-        plan: Plan,
+        plan: ExtractionPlan,
         columns: Mapping[str, Section],
         root_fd: int,
-        settings: Settings,
+        settings: ExtractionSettings,
     ) -> None:
         """Prepare to write below `root_fd`; `columns` are those of the workers."""
         self.skipped = Skipped()
@@ -74,7 +74,7 @@ class Writer:
         self._name_of = name_of
         self._is_made = bytearray(tree.inode_count)
         self._is_made[0] = 1
-        self._directories = Directories(c.names, c.name_parent, name_of, root_fd)
+        self._directories = DirectoryCache(c.names, c.name_parent, name_of, root_fd)
         if not settings.owners:
             own = (settings.uid, settings.gid)
             self.skipped.owners = sum(owner != own for owner in zip(c.uid, c.gid, strict=True))
@@ -226,7 +226,7 @@ class Writer:
             os.mknod(name, mode & ~0o7777 | 0o600, rdev, dir_fd=directory)
 
 
-class Directories:
+class DirectoryCache:
     """Cache of directory descriptors by inode number; the most recently used ones stay open."""
 
     def __init__(

@@ -41,7 +41,7 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class _Batch(NamedTuple):
+class _FrameBatch(NamedTuple):
     """Frames that threads are compressing."""
 
     stream_lengths: list[int]
@@ -85,7 +85,7 @@ class FrameWriter:
         self._on_progress = on_progress
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blob-compress")
         self._in_flight_max = threads * _BATCHES_IN_FLIGHT_PER_THREAD
-        self._in_flight: deque[_Batch] = deque()
+        self._in_flight: deque[_FrameBatch] = deque()
         self._stream_digest = stream_digest
         self._stream_hash = ContentHasher()
         # One thread: pieces must be hashed in order.
@@ -142,7 +142,7 @@ class FrameWriter:
         if self._stream_digest is None:
             hashed = self._hash_pool.submit(self._hash_stream, batch)
         compressed = self._pool.submit(self._compress, batch)
-        self._in_flight.append(_Batch(lengths, compressed, hashed))
+        self._in_flight.append(_FrameBatch(lengths, compressed, hashed))
 
     def finish(self) -> Blob:
         """Write the last frames and the seek table, and return the blob. Raises: OSError."""

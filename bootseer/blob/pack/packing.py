@@ -19,7 +19,7 @@ from bootseer.base.display import quoted
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import Members, plain_size
 from bootseer.blob.pack.plain_writer import PlainWriter, StreamWriter
-from bootseer.blob.pack.scan import Entry, data_segments, scan, xattrs_of
+from bootseer.blob.pack.scan import ScannedName, data_segments, scan, xattrs_of
 from bootseer.blob.pack.stat_record import bounded_time_ns
 from bootseer.blob.pack.tar_packing import pack_tar
 from bootseer.blob.tree import Blob, Extent, Inode, Tree
@@ -122,7 +122,7 @@ def tar_directory(
 
 def _write(
     root: str | os.PathLike[str],
-    entries: Iterable[Entry],
+    entries: Iterable[ScannedName],
     writer: StreamWriter,
     others: Others,
     identities: Mapping[bytes, tuple[int, int]],
@@ -157,7 +157,7 @@ class _ReadError(Exception):
 
 
 def _add(
-    members: Members, writer: StreamWriter, entry: Entry, elsewhere: Elsewhere | None
+    members: Members, writer: StreamWriter, entry: ScannedName, elsewhere: Elsewhere | None
 ) -> int | None:
     status = entry.status
     mode = status.st_mode

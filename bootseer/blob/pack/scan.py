@@ -26,7 +26,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCAL_XATTRS = ("security.selinux", "trusted.overlay.", "user.overlay.", "system.nfs4_acl")
 
 
-class Entry(Struct, frozen=True):
+class ScannedName(Struct, frozen=True):
     """Name that the walk has found."""
 
     path: bytes
@@ -67,7 +67,7 @@ def scan(
     paths: Iterable[bytes] | None = None,
     exclude: Iterable[str | bytes] = (),
     one_file_system: bool = False,
-) -> Iterator[Entry]:
+) -> Iterator[ScannedName]:
     """Yield every name below `root`, and first the root itself.
 
     With `paths`, yield only these and the directories that lead to them, without the contents of a
@@ -85,7 +85,7 @@ def scan(
     try:
         status = os.fstat(fd)
         device = status.st_dev
-        yield Entry(b"", fd, b"", status)
+        yield ScannedName(b"", fd, b"", status)
         stack = [(b"", iter(_names(fd, b"", shown, wanted)))]
         while stack:
             prefix, names = stack[-1]
@@ -102,7 +102,7 @@ def scan(
                 if not stat.S_ISDIR(status.st_mode):
                     if wanted is not None and path in wanted:
                         raise NotFoundError(f"{_show(shown, path)} is not a directory")
-                    yield Entry(path, fds[-1], name, status)
+                    yield ScannedName(path, fds[-1], name, status)
                     continue
                 if one_file_system and status.st_dev != device:
                     _log.warning("%s is on another file system and is left out", _show(shown, path))
@@ -113,7 +113,7 @@ def scan(
                 raise
             except OSError as error:
                 raise _explain(error, shown, path, listed=wanted is None) from error
-            yield Entry(path, fds[-1], b"", status)
+            yield ScannedName(path, fds[-1], b"", status)
             stack.append((path + b"/", iter(_names(fds[-1], path, shown, wanted))))
     finally:
         for fd in fds:

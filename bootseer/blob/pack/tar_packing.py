@@ -15,7 +15,7 @@ from bootseer.blob.build import build_tree
 from bootseer.blob.pack.frame_writer import FRAME_BYTES, FrameWriter
 from bootseer.blob.pack.members import hash_zeros, plain_size
 from bootseer.blob.tar.header import BLOCK
-from bootseer.blob.tar.reader import Member, Readable, TarReader
+from bootseer.blob.tar.reader import ReadableStream, TarMember, TarReader
 from bootseer.blob.tree import ZEROS_HASHED_MAX, Blob, Extent, Inode, Tree
 from bootseer.errors import CorruptError, InvalidInputError
 
@@ -51,7 +51,7 @@ class TarWriter(Protocol):
 
 
 def pack_tar(
-    stream: Readable,
+    stream: ReadableStream,
     sink: BinaryIO,
     *,
     level: int = 3,
@@ -88,7 +88,7 @@ def pack_tar(
 
 
 def copy_member(
-    reader: TarReader, writer: TarWriter, member: Member
+    reader: TarReader, writer: TarWriter, member: TarMember
 ) -> tuple[tuple[Extent, ...], bytes | None]:
     """Copy one member with its content from the reader to the writer.
 
@@ -110,7 +110,7 @@ def copy_member(
     return extents, _digest(pieces, segments, member.size_bytes)
 
 
-def extents_of(member: Member, start: int) -> tuple[Extent, ...]:
+def extents_of(member: TarMember, start: int) -> tuple[Extent, ...]:
     """Return the extents of a member whose content begins at the offset `start` of a stream."""
     extents = []
     segments = [(0, member.stored_bytes)] if member.segments is None else member.segments
@@ -191,7 +191,7 @@ class Unpacked:
         self._memory_bytes = 0
         self._implied_bytes = 0
 
-    def add(self, member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> None:
+    def add(self, member: TarMember, extents: tuple[Extent, ...], digest: bytes | None) -> None:
         if member.is_label:
             return
         path = self._locate(member.path)
@@ -319,7 +319,7 @@ class Unpacked:
         return b"/".join(current)
 
 
-def _inode(member: Member, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
+def _inode(member: TarMember, extents: tuple[Extent, ...], digest: bytes | None) -> Inode:
     mode = member.mode
     is_file = stat.S_ISREG(mode)
     target = member.link if stat.S_ISLNK(mode) else b""

@@ -73,7 +73,7 @@ def decompress(read: Read, name: str) -> Iterator[bytes]:
     return _plain(head, read)
 
 
-class Limits(Struct, frozen=True):
+class ExpansionLimits(Struct, frozen=True):
     """Limits on the expansion of one layer or archive, against decompression bombs."""
 
     bytes_max: int = 2**40

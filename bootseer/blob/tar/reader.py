@@ -45,7 +45,7 @@ _FIELDS = struct.Struct("<100s8s8s8s12s12s8xc100s6s82x155s12x")
 checksum."""
 
 
-class Readable(Protocol):
+class ReadableStream(Protocol):
     """Source of a tar archive."""
 
     def read(self, size: int, /) -> bytes:
@@ -53,7 +53,7 @@ class Readable(Protocol):
         ...
 
 
-class Member(Struct, frozen=True, gc=False):
+class TarMember(Struct, frozen=True, gc=False):
     """Member of an archive without its content, which follows in the stream."""
 
     raw: bytes
@@ -85,7 +85,7 @@ class TarReader:
     After each member the caller must take or skip its content and padding.
     """
 
-    def __init__(self, stream: Readable) -> None:
+    def __init__(self, stream: ReadableStream) -> None:
         self._stream = stream
         self._buffer = b""
         self._taken = 0
@@ -183,7 +183,7 @@ class TarReader:
         """Offset in the stream of the next byte."""
         return self._buffer_start + self._taken
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[TarMember]:
         raw: list[bytes] = []
         local: dict[bytes, bytes] = {}
         sparse: list[tuple[int, int]] = []
@@ -238,7 +238,7 @@ class TarReader:
         sparse: list[tuple[int, int]],
         long_name: bytes,
         long_link: bytes,
-    ) -> Member:
+    ) -> TarMember:
         number = tar_fields.number
         name, mode, owner, group, size, time, kind, link, magic, prefix = _FIELDS.unpack(block)
         path = long_name or name.split(b"\0", 1)[0]
@@ -283,7 +283,7 @@ class TarReader:
                 f"a name or link in the tar archive is longer than {PATH_BYTES_MAX} bytes: "
                 f"{quoted(path[:80])}"
             )
-        return Member(
+        return TarMember(
             b"".join(raw),
             path,
             file_type | (number(mode) & 0o7777),

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bootseer.base.content_digest import content_digest
 from bootseer.blob import seek_points
 from bootseer.blob.seek_points import SeekPoints
-from bootseer.blob.tar.inflate import Limits
+from bootseer.blob.tar.inflate import ExpansionLimits
 from bootseer.blob.tree import Blob
 from bootseer.errors import CorruptError, UnknownFormatError, UnsupportedError
 from bootseer.prefetch.index.merge import LayerTree
@@ -90,7 +90,7 @@ def _write(stored: bytes, expected: Expected | None = None) -> tuple[LayerTree, 
             io.BytesIO(stored),
             expected or _expected(stored),
             sink,
-            Limits(),
+            ExpansionLimits(),
             lambda count: None,
             _SPAN_BYTES,
         )
@@ -252,6 +252,6 @@ def test_a_bomb_is_refused() -> None:
             io.BytesIO(bomb),
             _expected(bomb, bytes(2**20)),
             sink,
-            Limits(ratio_max=10, free_bytes=2**16),
+            ExpansionLimits(ratio_max=10, free_bytes=2**16),
             lambda count: None,
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zstandard
 
-from bootseer.blob.tar.inflate import ERRORS, Limits, decompress
+from bootseer.blob.tar.inflate import ERRORS, ExpansionLimits, decompress
 from bootseer.errors import BootseerError, CorruptError, UnsupportedError
 from bootseer.prefetch.sources.stream import Expected, TarStream
 from testbed.images.building import compress, digest
@@ -25,14 +25,16 @@ def read(
     content: bytes = CONTENT,
     size_bytes: int | None = None,
     stored_digest: str | None = "",
-    limits: Limits | None = None,
+    limits: ExpansionLimits | None = None,
 ) -> bytes:
     expected = Expected(
         digest(content),
         len(stored) if size_bytes is None else size_bytes,
         digest(stored) if stored_digest == "" else stored_digest,
     )
-    with TarStream(io.BytesIO(stored), expected, limits or Limits(), lambda count: None) as stream:
+    with TarStream(
+        io.BytesIO(stored), expected, limits or ExpansionLimits(), lambda count: None
+    ) as stream:
         data = stream.read()
         stream.finish()
         return data
@@ -65,7 +67,7 @@ def test_a_source_that_gives_little_at_a_time(compression: str) -> None:
     stored = compress(content, compression)
     expected = Expected(digest(content), len(stored), digest(stored))
     source = Dribbling(stored)
-    with TarStream(source, expected, Limits(), lambda count: None) as stream:
+    with TarStream(source, expected, ExpansionLimits(), lambda count: None) as stream:
         assert stream.read() == content
     assert source.closed
 
@@ -133,11 +135,11 @@ def test_the_digest_in_the_configuration_is_checked() -> None:
 
 def test_a_bomb_ends_at_the_limit() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(200_000_000))
-    limits = Limits(ratio_max=100, free_bytes=1_000_000)
+    limits = ExpansionLimits(ratio_max=100, free_bytes=1_000_000)
     with pytest.raises(CorruptError, match="bomb"):
         read(bomb, content=b"", limits=limits)
     with pytest.raises(CorruptError, match="bomb"):
-        read(gzip.compress(bytes(50_000_000)), content=b"", limits=Limits(bytes_max=10**7))
+        read(gzip.compress(bytes(50_000_000)), content=b"", limits=ExpansionLimits(bytes_max=10**7))
 
 
 def test_a_few_kilobytes_do_not_become_a_gigabyte() -> None:
@@ -146,7 +148,7 @@ def test_a_few_kilobytes_do_not_become_a_gigabyte() -> None:
     pieces: list[bytes] = []
     expected = Expected(digest(b""), len(bomb), None)
     with (
-        TarStream(io.BytesIO(bomb), expected, Limits(), lambda count: None) as stream,
+        TarStream(io.BytesIO(bomb), expected, ExpansionLimits(), lambda count: None) as stream,
         pytest.raises(CorruptError, match="bomb"),
     ):
         pieces.extend(iter(lambda: stream.read(2**20), b""))
@@ -169,7 +171,9 @@ def test_other_compressions_are_named(magic: bytes) -> None:
 
 def test_a_reader_that_stops_early_leaves_no_thread() -> None:
     expected = Expected(digest(CONTENT), len(CONTENT), None)
-    with TarStream(io.BytesIO(CONTENT * 5), expected, Limits(), lambda count: None) as stream:
+    with TarStream(
+        io.BytesIO(CONTENT * 5), expected, ExpansionLimits(), lambda count: None
+    ) as stream:
         assert stream.read(10) == CONTENT[:10]
 
 
@@ -180,7 +184,9 @@ def test_errors_of_the_source_are_ours() -> None:
 
     with (
         pytest.raises(BootseerError, match="Input/output"),
-        TarStream(Broken(), Expected(digest(b""), 0, None), Limits(), lambda count: None) as stream,
+        TarStream(
+            Broken(), Expected(digest(b""), 0, None), ExpansionLimits(), lambda count: None
+        ) as stream,
     ):
         stream.finish()
 
@@ -189,7 +195,7 @@ def test_progress_counts_stored_bytes() -> None:
     stored = gzip.compress(CONTENT)
     counts: list[int] = []
     expected = Expected(digest(CONTENT), len(stored), digest(stored))
-    with TarStream(io.BytesIO(stored), expected, Limits(), counts.append) as stream:
+    with TarStream(io.BytesIO(stored), expected, ExpansionLimits(), counts.append) as stream:
         stream.finish()
     assert sum(counts) == len(stored)
 
@@ -197,5 +203,5 @@ def test_progress_counts_stored_bytes() -> None:
 def test_a_layer_named_by_sha512_is_verified() -> None:
     name = f"sha512:{hashlib.sha512(CONTENT).hexdigest()}"
     expected = Expected(name, len(CONTENT), name)
-    with TarStream(io.BytesIO(CONTENT), expected, Limits(), lambda count: None) as stream:
+    with TarStream(io.BytesIO(CONTENT), expected, ExpansionLimits(), lambda count: None) as stream:
         stream.finish()
