@@ -62,7 +62,7 @@ class UnavailableError(BootseerError, ConnectionError):
 
 
 class UnsupportedError(BootseerError, OSError):
-    """The kernel, machine, backend or missing privilege does not allow the operation."""
+    """The kernel, machine or backend does not support the operation, or a privilege is missing."""
 
 
 class BusyError(BootseerError, OSError):
