@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bootseer.report.explain import StartModel
 
 # A smaller delay is noise of a start in which nobody held the others.
-_DELAY_MIN_S, _SHARE_MIN = 0.5, 0.05
+_DELAY_MIN_S, _SHARE_MIN = 1.0, 0.05
 
 
 class Delay(Struct, frozen=True):

@@ -297,8 +297,8 @@ class Evidence:
         if key not in self._figures:
             self._figures[key] = self._medians(outlier, figure)
         by_node, median = self._figures[key]
-        if len(by_node) == 2 and len(self._nodes) == 2:
-            median = next(value for node, value in by_node.items() if node != outlier.node)
+        if len(self._nodes) == 2:
+            median = next((one for node, one in by_node.items() if node != outlier.node), 0.0)
         return by_node.get(outlier.node, 0.0), median
 
     def _medians(self, outlier: Outlier, figure: str) -> tuple[dict[str, float], float]:

@@ -101,13 +101,21 @@ def _distributed(notes: "Notes", module: Any) -> None:
 
 def _data_parallel(notes: "Notes", module: Any) -> None:
     # Meets below Python, where no wrapper sees it, after what it imports.
+    waiting: list[str] = []
+
     def meeting(*_: Any, process_group: Any = None, **__: Any) -> str:
         group = process_group.group_name if process_group is not None else "0"
+        waiting[:] = [f"first backward of group {group}"]
         count = notes.count(f"DistributedDataParallel {group}")
         return f"DistributedDataParallel {count} of group {group}"
 
+    def reducing(*_: Any, **__: Any) -> str | None:
+        # Gradients are reduced below Python, too: the ranks wait for each other in here.
+        return waiting.pop() if waiting else None
+
     name = "DistributedDataParallel"
     notes.wrap(module.DistributedDataParallel, "__init__", name, meeting)
+    notes.wrap(sys.modules["torch.autograd"], "backward", "first backward", reducing)
 
 
 def _cuda(notes: "Notes", module: Any) -> None:

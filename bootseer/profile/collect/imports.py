@@ -111,8 +111,11 @@ class Collector:
         top = name.partition(".")[0]
         stage = None
         if self._depth == 0 and top in _LARGE and top not in sys.modules:
+            # What loads the notes is a part of this import, as the program sees it.
+            began_ns = time.time_ns()
+            self.quiet_until_ns = self.quiet_until_ns or began_ns
             notes = self.notes()
-            stage = notes and notes.begin_import(top)
+            stage = notes and notes.begin_import(top, began_ns)
         self._depth += 1
         begin = time.perf_counter_ns()
         try:

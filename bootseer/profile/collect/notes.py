@@ -66,8 +66,8 @@ class Notes:
 
     # -- imports
 
-    def begin_import(self, package: str) -> Span | None:
-        return self.begin(f"import {package}")
+    def begin_import(self, package: str, began_ns: int) -> Span | None:
+        return self.begin(f"import {package}", since_ns=began_ns)
 
     def end_import(self, span: Span) -> None:
         self.end(span)
@@ -85,11 +85,13 @@ class Notes:
 
     # -- stages
 
-    def begin(self, name: str, attributes: dict[str, Any] | None = None) -> Span | None:
-        """Begin a stage inside the one that is open; None where nothing is noted."""
+    def begin(
+        self, name: str, attributes: dict[str, Any] | None = None, since_ns: int = 0
+    ) -> Span | None:
+        """Begin a stage inside the one that is open, now or `since_ns`; None if not noted."""
         if self.is_over or threading.current_thread() is not threading.main_thread():
             return None
-        span = self._place().span(name, attributes)
+        span = self._place().span(name, attributes, since_ns=since_ns)
         self._open.append(span)
         self._figures = span.figures
         return span
