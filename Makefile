@@ -108,10 +108,15 @@ soak: system-test $(VENV)/ready
 bench-smoke: system-test $(VENV)/ready $(VENV)/formats
 	$(BIN)/python -m bench --smoke
 
+# Folders whose docstrings are held to tools/plain_words.py; each further folder is entered here.
+PLAIN_WORDS := bootseer/gc bootseer/http bootseer/registry bootseer/settings bootseer/transfer \
+	build_backend fuse snapshots tools
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/plain_words.py --most 1 $(PLAIN_WORDS)
 
 # Against the oldest and the newest Python that are supported; one process each.
 types: types-oldest types-newest

@@ -18,8 +18,11 @@ CACHE_DAYS = 30.0
 
 
 class Rules(Struct, frozen=True):
-    """The user's rules for a collection. Without `keep_last` and `keep_days` all snapshots stay but
-    those named in `snapshots`, and kept caches that nobody used for `CACHE_DAYS`."""
+    """Retention rules that a user gives for a collection.
+
+    Without `keep_last` and `keep_days`, a collection removes the snapshots named in `snapshots` and
+    the kept caches that no start used for `CACHE_DAYS`.
+    """
 
     keep_last: int | None = None
     """How many of the newest stay of each group with the same targets and command."""

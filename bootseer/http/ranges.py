@@ -172,7 +172,7 @@ late with them. Raises: BootseerError."""
 
 
 class RangedFile:
-    """One file of known size, read by ranges: a store's `Reader`, but for `current`."""
+    """File of known size that is read by byte ranges: a store's `Reader` without `current`."""
 
     block_bytes = 0
     can_stop = True

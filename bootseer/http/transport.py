@@ -600,7 +600,7 @@ def proxy_for(scheme: str, host: str) -> str:
 
 
 def _error(error: BaseException, server: str, ca_advice: str = "") -> BootseerError:
-    """Return the error of ours for one of urllib3's, without the URL in its message."""
+    """Return the Bootseer error for an error of urllib3, without the URL in its message."""
     if isinstance(error, exceptions.LocationValueError | UnicodeError):
         return InvalidInputError(f"{server} cannot be the name of a server")
     if isinstance(error, exceptions.TimeoutError | TimeoutError) and not isinstance(

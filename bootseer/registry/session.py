@@ -207,8 +207,10 @@ _ERRORS: DocumentFormat[_Errors] = DocumentFormat(
 
 
 def _message(data: bytes) -> str:
-    """Return the code in an error's body (distribution specification, "Error Codes"). Free text is
-    left out: it may quote what was sent."""
+    """Return the code in an error's body (distribution specification, "Error Codes").
+
+    Free text is left out: a server may quote the request in it.
+    """
     try:
         code = _ERRORS.decode(data, "an answer").errors[0].code
     except CorruptError:

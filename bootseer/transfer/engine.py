@@ -168,7 +168,8 @@ class Job:
         """Note that the job has ended; `error` says how."""
 
     def take_over(self, other: "Job") -> None:
-        """Take the rank, the failures and the deadline of `other`, of which this job is a part."""
+        """Take the rank, the failures and the deadline of `other`; this job is a part of
+        `other`."""
         self.priority, self.sequence = other.priority, other.sequence
         self.failure_count, self.wrong_count = other.failure_count, other.wrong_count
         self.moved_s, self.failure = other.moved_s, other.failure

@@ -90,7 +90,7 @@ def detach(path: Path, *, lazy: bool) -> None:
 
 
 def run_helper(command: Sequence[str], **options: Any) -> str | None:
-    """Run fusermount3. Return what it says if it fails, else None. Raises: DeadlineError."""
+    """Run fusermount3; return its error message if it fails, else None. Raises: DeadlineError."""
     try:
         done = subprocess.run(
             command,
@@ -119,11 +119,11 @@ def _detach_with_helper(helper: str, path: Path, lazy: bool) -> None:
 
 
 def unmount(path: Path, *, timeout_s: float = 10.0) -> None:
-    """Unmount the FUSE file system on `path`, in whatever state.
+    """Unmount the FUSE file system on `path`, also if its server hangs or is dead.
 
-    Gives open files `timeout_s` to be closed, then aborts the connection: when this returns, the
-    path is free and no process waits for a reply. A file counts as open while the kernel waits for
-    what it has read ahead in it, also when all who had it open have ended.
+    Wait at most `timeout_s` for open files to be closed, then abort the connection. When the
+    function returns, the path is free and no process waits for a reply. A file counts as open while
+    the kernel waits for its readahead, even after every process that opened the file has ended.
 
     Raises:
         InvalidInputError: no FUSE file system is mounted there.

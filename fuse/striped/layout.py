@@ -1,4 +1,4 @@
-"""What a striped file is: its segments, its parts, and the layout file that names them.
+"""Layout of a striped file: its segments, their parts, and the layout file that names them.
 
 Owns the layout format (docs/format/stripe.md) and its codec, and nothing that touches a disk: pure,
 deterministic, safe to call from any thread. A layout file is hostile until `decode_layout` has
@@ -59,7 +59,7 @@ assert _HEADER.size + _U64.size == HEADER_BYTES
 
 
 class Part(Struct, frozen=True):
-    """One physical file of a segment."""
+    """Physical file that holds one part of a segment."""
 
     name: str
     size_bytes: int
@@ -80,7 +80,7 @@ class Segment(Struct, frozen=True):
 
     @property
     def block_count(self) -> int:
-        """How many checksums there are; the last block may be short."""
+        """Number of checksums; the last block may be short."""
         return -(-self.size_bytes // self.block_bytes)
 
     def checksum(self, block: int) -> int:
@@ -89,7 +89,7 @@ class Segment(Struct, frozen=True):
 
 
 class Layout(Struct, frozen=True):
-    """One generation of a striped file."""
+    """Generation of a striped file: the segments in logical order."""
 
     generation: str
     segments: tuple[Segment, ...]
@@ -121,7 +121,7 @@ def pack_checksums(values: list[int]) -> bytes:
 
 
 def part_size(segment_bytes: int, unit_bytes: int, part_count: int, part: int) -> int:
-    """How many of a segment's bytes the round robin gives to part number `part`."""
+    """Return the number of a segment's bytes that the round robin gives to part number `part`."""
     rounds, rest = divmod(segment_bytes, unit_bytes * part_count)
     return rounds * unit_bytes + min(max(rest - part * unit_bytes, 0), unit_bytes)
 

@@ -1,8 +1,8 @@
-"""What a mount has done so far, as plain counts.
+"""Counts of the reads and writes of a mount.
 
 Owns the counters of one storage's readers and writers. `Counters` is thread-safe and cheap enough
-for every chunk; a `Statistics` is one consistent look at all of them. Counts only grow: a rate is
-the difference of two looks, divided by that of their `uptime_s`.
+for every chunk; a `Statistics` is a consistent copy of all counters. Counts only grow: a rate is
+the difference between two copies divided by the difference between their `uptime_s`.
 """
 
 import threading
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 
 class SourceStatistics(Struct, frozen=True):
-    """What came from, or went to, one place that stores bytes: a DataNode, or a part's number."""
+    """Counts of the bytes read from and written to one place: a DataNode, or a part's number."""
 
     name: str
     read_bytes: int = 0
@@ -27,7 +27,7 @@ class SourceStatistics(Struct, frozen=True):
 
 
 class Statistics(Struct, frozen=True):
-    """One look at everything that was counted."""
+    """Consistent copy of all counters at one moment."""
 
     uptime_s: float = 0.0
     served_bytes: int = 0
@@ -44,7 +44,7 @@ class Statistics(Struct, frozen=True):
     late_count: int = 0
     """Reads that were asked for a second time while the first was still under way."""
     late_won_count: int = 0
-    """How many late requests the second request answered first."""
+    """Late reads whose second request was answered first."""
     stuck_count: int = 0
     """Reads that were given up at the deadline."""
     written_bytes: int = 0
@@ -91,7 +91,7 @@ class Counters:
                 known[name] += count
 
     def look(self) -> Statistics:
-        """All counts of this moment."""
+        """Return a copy of all counters."""
         with self._lock:
             values: dict[str, Any] = dict(self._counts)
             sources = tuple(

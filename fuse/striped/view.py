@@ -30,7 +30,7 @@ class Span(Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """How many bytes."""
+        """Length in bytes."""
         return self.end - self.start
 
 
@@ -70,12 +70,12 @@ def moved_identity(identity: str, source: str, target: str) -> str:
 
 
 def plain_version(info: FileInfo) -> str:
-    """What tells the stored file `info` from any other that had, or will have, its name."""
+    """Return a string that differs between any two ordinary files that have the name of `info`."""
     return f"{info.modified_ns}\0{info.size_bytes}\0{info.version}"
 
 
 class FileView:
-    """One generation of one file. Immutable."""
+    """Generation of one file. Immutable."""
 
     __slots__ = (
         "_bases",
@@ -115,11 +115,12 @@ class FileView:
 
     @property
     def plain_version(self) -> str:
-        """That of an ordinary file: its identity without the name that it had once."""
+        """Version of an ordinary file: its identity without the path at which it was looked up."""
         return self.identity.partition("\0")[2]
 
     def renamed(self, path: str) -> "FileView":
-        """What lies at `path` after a rename: for those who will compare it with the storage."""
+        """Return the view of the file after a rename to `path`, for a comparison with the
+        storage."""
         identity = moved_identity(self.identity, self.path, path)
         return FileView(path, identity, self.size_bytes, self.modified_ns, self.layout)
 
@@ -154,15 +155,19 @@ class FileView:
         return f"{folder}/{segment.parts[piece.part].name}", piece.part_offset
 
     def source_name(self, span: Span) -> str:
-        """What counters call the place that `span` is read from: hdfs-native does not say which
-        DataNode it is, so the part."""
+        """Return the counters' name for the place that `span` is read from: the number of the part.
+
+        The name is not a DataNode's, since hdfs-native does not tell which DataNode it reads from.
+        """
         if self.layout is None:
             return "ordinary files"
         return f"part {self.source(span)[0].rpartition('/')[2]}"
 
     def is_in(self, info: FileInfo) -> bool:
-        """Whether the stored file `info` is the one that this ordinary file was when looked up. It
-        has no checksums of ours, and may have been replaced under its name or written in place."""
+        """Return whether the stored file `info` is the ordinary file that this view was made of.
+
+        An ordinary file has no checksums and may have been replaced or written in place since.
+        """
         return self.plain_version == plain_version(info)
 
     def verify(self, span: Span, data: memoryview) -> None:

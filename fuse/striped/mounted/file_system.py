@@ -150,7 +150,7 @@ class MountedTree(Operations):
         return OpenFigures(count, active, requests, tuple(sorted(unfinished)))
 
     def unsaved(self) -> list[str]:
-        """Return the files of which bytes would be lost with this process."""
+        """Return the paths of files with bytes that would be lost if this process ended now."""
         with self._lock:
             return sorted({w.path for w in self._nodes.writers() if w.was_written})
 

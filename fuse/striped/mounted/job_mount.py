@@ -71,7 +71,7 @@ class JobMount(Struct, frozen=True, kw_only=True):
 
 
 class Mounted(Struct, frozen=True):
-    """How a start got its checkpoint folder."""
+    """Mounted checkpoint folder of a start, and the way the start got it."""
 
     directory: Path
     how: str
@@ -81,9 +81,9 @@ class Mounted(Struct, frozen=True):
 
 
 def _mount(wanted: JobMount, report: Report) -> None:
-    """Take over what the last start has left, or serve a new mount until it ends.
+    """Take over the mount that the last start left, or serve a new mount until it ends.
 
-    `report` hears a `Mounted` once the folder is there. Raises: BootseerError.
+    `report` receives a `Mounted` once the folder is there. Raises: BootseerError.
     """
     from bootseer.fuse.striped.mounted.mount import (
         mount_spec,
@@ -138,8 +138,10 @@ def _mount(wanted: JobMount, report: Report) -> None:
 
 
 def _wait(path: Path, is_mounted: bool, limit_s: float, report: Report) -> None:
-    """Wait until something is mounted on `path`, or nothing is; for so long. Raises:
-    UnavailableError once nobody wants the mount of this process any more."""
+    """Wait at most `limit_s` until `path` is a mount point (`is_mounted`) or is none.
+
+    Raises: UnavailableError once the process that asked for the mount no longer waits for it.
+    """
     deadline_s = time.monotonic() + limit_s
     while (find_mount(path) is not None) is not is_mounted and time.monotonic() < deadline_s:
         if wait_readable([report.fileno()], _POLL_S):

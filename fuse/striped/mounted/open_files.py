@@ -580,8 +580,11 @@ class OpenFiles:
                 pass
 
     def _outrun(self, handle: Handle) -> None:
-        """Keep what was written through `handle` from handles that only emptied the file and were
-        closed before: the kernel may not have said so yet that it was for the last time."""
+        """Protect bytes written through `handle` from handles that emptied the file and are closed.
+
+        The kernel may not have released such a handle yet, and its release would publish an empty
+        file.
+        """
         with self._lock:
             others = [h for node in self._nodes.same_file(handle.node) for h in node.handles]
             # Who made the file without O_TRUNC, after another node had removed it, empties nothing.
@@ -669,7 +672,7 @@ class OpenFiles:
             self._on_published(directory)
 
     def _show(self, node: Node, directory: Node, view: FileView, *, is_first: bool) -> None:
-        """Let lookups find a generation that has just been published. Under the lock."""
+        """Let lookups find a newly published generation. The caller holds the lock."""
         found = directory.children.get(node.name)
         if found is not None and found.is_local:
             self._nodes.make_writing(found)

@@ -101,8 +101,10 @@ class StoredFiles:
         return FileStatus(info.path, False, header.size_bytes, info.modified_ns, header.generation)
 
     def shown(self, info: FileInfo) -> FileStatus:
-        """Return the status of the stored file `info`; of a damaged one, what it is stored as, so
-        that it is listed and can be removed."""
+        """Return the status of the stored file `info`.
+
+        A damaged file gets the status of the stored bytes, so that it is listed and can be removed.
+        """
         try:
             return self.status_of(info)
         except (CorruptError, UnknownFormatError):

@@ -49,7 +49,7 @@ class Replicas:
         return self._opening.do("", lambda: self._best(offset, ()), self._open)
 
     def _best(self, offset: int, avoided: Collection[int]) -> tuple[int, Reader] | None:
-        """Return the best one of those that are open; None where one more is to be opened."""
+        """Return the best of the open readers, or None if another one should be opened."""
         with self._lock:
             block = self._block(offset)
             others = [n for n in self._readers if n not in avoided]

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Count the docstrings that cannot be understood on their own.
+
+Usage: plain_words.py [--list] [--most PERCENT] PATH...
+
+Two shares of all docstrings are printed: those whose first word names nothing ("What", "Whose",
+"Where", "How", "Of", ...), and those whose first paragraph refers to something by a pronoun or a
+phrase without a noun ("somebody", "whoever", "what is", "of ours").
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_FIRST_WORDS = re.compile(
+    r"\W*(what|which|where|whom|whose|who|how|when|why|of|as|by|behind|none|all|have|let|it|its|"
+    r"that|those|these|nothing|nobody|somebody|one|neither|either)\b",
+    re.IGNORECASE,
+)
+_PHRASES = re.compile(
+    r"\b(nobody|somebody|whoever|whom|whatever|such a one|of ours|of theirs|of those|of which|"
+    r"what (?:is|has|was|it|they|a|the|one)|let go|is over|which of|the one that|by itself what)\b",
+    re.IGNORECASE,
+)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Finding(NamedTuple):
+    """First paragraph of a docstring, and which of the two rules it breaks."""
+
+    line: int
+    paragraph: str
+    opens_with_riddle: bool
+    hangs_on_pronoun: bool
+
+
+def read_docstrings(source: str) -> Iterator[Finding]:
+    """Yield one finding for each docstring of the Python module `source`, also for good ones."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, _DOCUMENTED) or not (text := ast.get_docstring(node)):
+            continue
+        paragraph = " ".join(text.split("\n\n")[0].split())
+        yield Finding(
+            getattr(node, "lineno", 1),
+            paragraph,
+            _FIRST_WORDS.match(paragraph) is not None,
+            _PHRASES.search(paragraph) is not None,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print each docstring that is counted")
+    parser.add_argument(
+        "--most", type=float, metavar="PERCENT", default=100.0,
+        help="list the counted docstrings and exit with 1 if a share is larger",
+    )  # fmt: skip
+    parser.add_argument("paths", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    total = riddle_count = hanging_count = 0
+    listed = []
+    for root in arguments.paths:
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            for found in read_docstrings(path.read_text(encoding="utf-8")):
+                total += 1
+                riddle_count += found.opens_with_riddle
+                hanging_count += found.hangs_on_pronoun
+                if found.opens_with_riddle or found.hangs_on_pronoun:
+                    listed.append(f"{path}:{found.line}: {found.paragraph[:110]}\n")
+    shares = [100 * count / max(total, 1) for count in (riddle_count, hanging_count)]
+    failed = max(shares) > arguments.most
+    if arguments.list or failed:
+        sys.stdout.writelines(listed)
+    sys.stdout.write(
+        f"{total} docstrings: {shares[0]:.1f} % open with a riddle word,"
+        f" {shares[1]:.1f} % hang on a pronoun\n"
+    )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
